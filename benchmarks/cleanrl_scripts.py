@@ -169,7 +169,7 @@ def digest(names: dict[str, Any]) -> str:
 def buffer_bytes(buffer: Any) -> int:
     """Count the bytes of a buffer: holdall's report, or all arrays of CleanRL's."""
     if hasattr(buffer, "memory"):
-        buffer.memory.drain()
+        buffer.memory.store.wait_idle()
         return int(buffer.report().total_bytes)
     return sum(int(array.nbytes) for array in vars(buffer).values() if hasattr(array, "nbytes"))
 

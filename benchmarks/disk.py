@@ -76,7 +76,7 @@ def stay_under(stream: Stream, transitions: int, budget: str, place: Path) -> di
             if i % 10_000 == 0:
                 print(f"\r{i:,} of {transitions:,}", end="", file=sys.stderr)
         seconds = time.perf_counter() - start
-        memory.drain()
+        memory.store.wait_idle()
         report = memory.report()
         watcher.terminate()
         readings = (watcher.stdout.read() if watcher.stdout else "").split("\n")
@@ -106,8 +106,8 @@ def sample_from_disk(stream: Stream, transitions: int, place: Path) -> dict[str,
         step = next(stream.steps)
         add(inside, step)
         add(outside, step)
-    inside.drain()
-    outside.drain()
+    inside.store.wait_idle()
+    outside.store.wait_idle()
     report = outside.report()
     share = report.disk_bytes / (report.disk_bytes + sum(f.slice_bytes - f.sealed_bytes for f in report.fields))
     times: dict[str, list[float]] = {"memory": [], "disk": [], "cold": []}

@@ -25,8 +25,6 @@ import numpy as np
 from gymnasium import spaces
 from process import commit, emit, machine, versions
 
-from holdall.storage import reserve
-
 SIDES: dict[str, dict[str, Any]] = {
     "sb3": {},
     "raw": {"budget": "auto"},
@@ -69,7 +67,7 @@ def interrupted_ms(pieces: int, seconds: float) -> float:
 
 def fresh_page_ms() -> float:
     """Return how long the first write to 2 MiB of fresh memory takes, where the system has such pages."""
-    memory, took = reserve(32 * 2**20), []
+    memory, took = np.zeros(32 * 2**20, np.uint8), []
     for place in range(2**21, memory.size, 2**21):
         start = time.perf_counter()
         memory[place] = 1
@@ -107,7 +105,7 @@ def feed(side: str, trace: Path | None, steps: int, rate: float) -> dict[str, An
             cpu += time.thread_time() - looking
     cpu = time.thread_time() - cpu
     if side != "sb3":
-        buffer.memory.drain()
+        buffer.memory.store.wait_idle()
     return {
         "interrupted_ms": interrupted_ms(steps, float(took.mean())), "fresh_page_ms": fresh_page_ms(),
         "mean_us": 1e6 * float(took.mean()), "p999_ms": 1e3 * float(np.percentile(took, 99.9)),

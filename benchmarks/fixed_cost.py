@@ -70,10 +70,10 @@ def measure(shape: tuple[int, ...], stack: int, count: int, every: int) -> dict[
             memory.add(last[None], action, reward, frames[None], flag, flag)
         last = frames
         if number % every == every - 1:
-            memory.drain()
+            memory.store.wait_idle()
             readings.append((number, held_bytes().unique - start))
     most = peak.most - start
-    memory.drain()
+    memory.store.wait_idle()
     peak.stop()
     time.sleep(0.1)
     held = memory.report()

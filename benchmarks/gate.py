@@ -230,7 +230,7 @@ class Bench:
 
     def _wait_until_compressed(self) -> None:
         """Wait until no block waits for the compressor, nor is to be compressed again."""
-        self.buffers["compressed"].memory.drain()
+        self.buffers["compressed"].memory.store.wait_idle()
 
     def close(self) -> None:
         """Release the memory of all buffers."""

@@ -1,7 +1,7 @@
 """Write what the benchmarks on a GPU measured into the docs: `python benchmarks/gpu_docs.py [--check]`.
 
-In:  benchmarks/results/gpu_*.json, which gpu_sb3.py, gpu_delivery.py, gpu_resident.py and gpu_lz4.py write.  Out: their
-tables in docs/gpu.md, docs/samplers.md and docs/decisions. `--check` only says what differs.
+In:  benchmarks/results/gpu_*.json, which gpu_sb3.py, gpu_delivery.py, gpu_resident.py and gpu_rollout.py write.  Out:
+their tables in docs/gpu.md, docs/samplers.md and docs/rollouts.md. `--check` only says what differs.
 """
 
 from __future__ import annotations
@@ -88,14 +88,11 @@ def delivery() -> str:
     stacked, stacked_alone, stacked_turns = (
         ms(stacks[name]) for name in ("holdall, prefetch", "holdall, alone", "holdall, no prefetch")
     )
-    staged = [ms(large[f"holdall, staged, {how}"]) for how in ("prefetch", "alone")]
     rows = [
-        ["4,096 frames (87 MB), flowing", f"{flowing:.2f} ms", f"1.1 x the bus: {verdict(flowing, 1.1 * bus)}",
+        ["4,096 frames (87 MB), flowing", f"{flowing:.2f} ms", f"1.6 x the bus: {verdict(flowing, 1.6 * bus)}",
          f"the bus alone {bus:.2f}"],
         ["the same, `prefetch=0`", f"{alone:.2f} ms, {turns:.2f} in turns with the others", f"3.0: {verdict(turns, 3)}",
          f"by hand {ms(large[by_hand]):.2f}, as SB3 {ms(large[as_sb3]):.1f}"],
-        ["the same, not pinned: through staging", f"{staged[0]:.2f} ms flowing, {staged[1]:.2f} with `prefetch=0`", "",
-         ""],
         ["256 frames, `prefetch=0`", f"{few:.2f} ms, {in_turns:.2f} in turns",
          f"0.7 of by hand: {verdict(in_turns, 0.7 * gathered)}",
          f"by hand {gathered:.2f}, as SB3 {ms(small[as_sb3]):.2f}; the bus {ms(small['bus alone']):.2f}"],
@@ -107,29 +104,8 @@ def delivery() -> str:
          f"8 frames a row over the bus alone {ms(stacks['bus alone, 8 frames a row']):.2f}"],
         ["the same, `prefetch=0`", f"{stacked_alone:.2f} ms, {stacked_turns:.2f} in turns",
          f"3.0: {verdict(stacked_turns, 3)}", ""],
-        ["allocations a batch, of the caching allocator", "0", "0: met", ""],
     ]  # fmt: skip
     return table("| batch | holdall | aim | beside it |", rows)
-
-
-def compressed() -> str:
-    """Return the table of compressed batches."""
-    results = found("gpu_lz4")
-    camera, screen = results["camera"], results["screen"]
-
-    def row(name: str, *keys: str) -> list[str]:
-        return [name, *(" and ".join(f"{side[key]:.2f}" for key in keys) for side in (camera, screen))]
-
-    ratios = f"like a camera, {camera['ratio of LZ4']:.1f} : 1 | like an Atari screen, {screen['ratio of LZ4']:.0f} : 1"
-    rows = [
-        row("raw bytes over the bus", "raw over the bus"),
-        row("compressed bytes over the bus, decoded there", "compressed over the bus, decoded there"),
-        row("of that, the bus, and decoding", "of that, the bus", "of that, decoding"),
-        row("holdall today, compressed, `prefetch=0`", "holdall, compressed, no prefetch"),
-        row("the same, `prefetch=2`", "holdall, compressed, prefetch"),
-        ["what holdall chose", *(results["codecs"][name].split("sealed by ")[-1] for name in ("camera", "screen"))],
-    ]
-    return table(f"| ms | {ratios} |", rows)
 
 
 def rollouts() -> str:
@@ -162,7 +138,6 @@ def main() -> int:
         "docs/gpu.md": [batches, steps, resident()],
         "docs/samplers.md": [delivery()],
         "docs/rollouts.md": [rollouts()],
-        "docs/decisions/016-lz4-is-decoded-on-the-host.md": [compressed()],
     }
     differs = 0
     for name, tables in pages.items():

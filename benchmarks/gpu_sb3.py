@@ -143,7 +143,7 @@ def main() -> None:
     theirs = DictReplayBuffer(held, CAMERA, ACTION, device=args.device)
     mine = holdall.sb3.ReplayBuffer(held, CAMERA, ACTION, device=args.device)
     fill([theirs, mine], held)
-    mine.memory.drain()
+    mine.memory.store.wait_idle()
     check(mine, theirs)
     rows = []
     print("| rows | holdall.sb3 | Stable-Baselines3 | ratio | holdall.sb3 alone | of that, the host |")

@@ -45,7 +45,7 @@ def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
             seconds[i] = time.perf_counter() - start
             if i % 10_000 == 0:
                 print(f"\r{case_name}: {i:,} of {size:,}", end="", file=sys.stderr)
-        side.memory.drain()
+        side.memory.store.wait_idle()
         held = held_bytes().unique - before
         p50, p99, p999 = (float(value) * 1e6 for value in np.quantile(seconds, (0.5, 0.99, 0.999)))
         rows.append(

@@ -1,6 +1,6 @@
 """Draw what each kind of data costs for docs/memory.md: `python benchmarks/kinds_picture.py`.
 
-In:  results/codecs.json (`trace_codecs.py FOLDER --slices --prefer balanced,memory`: images) and columns.json
+In:  results/codecs.json (`trace_codecs.py FOLDER`: images) and columns.json
      (columns.py: vectors).
 Out: docs/kinds-light.svg and docs/kinds-dark.svg: a line for every kind of data, from what a plain buffer takes for a
      transition to what holdall takes. tests/test_readme.py fails where the pictures and the results disagree.

@@ -329,7 +329,7 @@ def measure_memory(name: str, side: str, steps: int) -> int:
     for step in itertools.islice(stream.steps, steps):
         held.add(step)
     if side == "compressed":
-        held.held.drain()  # type: ignore[attr-defined]  # a memory's
+        held.held.store.wait_idle()  # type: ignore[attr-defined]  # a memory's
     return held_bytes().unique - before
 
 
@@ -346,7 +346,7 @@ def measure_times(name: str, steps: int) -> dict[str, dict[str, float]]:
             for step in block:
                 sides[side].add(step)
             times[side]["add"].append((time.thread_time() - start) / BLOCK)
-    sides["compressed"].held.drain()  # type: ignore[attr-defined]  # a memory's
+    sides["compressed"].held.store.wait_idle()  # type: ignore[attr-defined]  # a memory's
     for turn in range(40):
         for side in SIDES[turn % 3 :] + SIDES[: turn % 3]:
             for _ in range(DRAWN):

@@ -132,7 +132,7 @@ _HELD_BAR = 0.1
 
 def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
     """Add real transitions to a memory in this process, and read what it took at most."""
-    from holdall.replay import ReplayMemory  # noqa: PLC0415
+    from holdall.memory import ReplayMemory  # noqa: PLC0415
     from holdall.tools.plan.measure_memory import environment_steps, stored_space, wait_until_compressed  # noqa: PLC0415 no part of a run with SB3
 
     steps = environment_steps(spec)

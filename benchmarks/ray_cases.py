@@ -107,7 +107,6 @@ def spread(recording: Recording, rounds: int) -> dict[str, Any]:
             side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
             loader = loaders.enter_context(side.memory.loader(BATCH, PREFETCH))
             ways |= {name: side.sample, f"{name} ahead": partial(next, loader)}
-        ways["4 alone"] = sides["4"].sample_alone
         everyone = [process for side in sides.values() for process in side.processes] + servants()
         found: dict[str, Any] = {name: {"learner_us": [], "others_us": []} for name in ways}
         for name, side in sides.items():

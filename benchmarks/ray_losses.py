@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from ray_sides import BATCH, HoldallSide, Recording, process_of
 
-from holdall.cluster.protocol import shards_of
+from holdall.cluster.ids import shards_of_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 4
@@ -52,7 +52,7 @@ def machines(_recording: Recording, _rounds: int) -> dict[str, Any]:
 
 def _killed(side: HoldallSide, shard: int) -> tuple[float, float, float]:
     """Kill a shard, and draw until its rows are drawn again: when the first batch came, the longest wait, the end."""
-    process_of(side.memory._cluster.handle(shard)).kill()
+    process_of(side.memory._members.handle(shard)).kill()
     start = last = time.perf_counter()
     waits: list[float] = []
     while True:
@@ -60,5 +60,5 @@ def _killed(side: HoldallSide, shard: int) -> tuple[float, float, float]:
         now = time.perf_counter()
         waits.append(now - last)
         last = now
-        if shard in shards_of(batch.ids) and shard not in side.memory._cluster.lost:
+        if shard in shards_of_ids(batch.ids) and shard not in side.memory._members.lost:
             return waits[0], max(waits), now - start

@@ -10,8 +10,7 @@ Cases may be measured one by one (`--case`, `--workload`): the others stay in th
 * `insert`: steps one by one, and blocks of 64, until all was acknowledged; what that added to the shard's USS
 * `sample`: 256 transitions as tensors, compared bit by bit; also asked for ahead; and what travels for a batch between
   machines
-* `spread`: CPU-seconds of a batch from 4 shards over those from 1, of learner, shards and Ray; also asked for ahead;
-  and each drawn alone, as it is where the memory changes after every batch, or shards are on other machines
+* `spread`: CPU-seconds of a batch from 4 shards over those from 1, of learner, shards and Ray; also asked for ahead
 * `checkpoint`: the slowest batches while the memory is saved over and over, over those of an idle memory
 * `kill`: seconds until a batch comes again after kill -9 of a shard, and until that shard is drawn from again
 * `machines`: the same after a machine of a small cluster was lost, frozen or cut off
@@ -143,9 +142,8 @@ def _spread_bars(workload: str, spent: dict[str, Any]) -> list[Bar]:
     if not spent:
         return []
     ways: dict[str, tuple[str, str, float | None]] = {
-        "CPU of a batch": ("4", "1", 1.25),
+        "CPU of a batch": ("4", "1", None),
         "CPU of a batch asked for ahead": ("4 ahead", "1 ahead", 1.25),
-        "CPU of a batch that is drawn alone": ("4 alone", "1", None),
     }
     return [
         Bar(workload, f"{name}, 4 shards over 1", spent[one]["cpu_us"] / spent[other]["cpu_us"], most=most)

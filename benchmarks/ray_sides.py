@@ -97,7 +97,7 @@ class HoldallSide:
             **settings,
         )
         self.writer: Writer = self.memory.writer()
-        self.processes = [process_of(self.memory._cluster.handle(number)) for number in self.memory._cluster.numbers]
+        self.processes = [process_of(self.memory._members.handle(number)) for number in self.memory._members.numbers]
 
     def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
         """Make the arguments of inserts: steps, or blocks of so many."""
@@ -114,22 +114,17 @@ class HoldallSide:
         """Draw a batch."""
         return self.memory.sample(BATCH)
 
-    def sample_alone(self) -> Any:
-        """Draw a batch with calls of its own, as after a change of the memory."""
-        self.memory._drawing.updates += 1
-        return self.sample()
-
     def sent_elsewhere(self) -> dict[str, float]:
         """Return what a batch for a learner on another machine takes: bytes on the way, and CPU of either end."""
-        cluster, share = self.memory._cluster, BATCH // len(self.memory._cluster.numbers)
+        members, share = self.memory._members, BATCH // len(self.memory._members.numbers)
         sent = shard_s = learner_s = 0.0
-        for shard in cluster.numbers:
-            call = cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share)
+        for shard in members.numbers:
+            call = members.handle(shard).__ray_call__.remote(_answer_for_another_machine, share)
             answer, taken = ray.get(call)
             sent += len(answer)
             start = time.process_time()
             found, weights = read_answer(answer), np.ones(share, np.float32)
-            self.memory._deliverer.batch([found], [np.arange(share)], [shard], weights)
+            self.memory._maker.make([found], [np.arange(share)], [shard], weights)
             learner_s, shard_s = learner_s + time.process_time() - start, shard_s + taken
         return {"bytes": sent, "shard_us": 1e6 * shard_s, "learner_us": 1e6 * learner_s}
 
@@ -145,8 +140,8 @@ class HoldallSide:
 
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
-    data, counts, start = shard._data, [(count, 0)], time.process_time()
-    answer = data.answer(data.found(shard.counters(), data.draw(counts), counts, is_near=False))
+    data, start = shard._data, time.process_time()
+    answer = data.read(data.draw([(count, 0)], None, is_near=False), shard.counters(), is_near=False)
     return answer, time.process_time() - start
 
 

@@ -72,7 +72,7 @@ def fill(memory: holdall.ReplayMemory, observed: NDArray[Any], transitions: int)
             ends,
             np.zeros_like(ends),
         )
-    memory.drain()
+    memory.store.wait_idle()
     return memory
 
 

@@ -80,7 +80,7 @@ class Costs:
             shard_row_us=wire["shard_us"] / BATCH,
             wire_row=wire["bytes"] / BATCH,
             plain=wire["decoded_bytes"] / BATCH,
-            call_us=(spread.get("4 alone", spread["4"])["cpu_us"] - spread["1"]["cpu_us"]) / 3,
+            call_us=(spread["4"]["cpu_us"] - spread["1"]["cpu_us"]) / 3,
         )
 
 

@@ -101,7 +101,7 @@ def filled_buffers(trace: Path | None) -> dict[str, Any]:
     for obs, next_obs in steps:
         for buffer in sides.values():
             buffer.add(obs, next_obs, action, reward, done, [{}])
-    sides["compressed"].memory.drain()
+    sides["compressed"].memory.store.wait_idle()
     return sides
 
 

@@ -54,7 +54,7 @@ def measure(case_name: str, quick: bool, trace: Path | None, prefer: str | None)
     held += _add(stream, sides, turns, clock, sizes.wrapped, sizes.block, ("add_wrapped", ""), (held, total))
     for side in sides:
         if side.name != "sb3":
-            side.memory.drain()
+            side.memory.store.wait_idle()
     _sample(turns, clock, sizes, (held, total))
     return {
         "times": clock.summary(),

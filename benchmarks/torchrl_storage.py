@@ -95,7 +95,7 @@ def footprint(case: str, side: str, quick: bool) -> dict[str, Any]:
             if len(buffer) >= first:
                 readings.append((len(buffer), held_bytes().unique))
         if isinstance(buffer.storage, HoldallStorage):
-            buffer.storage.memory.drain()
+            buffer.storage.memory.store.wait_idle()
             reported = buffer.storage.memory.report().bytes_per_transition
         else:
             reported = None
@@ -116,7 +116,7 @@ def times(case: str, quick: bool) -> dict[str, Any]:
             for side in order:
                 given = data.clone()
                 _timed(partial(buffers[side].extend, given), seconds[side]["extend"])
-        buffers["HoldallStorage"].storage.memory.drain()
+        buffers["HoldallStorage"].storage.memory.store.wait_idle()
         for turn in range(8 if quick else 60):
             order = list(SIDES)[turn % len(SIDES) :] + list(SIDES)[: turn % len(SIDES)]
             drawn = {}

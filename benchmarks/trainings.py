@@ -144,7 +144,7 @@ def train(name: str, side: str) -> dict[str, Any]:
     )  # fmt: skip
     model.learn(case.filled)
     if side != "sb3":
-        model.replay_buffer.memory.drain()
+        model.replay_buffer.memory.store.wait_idle()
     times.wall.update(add=[], sample=[])
     times.cpu.update(add=[], sample=[])
     began, cpu = time.perf_counter(), time.process_time()

@@ -47,7 +47,7 @@ def main() -> None:
         with memory:
             for step in range(STEPS):
                 memory.add(stacks[step], step % 3, float(step), stacks[step + 1], False, step % 500 == 499)
-            memory.drain()
+            memory.store.wait_idle()
             check(memory, stacks)
             assert len(memory.sample(256).reward) == 256
             report = memory.report()

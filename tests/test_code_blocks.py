@@ -115,7 +115,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     },
     "docs/scale.md": {"": (1, NO_CODE), "python": (3, "shards/test_page.py::test_programs"), "bash": (1, LOOKED_UP)},
     "docs/watch.md": {
-        "": (3, NO_CODE),
+        "": (2, NO_CODE),
         "python": (2, "unit/watch/test_watch_page.py::test_programs"),
         "sh": (1, LOOKED_UP),
     },

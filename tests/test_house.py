@@ -39,11 +39,6 @@ def _statements(file: Path) -> Iterator[ast.AST]:
 def test_a_class_name_is_defined_in_one_file() -> None:
     homes: dict[str, set[str]] = defaultdict(set)
     for file in _files():
-        if file.relative_to(SOURCE).parts[0] in {
-            "store",
-            "codec",
-        }:  # They replace `storage`, and have its names until then.
-            continue
         for node in _statements(file):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(str(file.relative_to(SOURCE)))
@@ -54,9 +49,8 @@ def test_a_files_name_says_what_is_inside() -> None:
     assert not [str(file) for file in _files() if VAGUE.search(file.name)]
 
 
-PACKAGES = ("storage", "native", "delivery", "sampling", "checkpoint", "testing")
-"""Packages that other packages import only through their `__init__`. Tools and the cluster are imported file by file,
-because the modules that a command or a worker loads decide how fast it starts."""
+PACKAGES = ("sampling", "checkpoint", "testing")
+"""Packages that other packages import only through their `__init__`. The others are imported file by file."""
 
 
 def _reached_into(file: Path) -> list[str]:

@@ -70,6 +70,16 @@ def test_import_holdall_imports_nothing_heavy() -> None:
     assert done.stdout.split() == []
 
 
+def test_adapters_import_no_tool() -> None:
+    pytest.importorskip("stable_baselines3")
+    program = (
+        "import sys; from holdall.sb3 import ReplayBuffer, HerReplayBuffer, RolloutBuffer, CheckpointCallback\n"
+        "print(*[name for name in sys.modules if name.startswith(('holdall.tools', 'holdall.watch', 'holdall.lint'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 USES = ("plan.model", "lint.model", "elegantrl.TrajectoryBuffer", "sb3.ReplayBuffer", "torchrl.HoldallStorage")
 
 

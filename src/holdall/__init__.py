@@ -23,19 +23,41 @@ if TYPE_CHECKING:
         SpaceError,
         TransitionIdError,
     )
+    from holdall.memory import ReplayMemory
     from holdall.recorder import Recorder
-    from holdall.replay import ReplayMemory
     from holdall.report import FieldReport, MemoryReport
     from holdall.rollout import RolloutMemory
     from holdall.sampling import Hindsight, NStep, Prioritized, Sequence, Uniform
     from holdall.shared import SharedObservations
 
 __all__ = [
-    "ArgumentError", "Batch", "Checkpoint", "CheckpointError", "ClosedError", "DamageError", "FencedError",
-    "FieldReport", "Hindsight", "HoldallError", "MemoryReport", "MissingPackageError", "NStep", "Prioritized",
-    "Recorder", "ReplayMemory", "RolloutBatch", "RolloutMemory", "SaveHandle", "Sequence", "ShardError",
-    "SharedObservations", "SpaceError", "TransitionIdError", "Uniform", "threads",
-]  # fmt: skip
+    "ArgumentError",
+    "Batch",
+    "Checkpoint",
+    "CheckpointError",
+    "ClosedError",
+    "DamageError",
+    "FencedError",
+    "FieldReport",
+    "Hindsight",
+    "HoldallError",
+    "MemoryReport",
+    "MissingPackageError",
+    "NStep",
+    "Prioritized",
+    "Recorder",
+    "ReplayMemory",
+    "RolloutBatch",
+    "RolloutMemory",
+    "SaveHandle",
+    "Sequence",
+    "ShardError",
+    "SharedObservations",
+    "SpaceError",
+    "TransitionIdError",
+    "Uniform",
+    "threads",
+]
 __version__ = "0.1.0"
 
 _MODULES = frozenset({"cleanrl", "elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"})
@@ -45,16 +67,24 @@ _HOMES = {
     "batch": ("Batch", "RolloutBatch"),
     "checkpoint": ("Checkpoint", "SaveHandle"),
     "errors": (
-        "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
-        "MissingPackageError", "ShardError", "SpaceError", "TransitionIdError",
+        "ArgumentError",
+        "CheckpointError",
+        "ClosedError",
+        "DamageError",
+        "FencedError",
+        "HoldallError",
+        "MissingPackageError",
+        "ShardError",
+        "SpaceError",
+        "TransitionIdError",
     ),
+    "memory": ("ReplayMemory",),
     "recorder": ("Recorder",),
-    "replay": ("ReplayMemory",),
     "report": ("FieldReport", "MemoryReport"),
     "rollout": ("RolloutMemory",),
     "sampling": ("Hindsight", "NStep", "Prioritized", "Sequence", "Uniform"),
     "shared": ("SharedObservations",),
-}  # fmt: skip
+}
 """Which module a public name lives in."""
 _HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -4,32 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-
-class Handle:
-    """A context or a dictionary of Zstandard or LZ4, which is freed with this object."""
-
-    @property
-    def address(self) -> int:
-        """The address of the context or dictionary, for structs that C reads."""
-
-def new_decompressor() -> Handle:
-    """Return a context of Zstandard that decompresses. Only one thread at a time may use it."""
-
-def new_decompression_dictionary(content: bytes, /) -> Handle:
-    """Return a dictionary to decompress with. Raise ValueError if `content` is no dictionary of Zstandard."""
-
-def new_compressor(level: int, shortest_match: int, table_log: int, dictionary: bytes | None, /) -> Handle:
-    """Return a context of Zstandard that compresses. Only one thread at a time may use it.
-
-    Args:
-        shortest_match: Bytes of the shortest match that is looked for. 0: the default of the level.
-        table_log: Binary logarithm of the entries of the tables that matches are found with. 0: the default.
-        dictionary: Content of a dictionary, or None.
-    """
-
-def new_lz4_stream() -> Handle:
-    """Return a state of LZ4 that compresses against other bytes. Only one thread at a time may use it."""
+from numpy.typing import DTypeLike, NDArray
 
 # ---------------------------------------------------------------- the engine
 #
@@ -41,6 +16,10 @@ def new_lz4_stream() -> Handle:
 ROLE_OBSERVATION: int  # An observation and the next one.
 ROLE_ROW: int  # An action, the reward or an extra.
 ROLE_FLAGS: int  # terminated, truncated and valid, one byte per transition.
+
+FLAG_TERMINATED: int  # Bits of the flags of a transition.
+FLAG_TRUNCATED: int
+FLAG_INVALID: int
 
 WRITTEN: int  # `Writer.append`: the tick was written.
 FULL: int  # The open segment has no room for this tick: call `Writer.roll`, then try again.
@@ -96,6 +75,7 @@ class Coded:
         places: Any = None,
         checks: Any = None,
         file: object = None,
+        is_shared: bool = False,
     ) -> Coded:
         """Make compressed slices of the attributes of another object.
 
@@ -103,6 +83,7 @@ class Coded:
             data: A buffer, which is copied, or (descriptor, start, nbytes) of a file. `checks` are then required.
             places: uint16 for up to 65536 slices, uint32 for more.
             file: Object that is kept alive, so that the descriptor stays open.
+            is_shared: Keep the buffer `data`, whose content must never change, instead of copying it.
 
         Raises:
             ValueError: A length, an offset, a place or the codec does not fit. The message names it.
@@ -135,18 +116,32 @@ class Block:
     old form keep it alive until they finish.
     """
 
+    serial: int  # A number that no other block has, even after this one is gone.
     slice_bytes: int
     slice_count: int
     is_open: bool  # Whether slices may still be added.
     form: Raw | Coded
 
-    def __init__(self, slice_bytes: int, slice_count: int, form: Any) -> None:
-        """Make a closed block. A buffer becomes a Raw form that is copied from it."""
+    def __init__(self, slice_bytes: int, slice_count: int, form: Any, is_shared: bool = False, /) -> None:
+        """Make a closed block. A buffer becomes a Raw form that is copied from it.
+
+        With `is_shared`, the Raw form keeps the buffer instead, whose content must never change.
+        """
+    def share(self) -> NDArray[np.uint8]:
+        """Return all raw slices, (slice_count, slice_bytes), as a read-only array that shares their memory.
+
+        Raise ValueError if the form is not Raw.
+        """
     def read(self, first: int, count: int) -> NDArray[np.uint8]:
         """Return a copy of raw slices, (count, slice_bytes). Raise ValueError if the form is not Raw."""
+    def lane_order(self) -> NDArray[np.uint32] | None:
+        """Return the slice numbers sorted by the lane that stored the slice first, as `order` of `encode` takes them.
+
+        None if all slices come from one lane, if their lanes are not known, or if the block is compressed.
+        """
 
 class PackedPlan(Protocol):
-    """How the bytes of a row are divided among groups, see `holdall.store.packed_columns.Plan`."""
+    """How the bytes of a row are divided among groups, see `holdall.store.packed_columns.PackingPlan`."""
 
     @property
     def leaf_bytes(self) -> tuple[int, ...]:
@@ -195,7 +190,9 @@ class PackedRun:
 class Part:
     """What one segment stores of one column. Immutable, except in the open segment and for `Writer.rewrite`."""
 
+    serial: int  # A number that no other part has, even after this one is gone.
     kind: str  # "rows", "shared", "paired", "sliced" or "packed"
+    row_bytes: int  # Bytes of one lane's row, or observation.
     nbytes: int  # Bytes in memory, without the block.
     block: Block | None
     slice_count: int  # Slices of the block that this part may name.
@@ -253,7 +250,14 @@ class Catalog:
     next_tick: int
     lanes: int
     segments: tuple[Segment, ...]
+    last_segment: Segment  # The newest one, which a writer's catalog always has. It is open there.
     invalid_count: int  # Held entries that are not transitions.
+
+    def closed_segments(self, first_tick: int, /) -> tuple[Segment, ...]:
+        """Return all segments but the last one that begin with `first_tick` or later."""
+
+def get_heap_bytes() -> int:
+    """Return the bytes of stored data that the C library's allocator was asked for, in this process."""
 
 class Writer:
     """Owner of everything that `add` changes: the open segment and the catalog."""
@@ -294,21 +298,29 @@ class Writer:
         truncated: Any,
         extras: Any = None,
         valid: Any = None,
+        infos: Any = None,
         /,
     ) -> int:
         """Write one tick, or nothing. Return WRITTEN, FULL or UNCHECKED.
 
         obs, action, next_obs and extras are an array, a dict of arrays, or a tuple of arrays in leaf order.
-        """
-    def extend(self, steps: tuple[Any, ...], first: int, /) -> int:
-        """Write steps from number `first` on until the open segment is full; return how many were written.
 
-        `steps` are the arguments of `append`, checked, with a leading time axis.
+        Args:
+            infos: A list or tuple with one info dict per lane, whose key "TimeLimit.truncated" is True if a time limit
+                ended the step. `terminated` is then the `done` of Stable-Baselines3, and `truncated` is ignored.
+        """
+    def extend(self, steps: tuple[Any, ...], progress: NDArray[np.int64], /) -> int:
+        """Write steps until the open segment is full. Return how many were written.
+
+        Args:
+            steps: The arguments of `append`, checked, with a leading time axis.
+            progress: An array with one number, the steps that are written already. It is increased in the same call,
+                so it is right even if an interrupt comes before the result is used.
         """
     def roll(self, layouts: Sequence[Layout | None] | None = None) -> Segment | None:
         """Close the open segment and start the next one, with other layouts if given.
 
-        Return the closed segment, or None if it had no ticks. Segments without a tick that is held are dropped.
+        Return the closed segment, or None if none of its ticks is held. Segments without held ticks are dropped.
         """
     def evict(self, before_tick: int) -> None:
         """Publish a catalog without older ticks."""
@@ -316,27 +328,197 @@ class Writer:
         """Publish a catalog in which `segment` has other parts. Return False if it is no longer held."""
     def adopt(self, segment: Segment) -> int:
         """Append a closed segment that was built elsewhere. Return its first tick."""
-    def rewrite(self, ids: NDArray[np.int64], column: int, rows: NDArray[Any]) -> None:
-        """Overwrite rows of a column that is not an observation. Raise if an id is not held."""
+    def rewrite(self, ids: NDArray[np.int64], columns: tuple[int, ...], rows: tuple[NDArray[Any], ...]) -> None:
+        """Overwrite rows of columns that are not observations. If an id occurs twice, its last row counts.
+
+        Raise IndexError if an id is not held. Rows of the column of flags keep their bit FLAG_INVALID.
+        """
     def snapshot(self) -> Catalog:
         """Return a catalog that never changes."""
     def set_type(self, column: int, type_number: int) -> None:
-        """Set the dtype of a column whose type was not known. Raise if ticks were written already."""
+        """Set the dtype of a column whose type was not known. Raise if it has another type, or ticks were written."""
 
 class Reader:
     """Copies rows out of a catalog. Threads that call `help` share the work."""
 
-    def __init__(self, max_kept_bytes: int = 0) -> None:
-        """Make a reader that keeps up to `max_kept_bytes` of freed arrays, to use their memory again."""
-    def gather(self, catalog: Catalog, ids: NDArray[np.int64], outputs: tuple[int, ...]) -> tuple[NDArray[Any], ...]:
+    kept_bytes: int  # Memory of freed arrays that is kept for the next ones.
+    wanted_helpers: int  # The most helpers that a gather could have used so far.
+
+    def __init__(self, max_kept_bytes: int = 0, bytes_per_thread: int = 524_288) -> None:
+        """Make a reader.
+
+        Args:
+            max_kept_bytes: Memory of freed arrays that is kept for the next ones.
+            bytes_per_thread: Bytes of a batch for which another thread that called `help` is woken.
+        """
+    def gather(
+        self,
+        catalog: Catalog,
+        ids: NDArray[np.int64],
+        outputs: tuple[int, ...],
+        first_tick: int = ...,
+        into: NDArray[np.uint8] | None = None,
+        /,
+    ) -> tuple[NDArray[Any], ...]:
         """Return one array per output, whose rows are in the order of `ids`.
 
         Output 2 * column is the row, the observation, or terminated; 2 * column + 1 is the next observation, or
-        truncated. Raise IndexError before anything is returned if an id is not held.
+        truncated. After the outputs of all columns follow the flags as they are stored, uint8, and
+        `terminated and not truncated` as float32 of shape (rows, 1). Every array begins at a multiple of 64 bytes.
+        Raise IndexError before anything is returned if an id is not held.
+
+        Args:
+            first_tick: Oldest tick that may be read; by default the oldest one that is held. What was held when this
+                catalog was taken can be read from it for as long as it is referred to, also after its eviction.
+            into: Memory of the arrays, at a multiple of 64 bytes. The arrays have the order of `outputs` there.
 
         Rows are copied and slices are located with the GIL held. Slices are then copied and decoded without the GIL.
+        """
+    def gather_windows(
+        self, catalog: Catalog, ids: NDArray[np.int64], column: int, first_tick: int, into: NDArray[np.uint8], /
+    ) -> tuple[int, NDArray[np.int32], int, int, int] | None:
+        """Write the slices of observations and next observations to `into`, one after another. Releases the GIL.
+
+        A slice that an observation and its next observation share is written once.
+
+        Args:
+            column: Number of an observation column.
+            into: Memory for 2 * len(ids) whole observations.
+
+        Returns:
+            The number of slices; the number of the first slice of every observation and of every next observation, as
+            an array of shape (2, len(ids)); and count, outer and run_bytes of the window. Transitions that are stored
+            in another form have -1 in place of a number. None if all of them are.
         """
     def help(self) -> None:
         """Work on the gathers of other threads until `dismiss` is called. Releases the GIL."""
     def dismiss(self) -> None:
         """Make all calls of `help` return."""
+
+# ---------------------------------------------------------------- sampling and rollouts
+
+class SumTree:
+    """Numbers of at least 0 in slots, and a binary tree of their sums. Every method is atomic. Can be pickled.
+
+    The sums depend on the numbers in the slots only, to the last bit, and not on the order in which they were set.
+    """
+
+    slots: int  # Number of slots.
+    total: float  # Sum of all slots.
+    highest: float  # Largest number that `update` or `raise_highest` was given.
+
+    def __new__(cls, slots: int, highest: float = 0.0) -> SumTree:
+        """Make a tree whose slots are all 0."""
+    def put(self, slots: NDArray[np.int64], values: NDArray[np.float64] | float, /) -> None:
+        """Set the numbers in some slots. If a slot is given twice, the last number counts.
+
+        Raises:
+            IndexError: A slot does not exist.
+            ValueError: A number is negative or not finite.
+        """
+    def update(
+        self, ids: NDArray[np.int64], values: NDArray[np.float64], first_id: int, next_id: int, max_value: float, /
+    ) -> None:
+        """Set the numbers of ids, and raise `highest`. Id `i` is stored in slot `i % slots`.
+
+        Ids below `first_id` are ignored. If an id is given twice, the last number counts.
+
+        Raises:
+            IndexError: An id is not below `next_id`.
+            ValueError: A number is not above 0 and at most `max_value`.
+        """
+    def find(self, points: NDArray[np.float64], /) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the slots that points of [0, 1), multiplied by `total`, fall on. Slots that are 0 are never found.
+
+        The second array has, for each slot found, the lowest number found divided by the slot's own.
+        """
+    def values(self, slots: NDArray[np.int64], /) -> NDArray[np.float64]:
+        """Return the numbers in some slots. Raise IndexError if a slot does not exist."""
+    def copy_to(self, out: NDArray[np.float64], /) -> None:
+        """Copy the numbers of the first slots to `out`, as many as it has entries."""
+    def raise_highest(self, value: float, /) -> None:
+        """Set `highest` to `value` if that is larger."""
+
+def draw_slots(
+    bit_generator: np.random.BitGenerator, count: int, filled: int, slots: int, newest: int, lanes: int, /
+) -> NDArray[np.int64]:
+    """Draw ids as Stable-Baselines3 does: `randint(0, filled, count)`, then `randint(0, lanes, count)`.
+
+    The generator continues as if `RandomState.randint` had been called. Tick `t` is stored in slot `t % slots`.
+
+    Args:
+        filled: Slots that are drawn from.
+        newest: The newest tick. Slots after its slot hold ticks of the round before, whose ids are below 0 if that
+            round does not exist.
+    """
+
+def estimate_advantages(
+    rewards: NDArray[np.float32],
+    values: NDArray[np.float32],
+    ends: NDArray[np.float32],
+    last_values: NDArray[np.float32],
+    gamma: float,
+    gae_lambda: float,
+    advantages: NDArray[np.float32],
+    returns: NDArray[np.float32],
+    /,
+) -> None:
+    """Estimate advantages and returns as Stable-Baselines3 does, to the last bit. Releases the GIL.
+
+    All arrays are C-contiguous and of shape (steps, lanes), except for `last_values`.
+
+    Args:
+        ends: 1 where the episode ended with the step, else 0.
+        last_values: Values of the observations after the last step, one per lane.
+        advantages: Receives the advantages. May be `rewards` itself.
+        returns: Receives the returns, which are advantages plus values.
+    """
+
+class ObservationLog:
+    """The observations of one field of a rollout, tick by tick. Observations that overlap share memory.
+
+    Memory for the case that nothing overlaps is reserved once, and takes RAM only as it is written to.
+    """
+
+    ticks: int  # Ticks that were written.
+    slice_bytes: int  # Bytes of the slices of all lanes.
+    cursor_bytes: int  # Bytes of the cursors, four for each observation.
+    broken: int  # Observations that do not overlap the one before. The first of each lane is not counted.
+
+    def __new__(cls, layout: Layout, ticks: int, lanes: int, row_bytes: int) -> ObservationLog:
+        """Make a log for up to `ticks` ticks. `layout` must be a sliced one."""
+    def write(self, tick: int, obs: NDArray[Any], /) -> None:
+        """Write the observations of one tick, and forget later ticks.
+
+        Atomic. Ticks are written in order, but a tick may be written again.
+
+        Raises:
+            IndexError: An earlier tick was not written, or the log has no room for `tick`.
+            ValueError: `obs` does not have one row of `row_bytes` bytes per lane.
+        """
+    def gather(self, places: NDArray[np.int64], out: NDArray[Any], /) -> None:
+        """Copy observations to the rows of `out`. Releases the GIL.
+
+        Args:
+            places: `tick * lanes + lane` of each observation. A negative number gives a row of zeros.
+
+        Raises:
+            IndexError: The observation of a place was not written.
+        """
+    def clear(self) -> None:
+        """Forget all ticks, and keep the memory."""
+
+class ArrayPool:
+    """Makes arrays, and uses the memory of freed ones again. Fresh memory costs more time than filling it.
+
+    Arrays begin at multiples of 64 bytes.
+    """
+
+    kept_bytes: int  # Memory of freed arrays that is kept for the next ones.
+
+    def __new__(cls, max_kept_bytes: int) -> ArrayPool:
+        """Make a pool that keeps up to `max_kept_bytes`, and frees the oldest memory beyond that."""
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike, /) -> NDArray[Any]:
+        """Return an array whose contents are arbitrary. Its memory is kept when no array refers to it any more."""
+    def clear(self) -> None:
+        """Free the memory that is kept."""

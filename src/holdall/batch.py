@@ -1,6 +1,7 @@
-"""The recipe of a batch, which a sampler makes, the batch, which belongs to the caller, and the ids that both name.
+"""Draws, batches and transition ids.
 
-Invariant: holdall never writes to a batch again.
+A sampler returns a `Draw`: the ids of a batch, and what replaces stored fields. A memory reads the fields of these ids
+and returns a `Batch`. The batch belongs to the caller: holdall never writes to its arrays again.
 """
 
 from __future__ import annotations
@@ -14,58 +15,73 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, MissingPackageError, TransitionIdError
 from holdall.schema import as_array
 
+Ids = NDArray[np.int64]
+"""Transition ids."""
+Flags = NDArray[np.bool_]
+"""One bool per id or step."""
+
 
 class RewardFunction(Protocol):
-    """Rewards of transitions towards other goals, as Gymnasium's `compute_reward`; arrays in, an array out."""
+    """Function that computes rewards for other goals, such as Gymnasium's `compute_reward`. It takes arrays."""
 
     def __call__(self, achieved_goal: Any, desired_goal: Any, info: dict[str, Any], /) -> Any:
-        """Return a reward per row; `info` holds the rows' extras."""
+        """Return one reward per row. `info` has the extras of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Rows of a batch that are relabelled, as if another goal had been pursued.
+    """The rows of a batch that get another goal.
 
-    `desired_key` of `obs` and `next_obs` becomes what `achieved_key` of the next observation of
-    transition `ids` shows, and the reward is what `reward_fn` returns.
+    In `obs` and `next_obs` of these rows, `desired_key` becomes the goal that transition `ids` achieved: `achieved_key`
+    of its `next_obs`. The reward becomes the result of `reward_fn`.
     """
 
-    rows: NDArray[np.int64]  # positions in the batch
-    ids: NDArray[np.int64]  # transitions whose outcome becomes the goal, one per row
+    # Rows of the batch.
+    rows: Ids
+    # Transitions whose outcomes become the goals, one per entry of `rows`.
+    ids: Ids
+    # Key of the observation that has the achieved goal.
     achieved_key: str
+    # Key of the observation that has the desired goal.
     desired_key: str
     reward_fn: RewardFunction
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The recipe of a batch: transition ids in its order, and what else is known of each row.
+    """The recipe of a batch: the transition ids in the order of the batch, and values that replace stored fields.
 
-    Whatever is None is read under `ids`. Two axes of ids, (batch, time), make a batch of sequences.
+    Fields that are None are read from the transitions in `ids`. Ids of shape (batch, time) give a batch of sequences.
     """
 
-    ids: NDArray[np.int64]  # (batch,) or (batch, time); all of them held
-    weights: NDArray[np.float32]  # (batch,)
-    last_ids: NDArray[np.int64] | None = None  # where next_obs, terminated and truncated are read
+    # (batch,) or (batch, time). All of these transitions are held.
+    ids: Ids
+    # (batch,) importance weights.
+    weights: NDArray[np.float32]
+    # (batch,) transitions whose `next_obs`, `terminated` and `truncated` are read.
+    last_ids: Ids | None = None
+    # (batch, ...) rewards.
     reward: NDArray[Any] | None = None
+    # (batch,) discounts of the value of `next_obs`.
     discount: NDArray[np.float32] | None = None
-    mask: NDArray[np.bool_] | None = None  # like ids; False for padding
+    # Same shape as `ids`. False for padding.
+    mask: Flags | None = None
+    # Rows that get another goal.
     goals: Goals | None = None
 
-
-def of_ids(ids: NDArray[np.int64]) -> Draw:
-    """Return the recipe of a plain batch of given transitions."""
-    return Draw(ids, np.ones(len(ids), np.float32))
+    @classmethod
+    def from_ids(cls, ids: Ids) -> Draw:
+        """Return the draw of a plain batch of the transitions `ids`, all with weight 1."""
+        return cls(ids, np.ones(len(ids), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Transitions side by side: every array has the batch as its first axis.
+    """A batch of transitions. The first axis of every array is the batch.
 
-    `obs`, `next_obs`, `action` and `extras` have the nesting of their spaces. Arrays are
-    NumPy's, or torch tensors on the memory's device. `ids` are NumPy's, since they are handed
-    back to the memory and not to a network; where a device draws, they are a tensor there. In a
-    batch of sequences time is the second axis of everything but `weights`.
+    `obs`, `next_obs`, `action` and `extras` are nested like their spaces. Arrays are NumPy arrays, or torch tensors on
+    the memory's device. `ids` is a NumPy array, because callers pass it back to the memory and not to a network. It is
+    a tensor if the device draws. In a batch of sequences, time is the second axis of every array except `weights`.
     """
 
     obs: Any
@@ -75,76 +91,80 @@ class Batch:
     terminated: Any  # (batch,) bool
     truncated: Any  # (batch,) bool
     extras: dict[str, Any]
-    ids: NDArray[np.int64]  # (batch,)
-    weights: Any  # (batch,) float32, importance weights; ones where all draws are equal
-    discount: Any = None  # (batch,) float32, of the value of next_obs; None where it is the agent's own gamma
-    mask: Any = None  # (batch, time) bool, False for padding; None where there are no sequences
+    ids: Ids  # (batch,)
+    weights: Any  # (batch,) float32 importance weights; 1 if every transition is equally likely
+    discount: Any = None  # (batch,) float32 discount of the value of next_obs; None: use the gamma of the agent
+    mask: Any = None  # (batch, time) bool, False for padding; None if the batch has no sequences
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def jax(self) -> Batch:
-        """Return the same as arrays of JAX, where JAX computes by default; `ids` stay as they are.
+        """Return the batch with JAX arrays on JAX's default device. `ids` stays as it is.
 
-        Tensors that are on that device are handed over by DLPack, without a copy. JAX makes 32 bits of 64 unless
-        `jax_enable_x64` is set: integers that fit are taken, anything else is refused.
+        Tensors on that device are passed by DLPack, without a copy. JAX has no dtypes of 64 bits unless
+        `jax_enable_x64` is set. Without it, integers that fit into 32 bits are converted, and other values of 64 bits
+        raise ArgumentError.
         """
-        return replace(self, **{name: _to_jax(getattr(self, name), name) for name in _HANDED_TO_JAX})
+        return replace(self, **{name: _convert_to_jax(getattr(self, name), name) for name in _JAX_FIELDS})
 
 
-_HANDED_TO_JAX = tuple(field.name for field in fields(Batch) if field.name != "ids")
+_JAX_FIELDS = tuple(field.name for field in fields(Batch) if field.name != "ids")
 
 
-def _to_jax(value: Any, name: str) -> Any:
-    """Return a nested value with every array in it as one of JAX."""
+def _convert_to_jax(value: Any, name: str) -> Any:
+    """Convert every array in a nested value to a JAX array."""
     if value is None:
         return None
     if isinstance(value, dict):
-        return {key: _to_jax(part, f"{name}[{key!r}]") for key, part in value.items()}
+        return {key: _convert_to_jax(part, f"{name}[{key!r}]") for key, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(_to_jax(part, f"{name}[{i}]") for i, part in enumerate(value))
+        return tuple(_convert_to_jax(part, f"{name}[{i}]") for i, part in enumerate(value))
     try:
-        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
+        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  an optional package
     except ImportError as error:
         raise MissingPackageError(
             "A batch of JAX arrays needs jax, which is not installed. Run \"pip install 'holdall[jax]'\"."
         ) from error
-    wide = str(value.dtype).removeprefix("torch.") in {"float64", "int64", "uint64"}
+    has_64_bits = str(value.dtype).removeprefix("torch.") in {"float64", "int64", "uint64"}
     config: Any = jax.config
-    if wide and not config.jax_enable_x64:
-        value = _in_32_bits(value, name)
-    on_host = isinstance(value, np.ndarray) or value.device.type == "cpu"
-    if on_host and jax.default_backend() != "cpu":
+    if has_64_bits and not config.jax_enable_x64:
+        value = _narrow_to_32_bits(value, name)
+    is_on_host = isinstance(value, np.ndarray) or value.device.type == "cpu"
+    if is_on_host and jax.default_backend() != "cpu":
         return jax.device_put(np.asarray(value))
     return jax.dlpack.from_dlpack(value)
 
 
-def _in_32_bits(value: Any, name: str) -> Any:
-    """Return integers of 64 bits as 32, signed or not as before, if that changes none."""
+def _narrow_to_32_bits(value: Any, name: str) -> Any:
+    """Convert integers of 64 bits to 32 bits, with or without a sign as before. Raise ArgumentError if one changes."""
+    narrow = None
     if isinstance(value, np.ndarray):
-        narrow = value.astype(f"{value.dtype.kind}4") if value.dtype.kind in "iu" else None
+        if value.dtype.kind in "iu":
+            narrow = value.astype(f"{value.dtype.kind}4")
         is_same = narrow is not None and bool((narrow == value).all())
     elif value.is_floating_point():
-        is_same, narrow = False, None
-    elif str(value.dtype) == "torch.uint64":  # torch does not compare these with others
+        is_same = False
+    elif str(value.dtype) == "torch.uint64":  # torch cannot compare uint64 with other dtypes.
         torch = import_torch()
         wide = value.view(torch.int64)
-        is_same, narrow = bool((wide >> 32 == 0).all()), wide.int().view(torch.uint32)
+        narrow = wide.int().view(torch.uint32)
+        is_same = bool((wide >> 32 == 0).all())
     else:
         narrow = value.int()
         is_same = bool((narrow == value).all())
     if not is_same:
         raise ArgumentError(
-            f"{name} has dtype {value.dtype}, of which JAX would keep 32 bits; call "
-            "jax.config.update('jax_enable_x64', True), or store it in 32 bits"
+            f"{name} has dtype {value.dtype}, of which JAX would keep 32 bits. Call "
+            "jax.config.update('jax_enable_x64', True), or store the field with 32 bits."
         )
     return narrow
 
 
-def device_of_jax() -> str | None:
-    """Return the device on which torch can fill arrays for JAX; None where that is the host."""
+def find_jax_device() -> str | None:
+    """Return the device on which torch can fill arrays for JAX. None means the host."""
     try:
-        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
+        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  an optional package
     except ImportError as error:
         raise MissingPackageError(
             "device='jax' needs jax, which is not installed. Run \"pip install 'holdall[jax]'\", or use device=None "
@@ -159,35 +179,36 @@ def device_of_jax() -> str | None:
 
 
 def import_torch() -> Any:
-    """Return torch, for those who ask for tensors."""
+    """Return the package torch. Raise MissingPackageError if it is not installed."""
     try:
-        import torch  # noqa: PLC0415  heavy, and only for those who ask for tensors
+        import torch  # noqa: PLC0415  an optional package
     except ImportError as error:
         raise MissingPackageError(
-            "device is given, but torch is not installed; run \"pip install 'holdall[torch]'\" "
-            "or use device=None for NumPy arrays"
+            "device is given, but torch is not installed. Run \"pip install 'holdall[torch]'\", or use device=None for "
+            "NumPy arrays."
         ) from error
     return torch
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """Steps of a rollout: a minibatch of single steps, or of whole sequences.
+    """Steps of a rollout: a minibatch of single steps, or of sequences.
 
-    Arrays of a minibatch have shape (batch, ...), those of sequences (sequences, time, ...), with zeros
-    behind each sequence's end. They are NumPy's, or torch tensors on the memory's device, but for `ids`.
+    Arrays have shape (batch, ...) for single steps. For sequences they have shape (sequences, time, ...), with zeros
+    after the end of each sequence. They are NumPy arrays, or torch tensors on the memory's device. `ids` is always a
+    NumPy array.
     """
 
     obs: Any
     action: Any
     reward: Any
-    value: Any  # float32, as `log_prob`, `advantage` and `returns`
+    value: Any  # float32, like `log_prob`, `advantage` and `returns`
     log_prob: Any
     advantage: Any
     returns: Any
     extras: dict[str, Any]
-    ids: NDArray[np.int64]  # step * num_envs + lane; -1 behind a sequence's end
-    mask: Any = None  # of sequences: True where there is a step
+    ids: Ids  # step * num_envs + lane; -1 after the end of a sequence
+    mask: Any = None  # (sequences, time) bool, False after the end of a sequence; None for single steps
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -196,52 +217,60 @@ class RolloutBatch:
 # ---------------------------------------------------------------- ids
 
 
-def as_ids(ids: Any) -> NDArray[np.int64]:
-    """Return `ids` as a flat array of transition ids, or say why it is not one."""
+def check_ids(ids: Any) -> Ids:
+    """Return `ids` as a flat int64 array. Raise ArgumentError unless they are a flat array of integers."""
     array = as_array(ids, "ids")
     if array.shape == (0,):
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ArgumentError(
-            f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers, such as ids[mask]"
+            f"ids has shape {array.shape} and dtype {array.dtype}. Pass a flat array of integers, such as ids[mask]."
         )
-    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
-        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
+    if array.dtype == np.uint64:
+        highest = int(array.max())
+        if highest > np.iinfo(np.int64).max:
+            raise TransitionIdError(f"ids holds {highest}, but ids are below 2**63. Pass ids below next_id.")
     return array.astype(np.int64)
 
 
-def ids_of_any_shape(ids: Any) -> NDArray[np.int64]:
-    """Return `ids` as an array of transition ids, or say why it is not one."""
+def check_ids_of_any_shape(ids: Any) -> Ids:
+    """Return `ids` as an int64 array of the same shape. Raise ArgumentError unless they are integers."""
     array = as_array(ids, "ids")
-    return as_ids(array.reshape(-1)).reshape(array.shape)
+    return check_ids(array.reshape(-1)).reshape(array.shape)
 
 
 class Validity(Protocol):
-    """Which transitions are real."""
+    """Which of the held ids are transitions. Entries added with `valid=False` are not."""
 
     @property
     def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
+        """Whether every held id is a transition."""
 
-    def are_valid(self, ids: NDArray[np.int64], /) -> NDArray[np.bool_]:
-        """Return which of some held ids are real: lanes added with valid=False made no transition."""
-
-
-def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
-    """Refuse ids, of any shape, that are not held."""
-    if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
-        outside = (ids < first_id) | (ids >= next_id)
-        raise TransitionIdError(
-            f"ids holds {int(ids[outside][0])}, but only ids from first_id ({first_id}) up to, and without, "
-            f"next_id ({next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
-        )
+    def are_valid(self, ids: Ids, /) -> Flags:
+        """Return which of the held `ids` are transitions."""
 
 
-def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
-    """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
+def require_in_range(ids: Ids, first_id: int, next_id: int) -> None:
+    """Raise TransitionIdError unless all `ids`, of any shape, are held."""
+    if not ids.size:
+        return
+    if first_id <= ids.min() and ids.max() < next_id:
+        return
+    is_outside = (ids < first_id) | (ids >= next_id)
+    raise TransitionIdError(
+        f"ids holds {int(ids[is_outside][0])}, but the memory holds the ids from first_id ({first_id}) to next_id "
+        f"({next_id}) - 1. Lower ids were evicted, higher ids were not added yet. Pass ids that are held."
+    )
+
+
+def require_held(ids: Ids, first_id: int, next_id: int, validity: Validity) -> None:
+    """Raise TransitionIdError unless all `ids`, of any shape, are held and are transitions."""
     require_in_range(ids, first_id, next_id)
-    if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
+    if validity.all_valid:
+        return
+    is_valid = validity.are_valid(ids)
+    if not is_valid.all():
         raise TransitionIdError(
-            f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
-            "made no transition in that tick; leave it out"
+            f"ids holds {int(ids[~is_valid][0])}, which was added with valid=False and is not a transition. Leave it "
+            "out."
         )

@@ -1,9 +1,8 @@
 """ReplayBuffer: CleanRL's replay buffer over a ReplayMemory, without Stable-Baselines3.
 
-In:  the arguments of CleanRL's `add`.  Out: its named tuple of tensors.
-Invariant: the same seed draws the same rows from NumPy's global generator in the same order, so the trained weights are
-the same. Where CleanRL casts (observations and actions to their space's dtype, rewards to float32), this class casts,
-too; a cast to whole numbers that would change a value is refused.
+Guarantee: the same seed draws the same rows from NumPy's global generator in the same order, so the trained weights are
+the same. Where CleanRL casts (observations and actions to the dtype of their space, rewards to float32), this class
+casts, too. A cast to integers that would change a value is refused.
 """
 
 from __future__ import annotations
@@ -17,26 +16,31 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.batch import of_ids
+from holdall._native import draw_slots
+from holdall.batch import Draw
 from holdall.errors import ArgumentError, MissingPackageError, SpaceError
-from holdall.native import draw_slots
-from holdall.replay import ReplayMemory
+from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.schema import as_array, require_count, require_flag, whole
 from holdall.space_leaves import stored_space
+from holdall.store.tuning import Tuning
 
 try:
     import torch
 except ImportError as error:
     raise MissingPackageError("holdall.cleanrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-_CUT = "TimeLimit.truncated"
+_TIME_LIMIT_KEY = "TimeLimit.truncated"
 _FLOAT32 = np.dtype(np.float32)
-_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
+_BOOL = np.dtype(np.bool_)
+_get_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it.
+
+Spec = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape, environments first, and dtype of an array that is stored."""
 
 
 class ReplayBufferSamples(NamedTuple):
-    """What `sample` returns; `dones` and `rewards` have shape (batch, 1)."""
+    """The result of `sample`. `dones` and `rewards` have shape (batch, 1)."""
 
     observations: torch.Tensor
     actions: torch.Tensor
@@ -49,15 +53,16 @@ class ReplayBuffer:
     """Drop-in for CleanRL's `cleanrl_utils.buffers.ReplayBuffer`.
 
     Args:
-        buffer_size: Transitions over all environments; a rest that does not fill all of them is dropped.
-        device: Where batches are wanted; "auto" for a CUDA device if there is one.
-        optimize_memory_usage: Changes which rows are drawn, as it does there: a full buffer never draws the oldest
-            ones. Observations are always stored once, and truncation is right either way.
-        handle_timeout_termination: Read `infos[i]["TimeLimit.truncated"]`: such ends are no `dones`. CleanRL's scripts
+        buffer_size: Transitions over all environments, rounded down to whole steps.
+        device: Device of the batches; "auto" for a CUDA device if there is one.
+        optimize_memory_usage: Changes which rows are drawn, as it does in CleanRL: a full buffer never draws the oldest
+            step. Observations are always stored once, and truncation is right either way.
+        handle_timeout_termination: Read `infos[i]["TimeLimit.truncated"]`. Such ends are not `dones`. CleanRL's scripts
             pass False, and terminations as `done`.
         budget: See `holdall.ReplayMemory`.
-        prefer: The same.
-        spill_dir: The same. Without it, a budget in bytes that does not hold `buffer_size` keeps the newest that fit.
+        prefer: See `holdall.ReplayMemory`.
+        spill_dir: See `holdall.ReplayMemory`. Without it, a budget in bytes that does not hold `buffer_size` keeps the
+            newest transitions that fit.
     """
 
     def __init__(
@@ -73,46 +78,83 @@ class ReplayBuffer:
         budget: str | int | None = "auto",
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
+        _tuning: Tuning | None = None,
     ) -> None:
         self.n_envs = require_count("n_envs", n_envs)
         self.buffer_size = max(require_count("buffer_size", whole(buffer_size)) // self.n_envs, 1)
-        self.observation_space, self.action_space = observation_space, action_space
+        self.observation_space = observation_space
+        self.action_space = action_space
         self.optimize_memory_usage = require_flag("optimize_memory_usage", optimize_memory_usage)
         self.handle_timeout_termination = require_flag("handle_timeout_termination", handle_timeout_termination)
-        self.device = _device_of(device)
-        self._obs = _form_of(observation_space, self.n_envs, "observation_space")
-        acted, dtype = _form_of(action_space, self.n_envs, "action_space")
-        self._action = acted, _FLOAT32 if dtype == np.float64 else dtype
-        self._reward, self._flag = ((self.n_envs,), _FLOAT32), ((self.n_envs,), np.dtype(np.bool_))
-        self.obs_shape, self.action_dim = self._obs[0][1:] or (1,), prod(acted[1:])
-        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
-        self._nothing_cut = np.zeros(self.n_envs, np.bool_)
+        self.device = _find_device(device)
+        self._obs = _describe_space(observation_space, self.n_envs, "observation_space")
+        action_shape, action_dtype = _describe_space(action_space, self.n_envs, "action_space")
+        self._action: Spec = (action_shape, _FLOAT32 if action_dtype == np.float64 else action_dtype)
+        self._reward: Spec = ((self.n_envs,), _FLOAT32)
+        self._flag: Spec = ((self.n_envs,), _BOOL)
+        self.obs_shape = self._obs[0][1:] or (1,)
+        self.action_dim = prod(action_shape[1:])
+        self._tiers: dict[str, Any] = {
+            "budget": budget,
+            "prefer": prefer,
+            "spill_dir": spill_dir,
+            "_tuning": _tuning,
+        }
+        self._none_truncated = np.zeros(self.n_envs, np.bool_)
+        # Whether steps have to be converted before the memory accepts them.
+        self._casts = self.handle_timeout_termination
         self.memory = self._new_memory()
+        columns = self.memory.store.columns
+        self._outputs = (
+            *columns.obs_outputs,
+            *columns.action_outputs,
+            *columns.next_obs_outputs,
+            columns.ended_output,
+            columns.reward_output,
+        )
 
     @property
     def pos(self) -> int:
-        """The slot that the next step goes to."""
-        return self.memory.next_id // self.n_envs % self.buffer_size
+        """The slot of the next step."""
+        return self._count_steps() % self.buffer_size
 
     @property
     def full(self) -> bool:
         """Whether every slot has been written to."""
-        return self.memory.next_id // self.n_envs >= self.buffer_size
+        return self._count_steps() >= self.buffer_size
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one transition per environment.
 
         Args:
             next_obs: At a truncation the final observation, as CleanRL's scripts pass it.
-            infos: One dict per environment; not looked at without `handle_timeout_termination`.
+            infos: One dict per environment. Not read without `handle_timeout_termination`.
         """
-        ended, cut = _fit(self._flag, done, "done"), self._nothing_cut
-        if self.handle_timeout_termination and (cut := self._cuts(infos)) is not self._nothing_cut:
-            ended = ended > cut
+        if not self._casts:
+            try:
+                self.memory.store.append(obs, action, reward, next_obs, done, self._none_truncated)
+            except ArgumentError:
+                pass  # The memory has written nothing.
+            else:
+                return
+        self._add_cast(obs, next_obs, action, reward, done, infos)
+        self._casts = True
+
+    def _add_cast(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Cast a step as CleanRL does, and add it."""
+        truncated = self._none_truncated
+        terminated = _cast(self._flag, done, "done")
+        if self.handle_timeout_termination:
+            truncated = self._read_time_limits(infos)
+            terminated = terminated & ~truncated
         self.memory.add(
-            _fit(self._obs, obs, "obs"), _fit(self._action, action, "action"), _fit(self._reward, reward, "reward"),
-            _fit(self._obs, next_obs, "next_obs"), ended, cut,
-        )  # fmt: skip
+            _cast(self._obs, obs, "obs"),
+            _cast(self._action, action, "action"),
+            _cast(self._reward, reward, "reward"),
+            _cast(self._obs, next_obs, "next_obs"),
+            terminated,
+            truncated,
+        )
 
     def extend(self, *steps: Iterable[Any]) -> None:
         """Add several steps: the arguments of `add`, each with a leading axis of steps."""
@@ -122,37 +164,31 @@ class ReplayBuffer:
     def sample(self, batch_size: int) -> ReplayBufferSamples:
         """Draw transitions, in the order of CleanRL's own buffer."""
         require_count("batch_size", batch_size)
-        found = self._drawn_at_once(batch_size)
-        if type(found) is tuple:
-            acted, ends, rewards, *observed = map(torch.from_numpy, found)
-            return self._samples(observed[0], acted, observed[1], ends, rewards)
-        ids = self._held(self._drawn(batch_size)) if type(found) is int else found
+        ids = self._replace_evicted(self._draw_ids(batch_size))
         if self.device.type == "cuda":
-            batch = self.memory.follow(of_ids(ids), device=str(self.device))
+            batch = self.memory.deliver(Draw.from_ids(ids), device=str(self.device))
             ended = (batch.terminated > batch.truncated).to(torch.float32)
-            return self._samples(batch.obs, batch.action, batch.next_obs, ended, batch.reward)
-        rows = self.memory.rows(ids)
-        obs, next_obs = rows.small[0]
-        samples = map(torch.from_numpy, self._samples(obs, rows.action[0], next_obs, rows.ended, rows.reward))
-        return ReplayBufferSamples(*(samples if self.device.type == "cpu" else (t.to(self.device) for t in samples)))
+            return self._make_samples(batch.obs, batch.action, batch.next_obs, ended, batch.reward)
+        samples = self._make_samples(*self.memory.store.read(ids, self._outputs))
+        tensors = map(torch.from_numpy, samples)
+        if self.device.type != "cpu":
+            tensors = map(self._move, tensors)
+        return ReplayBufferSamples(*tensors)
 
-    def _drawn_at_once(self, batch_size: int) -> Any:
-        """Draw and copy in one call, if that can be done, see `BatchReader`."""
-        if self.optimize_memory_usage or self.device.type != "cpu":
-            return 0
-        slots, steps = self.buffer_size, self.memory.next_id // self.n_envs
-        return self.memory.draw_at_once(_generator(), batch_size, min(steps, slots), slots)
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
 
-    def _samples(self, obs: Any, action: Any, next_obs: Any, ended: Any, reward: Any) -> ReplayBufferSamples:
-        """Give arrays or tensors the shapes that CleanRL's have."""
+    def _make_samples(self, obs: Any, action: Any, next_obs: Any, ended: Any, reward: Any) -> ReplayBufferSamples:
+        """Return arrays or tensors in the shapes that CleanRL's have."""
         rows = len(ended)
         if obs.ndim == 1:
-            obs, next_obs = obs.reshape(rows, 1), next_obs.reshape(rows, 1)
+            obs = obs.reshape(rows, 1)
+            next_obs = next_obs.reshape(rows, 1)
         flat = action if action.ndim == 2 else action.reshape(rows, self.action_dim)
         return ReplayBufferSamples(obs, flat, next_obs, ended.reshape(rows, 1), reward.reshape(rows, 1))
 
     def size(self) -> int:
-        """Count the steps held, each of all environments; a budget without a disk tier may hold less than all slots."""
+        """Return the number of steps held. A budget without a disk tier may hold fewer than `buffer_size`."""
         return (self.memory.next_id - self.memory.first_id) // self.n_envs
 
     def reset(self) -> None:
@@ -161,17 +197,16 @@ class ReplayBuffer:
         self.memory = self._new_memory()
 
     def adopt(self, memory: ReplayMemory) -> None:
-        """Continue with a memory that was loaded; the one before is closed."""
+        """Continue with a memory that was loaded, and close the present one."""
         if memory.capacity != self.memory.capacity or memory.num_envs != self.n_envs:
             raise ArgumentError(
-                f"a memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
-                f"{self.memory.capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+                f"A memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
+                f"{self.memory.capacity} in {self.n_envs}. Make the buffer with the settings that it was saved with."
             )
         if memory.schema != self.memory.schema:
-            fields = [[(leaf.shape, leaf.dtype.name) for leaf in each.schema.leaves] for each in (memory, self.memory)]
             raise ArgumentError(
-                f"a memory of {fields[0]} does not fit a buffer of {fields[1]}: observation and action must be the "
-                "same; make the buffer with the spaces that it was saved with"
+                f"A memory of {_describe_leaves(memory)} does not fit a buffer of {_describe_leaves(self.memory)}: "
+                "observation and action must be the same. Make the buffer with the spaces that it was saved with."
             )
         self.memory.close()
         self.memory = memory
@@ -181,92 +216,115 @@ class ReplayBuffer:
         return self.memory.report()
 
     def _new_memory(self) -> ReplayMemory:
-        observed, acted = (stored_space(shape[1:], dtype) for shape, dtype in (self._obs, self._action))
-        return ReplayMemory(observed, acted, self.buffer_size * self.n_envs, self.n_envs, **self._tiers)
+        obs_shape, obs_dtype = self._obs
+        action_shape, action_dtype = self._action
+        memory = ReplayMemory(
+            stored_space(obs_shape[1:], obs_dtype),
+            stored_space(action_shape[1:], action_dtype),
+            self.buffer_size * self.n_envs,
+            self.n_envs,
+            **self._tiers,
+        )
+        memory.store.set_reward_dtype(_FLOAT32)
+        return memory
 
-    def _drawn(self, count: int) -> NDArray[np.int64]:
-        """Draw slots and lanes from NumPy's global generator, and return the ids of what lies there."""
-        steps = self.memory.next_id // self.n_envs
+    def _count_steps(self) -> int:
+        """Return the number of steps that were added."""
+        return self.memory.next_id // self.n_envs
+
+    def _draw_ids(self, count: int) -> NDArray[np.int64]:
+        """Draw slots and environments from NumPy's global generator, and return the ids of their transitions."""
         if self.memory.next_id == self.memory.first_id:
-            raise ArgumentError(f"sample({count}) cannot draw: no transition is held; call add before")
+            raise ArgumentError(f"sample({count}) was called before a step was added. Call add first.")
+        steps = self._count_steps()
         filled = min(steps, self.buffer_size)
         if not self.optimize_memory_usage or steps < self.buffer_size or self.buffer_size == 1:
-            return draw_slots(count, filled, self.buffer_size, steps - 1, self.n_envs)
-        # Its own layout has no next observation for the oldest step: the newest one's lies in that place.
-        ticks = steps - filled + np.random.randint(1, filled, size=count)  # noqa: NPY002  its own generator
-        return ticks * self.n_envs + np.random.randint(0, high=self.n_envs, size=count)  # noqa: NPY002  likewise
+            return draw_slots(_get_generator(), count, filled, self.buffer_size, steps - 1, self.n_envs)
+        # CleanRL has no next observation of the oldest step, because the newest one has overwritten it.
+        ticks = steps - filled + np.random.randint(1, filled, size=count)  # noqa: NPY002  CleanRL's generator
+        lanes = np.random.randint(0, high=self.n_envs, size=count)  # noqa: NPY002  CleanRL's generator
+        return ticks * self.n_envs + lanes
 
-    def _held(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Draw again for ids that are gone: a budget without a disk tier may hold less than all slots."""
-        first_id, next_id = self.memory.first_id, self.memory.next_id
-        gone = ids < first_id
-        if gone.any():
-            return np.where(gone, np.random.randint(first_id, next_id, size=len(ids)), ids)  # noqa: NPY002  its own
-        return ids
+    def _replace_evicted(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draw again for ids that a budget without a disk tier has evicted."""
+        first_id = self.memory.first_id
+        if first_id == 0:
+            return ids
+        is_evicted = ids < first_id
+        if not is_evicted.any():
+            return ids
+        held = np.random.randint(first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002  CleanRL's generator
+        return np.where(is_evicted, held, ids)
 
-    def _cuts(self, infos: Any) -> NDArray[np.bool_]:
-        """Return which environments' episodes were cut by a time limit."""
+    def _read_time_limits(self, infos: Any) -> NDArray[np.bool_]:
+        """Return which environments' episodes a time limit ended."""
         if isinstance(infos, Mapping):
             raise ArgumentError(
-                "infos is a dict, as Gymnasium's vector environments give it, and does not say which episodes a time "
-                "limit has cut; pass handle_timeout_termination=False and terminations as done, as CleanRL's scripts do"
+                "infos is a dict, as Gymnasium's vector environments return it, and does not say which episodes a time "
+                "limit ended. Pass handle_timeout_termination=False and terminations as done, as CleanRL's scripts do."
             )
         if not hasattr(infos, "__len__") or len(infos) != self.n_envs:
             given = f"has {len(infos)} entries" if hasattr(infos, "__len__") else f"is a {type(infos).__name__}"
-            raise ArgumentError(f"infos {given}; pass a list of dicts, one for each of {self.n_envs} environments")
+            raise ArgumentError(f"infos {given}. Pass a list of dicts, one for each of {self.n_envs} environments.")
         for i, info in enumerate(infos):
             if not isinstance(info, Mapping):
-                raise ArgumentError(f"infos[{i}] is a {type(info).__name__}; pass a dict per environment")
-        if not any(info.get(_CUT, False) for info in infos):
-            return self._nothing_cut
-        flags = [info.get(_CUT, False) for info in infos]
-        return _fit(self._flag, flags, f'infos[...]["{_CUT}"]')
+                raise ArgumentError(f"infos[{i}] is a {type(info).__name__}. Pass a dict per environment.")
+        flags = [info.get(_TIME_LIMIT_KEY, False) for info in infos]
+        if not any(flags):
+            return self._none_truncated
+        return _cast(self._flag, flags, f'infos[...]["{_TIME_LIMIT_KEY}"]')
 
 
-Form = tuple[tuple[int, ...], np.dtype[Any]]
-"""Shape, environments first, and dtype of an array that is stored."""
+def _cast(spec: Spec, value: Any, argument: str) -> NDArray[Any]:
+    """Return `value` as assigning it to one of CleanRL's arrays would store it. Raise if an integer would change.
 
-
-def _fit(form: Form, value: Any, argument: str) -> NDArray[Any]:
-    """Do what assigning to one of CleanRL's arrays does to shape and dtype, if no whole number changes.
-
-    Axes of length 1 may be missing, or too many; actions alone are reshaped, as they are there.
+    Axes of length 1 may be added or removed. Actions may have any shape, as in CleanRL.
     """
-    shape, dtype = form
+    shape, dtype = spec
     array = value if type(value) is np.ndarray else as_array(value, argument)
-    if array.dtype is not dtype:
-        given, array = array, array.astype(dtype)
-        if dtype.kind in "biu" and (changed := array != given).any():
-            raise ArgumentError(
-                f"{argument} holds {given[changed].flat[0]}, which {dtype} cannot hold; pass values of that dtype"
-                + (", True or False" if dtype == np.bool_ else ", or a space of another one")
-            )
+    if array.dtype != dtype:
+        given = array
+        array = given.astype(dtype)
+        if dtype.kind in "biu":
+            is_changed = array != given
+            if is_changed.any():
+                remedy = "True or False" if dtype == np.bool_ else "or a space of another dtype"
+                raise ArgumentError(
+                    f"{argument} has the value {given[is_changed].flat[0]}, which does not fit into {dtype}. Pass "
+                    f"values of that dtype, {remedy}."
+                )
     if array.shape == shape:
         return array
-    is_same = [axis for axis in array.shape if axis != 1] == [axis for axis in shape if axis != 1]
-    if array.size != prod(shape) or not (is_same or argument == "action"):
+    has_same_axes = [axis for axis in array.shape if axis != 1] == [axis for axis in shape if axis != 1]
+    if array.size != prod(shape) or not (has_same_axes or argument == "action"):
         raise ArgumentError(
-            f"{argument} has shape {array.shape}, expected {shape}: n_envs={shape[0]} environments, then the space's "
-            f"{shape[1:]}; pass an array of that shape"
+            f"{argument} has shape {array.shape}, expected {shape}: n_envs={shape[0]} environments, then the shape "
+            f"{shape[1:]} of the space. Pass an array of that shape."
         )
     return array.reshape(shape)
 
 
-def _form_of(space: spaces.Space[Any], n_envs: int, argument: str) -> Form:
-    """Describe what is stored of a space that CleanRL's buffer takes."""
+def _describe_space(space: spaces.Space[Any], n_envs: int, argument: str) -> Spec:
+    """Return shape and dtype of what is stored of a space that CleanRL's buffer accepts."""
     kinds = spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
     if not isinstance(space, kinds) or space.shape is None:
         raise SpaceError(
-            f"{argument} is a {type(space).__name__}; CleanRL's buffer takes Box, Discrete, MultiBinary and "
-            "MultiDiscrete spaces, so use holdall.ReplayMemory, which takes all"
+            f"{argument} is a {type(space).__name__}. CleanRL's buffer accepts Box, Discrete, MultiBinary and "
+            "MultiDiscrete spaces. For other spaces, use holdall.ReplayMemory."
         )
     return (n_envs, *space.shape), np.dtype(space.dtype)
 
 
-def _device_of(device: torch.device | str) -> torch.device:
-    """Return a device, the CPU in the place of a CUDA device that is not there, as CleanRL does."""
+def _describe_leaves(memory: ReplayMemory) -> list[tuple[tuple[int, ...], str]]:
+    return [(leaf.shape, leaf.dtype.name) for leaf in memory.schema.leaves]
+
+
+def _find_device(device: torch.device | str) -> torch.device:
+    """Return a device. If it is a CUDA device that does not exist, return the CPU, as CleanRL does."""
     try:
         found = torch.device("cuda" if device == "auto" else device)
     except RuntimeError as error:
-        raise ArgumentError(f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda'") from error
-    return torch.device("cpu") if found.type == "cuda" and not torch.cuda.is_available() else found
+        raise ArgumentError(f"device ({device}) is not a device of torch ({error}). Use 'cpu' or 'cuda'.") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    return found

@@ -1,16 +1,19 @@
-"""TrajectoryBuffer: ElegantRL's list of trajectories as one set of tensors on the device, used again and again.
+"""TrajectoryBuffer: ElegantRL's list of trajectories as tensors on the device that every update overwrites.
 
-In:  trajectories, one list of tensors per worker.  Out: a list of tensors, each all workers' items of one kind.
-Invariant: the tensors are, bit for bit, what concatenating the items gives. An update copies into place; it allocates
-device memory only if it brings more than any update before, and never holds the data twice there.
+Guarantee: the tensors have, bit for bit, what concatenating the trajectories gives. An update allocates device memory
+only if it brings more than every update before, and never holds the data twice there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, MissingPackageError
 
@@ -19,39 +22,40 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.delivery import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, stream_to
+from holdall.delivery.staging import SLOT_BYTES, Staging
 
 _ALIGNMENT_BYTES = 256
-"""Where torch's own device tensors begin at the least."""
+"""Alignment of device tensors that torch allocates."""
 _GROWTH = 1.5
-_REWARDS = 1  # ElegantRL's order: states, rewards, masks, actions, noises
+_REWARDS = 1
+"""Number of the rewards in ElegantRL's order: states, rewards, masks, actions, noises."""
 
 Trajectory = Sequence[torch.Tensor]
 Item = tuple[torch.Tensor, ...]
-"""What all workers bring of one kind."""
+"""The tensors of one kind, such as the rewards, of all workers."""
 
 
 class _Section(NamedTuple):
-    """Where one item lies in the buffer's memory."""
+    """The place of one item in the buffer's memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     nbytes: int
 
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """View the section in memory that begins with the first one."""
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the section of `memory` as a tensor."""
         return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 class TrajectoryBuffer(list[torch.Tensor]):
-    """Drop-in for ElegantRL's on-policy buffer, a list: `buffer[0]` are the states of all workers, and so on.
+    """Drop-in for ElegantRL's on-policy buffer, a list: `buffer[0]` has the states of all workers, and so on.
 
-    The next update overwrites the tensors: clone what you want to keep.
+    The next update overwrites the tensors. Clone what you want to keep.
 
     Args:
-        device: Where the tensors lie; None for a CUDA device if there is one, else the CPU.
-        slot_bytes: Size of a pinned staging slot; there are four.
+        device: Device of the tensors. None for a CUDA device if there is one, else the CPU.
+        slot_bytes: Size of a pinned staging slot. There are four.
     """
 
     def __init__(self, device: torch.device | str | None = None, slot_bytes: int = SLOT_BYTES) -> None:
@@ -66,44 +70,28 @@ class TrajectoryBuffer(list[torch.Tensor]):
             raise ArgumentError(f"device ({device}): torch finds no CUDA device here; use 'cpu'")
         if slot_bytes < 1:
             raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1; pass some MiB")
-        self._copier = DeviceCopier(stream_to(torch, self.device), slot_bytes) if self.device.type == "cuda" else None
+        self._staging = None if self.device.type == "cpu" else Staging(self.device, slot_bytes)
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._given: list[Any] = []  # what the last update was given, but for the numbers
+        # Shapes, dtypes and devices of the last update, which was checked.
+        self._checked: list[Any] = []
         self._sections: list[_Section] = []
-        self._copies: list[tuple[list[int], CopyLoads]] = []  # of neighbouring items on the host
 
     @torch.no_grad()
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:
-        """Take over trajectories; return the number of steps and the mean reward.
+        """Copy trajectories into the buffer. Return the number of steps and the mean reward.
 
-        The mean of rewards on the CPU is taken there, so nothing waits for the device.
+        The mean of rewards on the CPU is computed there, so nothing waits for the device.
         """
-        try:
-            given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
-        except (TypeError, AttributeError) as error:
-            raise ArgumentError(
-                f"traj_list is a {type(traj_list).__name__} that holds no trajectories ({error}); pass a list of them, "
-                "each a list of tensors"
-            ) from error
-        if given != self._given:
-            items = _transposed(traj_list)
-            self._given = []  # if memory runs out, what is held is not what was given
-            self._lay_out(items)
-            self._given = given
-        items = list(zip(*traj_list, strict=True))
-        for which, loads in self._copies:
-            if self._copier is not None:
-                self._copier.send(loads, [tensor.contiguous() for i in which for tensor in items[i]])
+        items = self._check(traj_list)
+        for group in _group_host_items(items):
+            self._send(group, items)
         for item, tensor in zip(items, self, strict=True):
             if item[0].device == tensor.device:
                 torch.cat(item, out=tensor)
-            elif item[0].device.type != "cpu":  # on another device
-                start = 0
-                for part in item:
-                    tensor[start : start + len(part)].copy_(part)
-                    start += len(part)
-        on_host = items[_REWARDS][0].device.type == "cpu"
-        rewards = torch.cat(items[_REWARDS]) if on_host else self[_REWARDS]
+            elif item[0].device.type != "cpu":
+                _copy_parts(item, tensor)
+        is_on_host = items[_REWARDS][0].device.type == "cpu"
+        rewards = torch.cat(items[_REWARDS]) if is_on_host else self[_REWARDS]
         if not rewards.is_floating_point():
             rewards = rewards.to(torch.float64)
         return self[_REWARDS].shape[0], rewards.mean().item()
@@ -113,43 +101,83 @@ class TrajectoryBuffer(list[torch.Tensor]):
         """Bytes held on the device."""
         return self._memory.nbytes
 
+    def _check(self, traj_list: Sequence[Trajectory]) -> list[Item]:
+        """Return the tensors by kind, with a section for each. Trajectories like the last ones need no new checks."""
+        try:
+            given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
+        except (TypeError, AttributeError) as error:
+            raise ArgumentError(
+                f"traj_list is a {type(traj_list).__name__} that holds no trajectories ({error}); pass a list of them, "
+                "each a list of tensors"
+            ) from error
+        if given != self._checked:
+            items = _transpose(traj_list)
+            self._checked = []  # If memory runs out below, the next update is checked again.
+            self._lay_out(items)
+            self._checked = given
+        return list(zip(*traj_list, strict=True))
+
     def _lay_out(self, items: list[Item]) -> None:
-        """Give every item its section, in the memory that is there or, if that is too small, in more."""
-        sections, start = [], 0
+        """Give every item a section of the memory. Allocate more memory if there is too little."""
+        sections = []
+        end = 0
         for item in items:
             shape = (sum(len(tensor) for tensor in item), *item[0].shape[1:])
-            sections.append(_Section(shape, item[0].dtype, start, prod(shape) * item[0].itemsize))
-            start += -(-sections[-1].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if sections != self._sections:
-            self.clear()
-            self._sections, self._copies = [], []
-            if start > self._memory.nbytes:
-                most = int(_GROWTH * self._memory.nbytes)
-                # What it holds is about to be overwritten, so it goes before more is taken.
-                self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-                self._memory = torch.empty(max(start, most), dtype=torch.uint8, device=self.device)
-            self._sections = sections
-            self.extend(section.of(self._memory) for section in sections)
-        self._plan_copies(items)
-
-    def _plan_copies(self, items: list[Item]) -> None:
-        """Plan one copy for each group of neighbouring items on the host; what lies between groups is not touched."""
-        self._copies = []
-        if self._copier is None:
+            section = _Section(shape, item[0].dtype, end, prod(shape) * item[0].itemsize)
+            sections.append(section)
+            end += -(-section.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if sections == self._sections:
             return
-        on_host = [i for i, item in enumerate(items) if item[0].device.type == "cpu"]
-        for _, group in groupby(enumerate(on_host), lambda pair: pair[1] - pair[0]):  # neighbours have one difference
-            which, spans = [i for _, i in group], []
-            for i in which:
-                start = self._sections[i].start
-                for tensor in items[i]:
-                    spans.append(CopySpan(start, tensor.nbytes))
-                    start += tensor.nbytes
-            self._copies.append((which, self._copier.plan(self._memory, spans)))
+        self.clear()
+        self._sections = []
+        if end > self._memory.nbytes:
+            nbytes = max(end, int(_GROWTH * self._memory.nbytes))
+            # The contents are about to be overwritten, so the old memory is freed before new memory is allocated.
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._sections = sections
+        self.extend(section.view(self._memory) for section in sections)
+
+    def _send(self, group: list[int], items: list[Item]) -> None:
+        """Send neighbouring items from the host to the device."""
+        if self._staging is None:
+            return
+        starts = []
+        sizes = []
+        fills = []
+        for number in group:
+            start = self._sections[number].start
+            for tensor in items[number]:
+                starts.append(start)
+                sizes.append(tensor.nbytes)
+                fills.append(partial(_fill, tensor.contiguous().flatten().view(torch.uint8)))
+                start += tensor.nbytes
+        self._staging.copy(self._memory, starts, fills, sizes)
 
 
-def _transposed(traj_list: Sequence[Trajectory]) -> list[Item]:
-    """Return the tensors by kind instead of by worker, checked."""
+def _group_host_items(items: list[Item]) -> list[list[int]]:
+    """Return the numbers of items on the host, in groups of neighbours. What is between groups is not overwritten."""
+    on_host = [number for number, item in enumerate(items) if item[0].device.type == "cpu"]
+    # Neighbouring numbers have the same difference to their position.
+    groups = groupby(enumerate(on_host), lambda pair: pair[1] - pair[0])
+    return [[number for _, number in group] for _, group in groups]
+
+
+def _copy_parts(item: Item, tensor: torch.Tensor) -> None:
+    """Copy the tensors of an item from another device."""
+    start = 0
+    for part in item:
+        tensor[start : start + len(part)].copy_(part)
+        start += len(part)
+
+
+def _fill(source: torch.Tensor, piece: NDArray[np.uint8], start: int) -> None:
+    """Copy bytes of `source` from `start` on into pinned memory."""
+    torch.from_numpy(piece).copy_(source[start : start + len(piece)])
+
+
+def _transpose(traj_list: Sequence[Trajectory]) -> list[Item]:
+    """Return the tensors by kind instead of by worker. Raise ArgumentError if they do not fit together."""
     if not traj_list:
         raise ArgumentError("traj_list is empty; pass at least one trajectory")
     kinds = len(traj_list[0])
@@ -164,7 +192,7 @@ def _transposed(traj_list: Sequence[Trajectory]) -> list[Item]:
         for worker, tensor in enumerate(item):
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(
-                    f"traj_list[{worker}][{i}] is a {type(tensor).__name__}, no tensor; pass torch.as_tensor(...) of it"
+                    f"traj_list[{worker}][{i}] is a {type(tensor).__name__}, not a tensor; pass torch.as_tensor(...)"
                 )
             if tensor.ndim == 0 or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
                 raise ArgumentError(

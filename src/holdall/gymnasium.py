@@ -335,12 +335,7 @@ class Newest(NamedTuple):
 
     ids: Ids
     outcomes: Callable[[Ids], tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]]
-    rows: Callable[[Ids], Any]  # all fields; see `Store.read`
-
-    def pairs(self, ids: Ids) -> Pairs:
-        """Read observations and next observations."""
-        small = self.rows(ids).small
-        return [small[i] for i in sorted(small)]
+    pairs: Callable[[Ids], Pairs]  # Observations and next observations, leaf by leaf.
 
 
 def next_look(ticks: int) -> float:

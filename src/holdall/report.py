@@ -8,7 +8,7 @@ that was never touched is not counted. USS from the operating system is the judg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -146,28 +146,24 @@ class MemoryReport:
 
 
 class Tracked(Protocol):
-    """What a memory is asked for by those that know all of them: a watch, and a process that forks."""
-
-    fork_lock: Any
-    """Taken before a fork and let go of after it, so that no child finds it held by a thread it lacks; or None."""
+    """A memory, as a watch and a fork see it."""
 
     def after_fork(self) -> None:
-        """Leave to the parent what is the parent's; called in the child, by its only thread."""
-
-    def arrays(self) -> Iterable[tuple[str, Any]]:
-        """Return every array that the memory holds, under the name of its field; one name may have many arrays."""
-        ...
+        """Close the memory. Called in a forked child, by its only thread."""
 
     @property
     def fill(self) -> float:
-        """How full the memory is, of 1."""
+        """Fraction of the capacity that is filled, from 0 to 1."""
         ...
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes held, field by field. Raise ClosedError after `close`."""
 
 
 LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
-"""The memories of this process; each adds itself, and is in here for as long as it lives."""
+"""The memories of this process. Each adds itself, and is removed when it is freed."""
 
 GrowthCheck = Callable[[int], bool]
 GROWTH_CHECKS: list[GrowthCheck] = []
-"""Guards of this process. A thread that added so many bytes asks them, outside of the memory's lock; where one says
-that memory is short, it waits until the memory has compressed and spilled what it was asked to."""
+"""Guards of this process. A thread that added bytes calls them with the number of bytes. If one returns True, RAM is
+short, and the thread waits until the memory has compressed and spilled what it was asked to."""

@@ -376,13 +376,17 @@ class MemoryGuard:
             self._agent.add_event(text)
 
     def _relieve(self, wanted: int) -> str:
-        """Ask every memory to give up its share."""
-        memories = [memory for memory in list(tracked.LIVING) if hasattr(memory, "relieve")]
-        sizes = [sum(int(array.nbytes) for _, array in memory.arrays()) for memory in memories]
-        for memory, size in zip(memories, sizes, strict=True):
+        """Ask every memory to free a share of `wanted` bytes in proportion to its size."""
+        sizes: dict[Any, int] = {}
+        for memory in list(tracked.LIVING):
+            if hasattr(memory, "relieve"):
+                with contextlib.suppress(ClosedError):
+                    sizes[memory] = memory.report().total_bytes
+        total = max(sum(sizes.values()), 1)
+        for memory, size in sizes.items():
             with contextlib.suppress(ClosedError):
-                memory.relieve(-(-wanted * size // max(sum(sizes), 1)))
-        if not memories:
+                memory.relieve(-(-wanted * size // total))
+        if not sizes:
             return "no memory of holdall can give some back"
         return f"holdall's memories must hold {format_bytes(wanted)} less"
 

@@ -2,9 +2,9 @@
 
 `python -m rl_zoo3.train --algo dqn --env PongNoFrameskip-v4 --gym-packages holdall.zoo`
 
-In:  rl_zoo3's table of algorithms.  Out: the same table, whose algorithms choose their buffers here.
-Invariant: hyperparameters and files stay as they are, and one seed gives the same weights. What was trained this way,
-`enjoy` and `load` read without this module.
+Importing this module replaces the algorithms in rl_zoo3's table by subclasses that choose holdall's buffers.
+Hyperparameters and files do not change, and one seed gives the same weights. `enjoy` and `load` read the trained models
+without this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TIERS = ("budget", "prefer", "spill_dir")
 
 
 class ReplayInHoldall(OffPolicyAlgorithm):
-    """Mix-in: holdall's buffer in the place of each of Stable-Baselines3's; a buffer of a user's own stays."""
+    """Mix-in that uses holdall's buffers instead of Stable-Baselines3's. A user's own buffer class is kept."""
 
     def _setup_model(self) -> None:
         kind = self.replay_buffer_class
@@ -50,7 +50,7 @@ class ReplayInHoldall(OffPolicyAlgorithm):
             super()._setup_model()
 
     def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:
-        """Load a buffer; one that Stable-Baselines3's was saved to becomes holdall's."""
+        """Load a buffer. A buffer of Stable-Baselines3's is converted to one of holdall's."""
         super().load_replay_buffer(path, truncate_last_traj)
         loaded: Any = self.replay_buffer
         if type(loaded) in (*_REPLAYS, PlainHerReplayBuffer):
@@ -60,7 +60,7 @@ class ReplayInHoldall(OffPolicyAlgorithm):
 
 
 class RolloutInHoldall(OnPolicyAlgorithm):
-    """Mix-in: the same for rollouts."""
+    """Mix-in that uses holdall's rollout buffers instead of Stable-Baselines3's."""
 
     def _setup_model(self) -> None:
         if self.rollout_buffer_class is None or self.rollout_buffer_class in _ROLLOUTS:
@@ -70,13 +70,13 @@ class RolloutInHoldall(OnPolicyAlgorithm):
             equip(self)
 
 
-def _in_holdall(algorithm: type[BaseAlgorithm]) -> type[BaseAlgorithm]:
-    """Return an algorithm whose buffers are holdall's; ARS, which has none, as it is."""
+def _use_holdall(algorithm: type[BaseAlgorithm]) -> type[BaseAlgorithm]:
+    """Return an algorithm that uses holdall's buffers. ARS has none, and is returned unchanged."""
     for family, mix_in in ((OffPolicyAlgorithm, ReplayInHoldall), (OnPolicyAlgorithm, RolloutInHoldall)):
         if issubclass(algorithm, family):
-            # Under the algorithm's own name, by which checkpoints know it.
+            # The class keeps the algorithm's name, because checkpoints store it.
             return type(algorithm.__name__, (mix_in, algorithm), {"__module__": algorithm.__module__})
     return algorithm
 
 
-ALGOS.update({name: _in_holdall(algorithm) for name, algorithm in ALGOS.items()})
+ALGOS.update({name: _use_holdall(algorithm) for name, algorithm in ALGOS.items()})

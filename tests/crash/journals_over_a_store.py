@@ -20,6 +20,7 @@ from gymnasium import spaces
 
 from holdall.checkpoint import Slots
 from holdall.cluster.journal import Journal
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory
 
 PATIENCE_S = 60.0
@@ -35,7 +36,7 @@ def held(memory: ReplayMemory) -> list[int]:
     memory.flush()
     found: list[int] = []
     until = time.monotonic() + PATIENCE_S
-    while len(counters_by_shard := memory._cluster.refresh()) < memory.num_shards and time.monotonic() < until:
+    while len(counters_by_shard := memory._members.refresh()) < memory.num_shards and time.monotonic() < until:
         time.sleep(0.2)
     for shard, counters in counters_by_shard.items():
         rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
@@ -57,8 +58,8 @@ def main(url: str) -> None:
         epochs = []
         for turn in range(3):
             add(memory, count, count + block // 2)
-            shard = memory._cluster.handle(turn % 2)
-            epochs.append(memory._cluster.refresh()[0].epoch)
+            shard = memory._members.handle(turn % 2)
+            epochs.append(memory._members.refresh()[0].epoch)
             # While blocks are on their way to the store.
             killer = threading.Timer(0.05 * turn, psutil.Process(pid_of(shard)).kill)
             killer.start()
@@ -68,10 +69,10 @@ def main(url: str) -> None:
             told["kills"] += 1
             count += block
         told["acknowledged"], told["held"] = count, held(memory)
-        told["epochs"] = sorted({*epochs, memory._cluster.refresh()[0].epoch})
+        told["epochs"] = sorted({*epochs, memory._members.refresh()[0].epoch})
         # A shard that goes on while somebody else has opened its journal: its late write is refused.
-        zombie = memory._cluster.handle(1)
-        pages = list(Journal(Slots.at(url, "journal", "00001")).open())
+        zombie = memory._members.handle(1)
+        pages = list(Journal(Slots.at(url, "journal", "00001"), ClusterTuning()).open())
         payload = pages[0].entries[0].payload
         try:
             told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(b'z' * 16, 0, [payload]), timeout=PATIENCE_S)}"

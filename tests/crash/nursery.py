@@ -16,9 +16,12 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
+from holdall.store.tuning import Tuning
 
 LEASE_S = os.environ.get("HOLDALL_TEST_LEASE_S")
 LANES = 2
+TUNING = Tuning(block_bytes=60_000, max_segment_ticks=40)
+"""A few dozen ticks fill a segment."""
 CAPACITY_TICKS = 400
 SPACE = spaces.Dict(
     {"frames": spaces.Box(0, 255, (4, 36, 36), np.uint8), "state": spaces.Box(-np.inf, np.inf, (7,), np.float32)}
@@ -47,23 +50,36 @@ def add(memory: ReplayMemory, tick: int) -> None:
 
 
 def require_right(memory: ReplayMemory, ids: Any = None) -> None:
-    """Hold every transition to what was added, or those of whole ticks."""
+    """Hold every transition, or those of `ids`, to what was added."""
     ids = np.arange(memory.first_id, memory.next_id) if ids is None else ids
+    if not len(ids):
+        return
     batch = memory.gather(ids)
-    for place in range(0, len(ids), LANES):
-        tick = int(ids[place]) // LANES
+    ticks = ids // LANES
+    lanes = ids % LANES
+    for tick in np.unique(ticks).tolist():
+        places = np.flatnonzero(ticks == tick)
         for mine, expected in ((batch.obs, observation(tick)), (batch.next_obs, observation(tick + 1))):
             for key in ("frames", "state"):
-                if not np.array_equal(mine[key][place : place + LANES], expected[key]):
+                if not np.array_equal(mine[key][places], expected[key][lanes[places]]):
                     raise SystemExit(f"tick {tick}: {key} is not what was added")
-        if batch.reward[place] != tick or batch.action[place] != tick % 5:
+        rewards = np.array([tick, -tick])[lanes[places]]
+        actions = np.array([tick % 5, tick % 3])[lanes[places]]
+        if not (np.array_equal(batch.reward[places], rewards) and np.array_equal(batch.action[places], actions)):
             raise SystemExit(f"tick {tick}: reward or action is not what was added")
 
 
 def new_memory(folder: Path) -> ReplayMemory:
     """Make a memory that spills after a few blocks."""
     return ReplayMemory(
-        SPACE, spaces.Discrete(5), CAPACITY_TICKS * LANES, LANES, budget=None, spill_dir=folder / "spill", seed=1
+        SPACE,
+        spaces.Discrete(5),
+        CAPACITY_TICKS * LANES,
+        LANES,
+        budget=None,
+        spill_dir=folder / "spill",
+        seed=1,
+        _tuning=TUNING,
     )
 
 
@@ -75,7 +91,7 @@ def train(url: str, folder: Path, seed: int) -> None:
 
         vars(object_store)["LEASE_S"] = float(LEASE_S)
     try:
-        memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill")
+        memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill", _tuning=TUNING)
     except OSError as error:
         nothing = (
             "there is no FORMAT",
@@ -88,8 +104,6 @@ def train(url: str, folder: Path, seed: int) -> None:
     require_right(memory)
     tick = memory.next_id // LANES
     tell(f"loaded {tick}")
-    if seed % 2:
-        memory.save_every(url, seconds=3600, keep=2)  # blocks are written as they are sealed
     for _ in range(1000):
         for _ in range(int(generator.integers(1, 40))):
             add(memory, tick)

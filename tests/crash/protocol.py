@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
-from holdall.checkpoint.load import newest
-from holdall.checkpoint.manifest import Chunk, Manifest, Ref, require_files
+from holdall.checkpoint.load import load_newest
+from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, require_files
 from holdall.errors import CheckpointError, DamageError
 
 from .simulated import ROOT, Call, SimulatedDisk
 
 RUN = ROOT / "runs" / "one"
-SPILL = ROOT / "spill"
 KEEP = 2
 
 OpenPlace = Callable[[Path, SimulatedDisk], DirectoryWriter]
@@ -33,18 +31,15 @@ class Run:
         numbers = self.place.reader.numbers()
         self._number = numbers[0] if numbers else 0
         if numbers:
-            last = newest(self.place.reader, lambda manifest: manifest)
-            self._files, self._refs = dict(last.files), [chunk.ref for chunk in last.rows]
+            last = load_newest(self.place.reader, lambda manifest: manifest)
+            self._files, self._refs = dict(last.files), [block.ref for block in last.blocks]
 
     def save(self) -> None:
         """Write one checkpoint, acknowledge it, and collect."""
         self._number += 1
         for part in range(4):
             content = f"checkpoint {self._number}, part {part}, of run {self._seed}; ".encode() * 3
-            if part == 2:
-                self._adopt(content)
-            else:
-                self._write(content)
+            self._write(content)
         self._refs = self._refs[-6:]
         self._files = {ref.file: self._files[ref.file] for ref in self._refs}
         manifest = Manifest(
@@ -58,7 +53,7 @@ class Run:
             schema={},
             files=self._files,
             state=self._refs[-1],
-            rows=tuple(Chunk(index, 1, ref) for index, ref in enumerate(self._refs)),
+            blocks=tuple(BlockEntry(ref, 0) for ref in self._refs),
         )
         self.place.commit(manifest)
         self.disk.mark(f"{self._number}")
@@ -71,30 +66,6 @@ class Run:
         file.finish()
         self._files[file.name] = file.nbytes
         self._refs.append(Ref(file.name, 0, file.nbytes, hashlib.sha256(content).hexdigest()[:32]))
-
-    def _adopt(self, content: bytes) -> None:
-        """Take over a file of the disk tier, which syncs nothing by itself."""
-        if self.disk.make_directory(SPILL):
-            self.disk.sync_directory(ROOT)
-        path = SPILL / f"{self._seed}-{self._number}.seg"
-        descriptor = self.disk.create(path)
-        self.disk.write(descriptor, content)
-        adopted = self.place.adopt(SpilledFile(path, descriptor))  # type: ignore[arg-type]  # all that is looked at
-        if adopted is None:
-            raise RuntimeError("a file of this disk was not taken over")
-        self.disk.close(descriptor)
-        self.disk.unlink(path)  # the disk tier is done with it before the checkpoint is committed
-        self.disk.sync_directory(SPILL)  # what becomes of this name is of no interest: fewer states to look at
-        name, nbytes = adopted
-        self._files[name] = nbytes
-        self._refs.append(Ref(name, 0, nbytes, hashlib.sha256(content).hexdigest()[:32]))
-
-
-class SpilledFile(NamedTuple):
-    """A file of the disk tier."""
-
-    path: Path
-    descriptor: int
 
 
 def acknowledged(calls: list[Call]) -> list[int]:
@@ -111,7 +82,7 @@ def violation(disk: SimulatedDisk, promised: list[int]) -> str:
     reader = DirectoryReader(RUN, disk)
     if promised:
         try:
-            found = newest(reader, lambda manifest: manifest)
+            found = load_newest(reader, lambda manifest: manifest)
         except (CheckpointError, DamageError) as error:
             return f"checkpoint {promised[-1]} was acknowledged, and nothing is left: {error}"
         if found.number < promised[-1]:

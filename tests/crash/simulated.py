@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.checkpoint.directory import FileSystem
-from holdall.storage import Buffer
+from holdall.store.records import Buffer
 
 ROOT = Path("/disk")
 FATES = ("lost", "zero", "half zero", "one byte", "half", "all but one byte", "complete")

@@ -25,14 +25,16 @@ from holdall import CheckpointError, DamageError, FencedError, HoldallError, Rep
 from holdall.checkpoint.directory import DirectoryReader, FileSystem
 from holdall.checkpoint.manifest import LEASE_S, signed, signed_text
 from holdall.cli.checkpoint import checkpoint
+from holdall.store.tuning import Tuning
 
-from .nursery import LANES, SPACE, add, require_right
+from .nursery import LANES, SPACE, TUNING, add, require_right
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX file system")
 
 
-def new_memory(capacity_ticks: int = 400) -> ReplayMemory:
-    return ReplayMemory(SPACE, spaces.Discrete(5), capacity_ticks * LANES, LANES, budget=None, seed=1)
+def new_memory(capacity_ticks: int = 4000, tuning: Tuning | None = None) -> ReplayMemory:
+    """Return a memory whose ticks are in one segment, unless `tuning` says otherwise."""
+    return ReplayMemory(SPACE, spaces.Discrete(5), capacity_ticks * LANES, LANES, budget=None, seed=1, _tuning=tuning)
 
 
 def grow(memory: ReplayMemory, ticks: int) -> None:
@@ -190,7 +192,7 @@ def test_files_that_vanished_are_written_again(tmp_path: Path) -> None:
 
 def test_a_file_that_vanishes_during_a_save_fails_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not acknowledged, the error names the file, and the next save writes everything again."""
-    with new_memory() as memory:
+    with new_memory(tuning=TUNING) as memory:
         grow(memory, 200)
         memory.save(tmp_path).result()
         victim = max((tmp_path / "segments").iterdir(), key=lambda path: path.stat().st_size)
@@ -297,7 +299,7 @@ def test_numbers_that_are_used_up_are_an_error(run: Path) -> None:
     manifest(run, 9999999999999999).write_bytes(signed(json.dumps(words).encode()))
     with new_memory() as memory:
         grow(memory, 3)
-        with pytest.raises(CheckpointError, match="place of its own"):
+        with pytest.raises(CheckpointError, match="Save to another place"):
             memory.save(run).result()
     assert ticks_of(run) == 120
 
@@ -503,14 +505,19 @@ def test_a_stranger_format_without_checkpoints_is_not_written_over(tmp_path: Pat
     assert (tmp_path / "FORMAT").read_bytes() == b"A4, landscape"
 
 
-def test_recovering_never_returns_nothing_while_an_older_checkpoint_is_whole(run: Path) -> None:
-    """All rows of the newest are damaged, so the one before is taken."""
+def test_recovering_never_returns_nothing_while_an_older_checkpoint_is_whole(tmp_path: Path) -> None:
+    """All segments of the newest are damaged, so the one before is loaded."""
+    run = tmp_path / "run"
+    for ticks in (60, 100):
+        with new_memory() as memory:
+            grow(memory, ticks)
+            memory.save(run).result()
     reader = DirectoryReader(run)
-    for chunk in reader.manifest(2).rows:
-        assert chunk.ref not in reader.manifest(1).refs
-        path = run / "segments" / chunk.ref.file
+    for ref in [ref for segment in reader.manifest(2).segments for ref in segment.refs]:
+        assert ref not in reader.manifest(1).refs
+        path = run / "segments" / ref.file
         raw = bytearray(path.read_bytes())
-        raw[chunk.ref.start + chunk.ref.nbytes - 1] ^= 1
+        raw[ref.start + ref.nbytes - 1] ^= 1
         path.write_bytes(raw)
     with ReplayMemory.load(run, recover=True) as memory:
         assert len(memory) == 60 * LANES

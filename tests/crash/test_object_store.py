@@ -171,7 +171,7 @@ def test_a_writer_that_was_overtaken_stops(url: str) -> None:
             grow(other, 7)
             other.save(url).result()
             for _ in range(2):
-                with pytest.raises(FencedError, match="another writer made since 1"):
+                with pytest.raises(FencedError, match="Another writer made checkpoint 2"):
                     memory.save(url).result()
             grow(other, 60)
             assert other.save(url, keep=1).result().number == 3

@@ -126,7 +126,6 @@ class WritesInPlace(DirectoryWriter):
 MUTANTS: dict[str, tuple[tuple[tuple[str, str], ...], OpenPlace]] = {
     "data files are not synced": ((("sync", "/segments/"),), DirectoryWriter),
     "the directory of data files is not synced": ((("sync_directory", "/segments"),), DirectoryWriter),
-    "files that were taken over are not synced": ((("sync", "/spill/"),), DirectoryWriter),
     "manifests are not synced": ((("sync", "/manifests/"),), DirectoryWriter),
     "the directory of manifests is not synced": ((("sync_directory", "/manifests"),), DirectoryWriter),
     "new directories are not synced": ((("sync_directory", "/one"), ("sync_directory", "/runs")), DirectoryWriter),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdall.checkpoint import Slots
-from holdall.cluster.journal import Entry, Journal, journal_of, journals_in_use
+from holdall.cluster.journal import Entry, Journal, list_journals, open_journal
+from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, FencedError
 
 from .servers import Forgetful, Weed
@@ -25,7 +26,7 @@ def entry(writer: bytes, sequence: int) -> Entry:
 
 
 def opened(url: str) -> tuple[Journal, list[Entry]]:
-    journal = Journal(Slots.at(url))
+    journal = Journal(Slots.at(url), ClusterTuning())
     return journal, [entry for page in journal.open() for entry in page.entries]
 
 
@@ -77,16 +78,11 @@ def test_a_slot_that_is_gone_is_none(url: str) -> None:
     assert slots.numbers() == []
 
 
-def test_journals_are_found_but_for_those_that_were_drained(url: str) -> None:
-    assert journals_in_use(url) == []
+def test_journals_are_found(url: str) -> None:
+    assert list_journals(url) == []
     for shard in (0, 2, 11):
-        list(journal_of(url, shard).open())
-    drained = journal_of(url, 2)
-    list(drained.open())
-    drained.say(drained=True)
-    assert journals_in_use(url) == [0, 11]
-    list(journal_of(url, 2).open())  # somebody goes on with it
-    assert journals_in_use(url) == [0, 2, 11]
+        list(open_journal(url, shard, ClusterTuning()).open())
+    assert list_journals(url) == [0, 2, 11]
 
 
 def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,25 +13,23 @@ from gymnasium import spaces
 from holdall import ArgumentError, CheckpointError, NStep, Prioritized, ReplayMemory
 from holdall.checkpoint import (
     Checkpoint,
-    RowsKey,
+    MemorySnapshot,
     SaveHandle,
     Savers,
     ShardsSnapshot,
-    Snapshot,
     Streams,
     collect_all,
-    damages,
-    newest,
+    find_damage,
+    load_newest,
     open_reader,
     open_writer,
-    restored_state,
+    read_saved_state,
     runs_of,
     runs_state,
     shard_url,
 )
 from holdall.errors import DamageError
-from holdall.native import chosen_kernels
-from holdall.sampling import WriterRun, generator_state
+from holdall.sampling import WriterRun, get_generator_state
 from holdall.schema import Schema, schema_words
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
@@ -49,7 +47,8 @@ class ShardOfOneLane:
 
     def __init__(self, url: str | Path, number: int, capacity: int = 1000) -> None:
         self.memory = ReplayMemory(SPACE, ACTIONS, capacity, seed=number)
-        self.saver = Savers(chosen_kernels().coder).to(shard_url(url, number))
+        self.url = shard_url(url, number)
+        self.savers = Savers()
         self.runs: list[WriterRun] = []
 
     def insert(self, writer: int, first_tick: int, ticks: int) -> None:
@@ -66,24 +65,21 @@ class ShardOfOneLane:
                 self.memory.add(batched[0], np.array([tick]), reward, batched[1], ended, np.array([False]))
 
     def save(self) -> SaveHandle:
-        store = self.memory._open()
         held = [run for run in self.runs if run.first_row + run.rows > self.memory.first_id]
         state = {
             "sampler": {"kind": "Uniform", "state": {}},
-            "generator": generator_state(self.memory._generator),
+            "generator": get_generator_state(self.memory._generator),
             "runs": runs_state(held),
         }
         words = schema_words(self.memory.schema)
 
-        def taken(saved: Mapping[int, RowsKey]) -> Snapshot:
-            with self.memory._lock:
-                frozen = store.freeze(saved)
-            return Snapshot(frozen, words, self.memory.capacity, state, {}, self.memory._lock, store.release)
+        def take() -> MemorySnapshot:
+            return MemorySnapshot(self.memory.store.snapshot(), words, self.memory.capacity, state)
 
-        return self.saver.save(taken, None, None, None)
+        return self.savers.save(take, self.url, keep=None)
 
     def close(self) -> None:
-        self.saver.close()
+        self.savers.close()
         self.memory.close()
 
 
@@ -93,7 +89,7 @@ class MemoryOfShards:
     def __init__(self, url: str | Path, shards: int, sampler: str = "Uniform") -> None:
         self.url = url
         self.shards = {number: ShardOfOneLane(url, number) for number in range(shards)}
-        self.saver = Savers(chosen_kernels().coder).to(str(url))
+        self.savers = Savers()
         self._sampler = sampler
 
     def save(self, keep: int = 3, wait: Callable[[Mapping[int, SaveHandle]], Any] | None = None) -> SaveHandle:
@@ -105,12 +101,12 @@ class MemoryOfShards:
             return {number: handle.result() for number, handle in handles.items()}
 
         schema = Schema.of(SPACE, ACTIONS, None, LANES)
-        state = {"generator": generator_state(np.random.default_rng(5)), "sampler": {"kind": self._sampler}}
-        snapshot = ShardsSnapshot(schema_words(schema), 500, state, {"a": b"b"}, waited)
-        return self.saver.save(lambda _saved: snapshot, keep, None, None)
+        state = {"generator": get_generator_state(np.random.default_rng(5)), "sampler": {"kind": self._sampler}}
+        snapshot = ShardsSnapshot(schema_words(schema), 500, state, waited)
+        return self.savers.save(lambda: snapshot, self.url, {"a": b"b"}, keep)
 
     def close(self) -> None:
-        self.saver.close()
+        self.savers.close()
         for shard in self.shards.values():
             shard.close()
 
@@ -213,9 +209,8 @@ def test_overlapping_saves_are_all_whole(tmp_path: Path) -> None:
     memory.close()
     reader = open_reader(tmp_path)
     assert reader.numbers() == [5, 4]
-    coder = chosen_kernels().coder
     for number in reader.numbers():
-        assert not damages(reader, reader.manifest(number), coder)
+        assert not find_damage(reader, reader.manifest(number))
     with ReplayMemory.load(tmp_path) as loaded:
         contents(loaded)
 
@@ -239,7 +234,7 @@ def test_shards_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     memory.close()
     reader = open_reader(url)
     assert reader.numbers() == [3, 2]
-    assert not damages(reader, reader.manifest(3), chosen_kernels().coder)
+    assert not find_damage(reader, reader.manifest(3))
     collect_all(open_writer(url), 1)
     assert open_reader(shard_url(url, 0)).numbers() == [3]
     with ReplayMemory.load(url) as loaded:
@@ -308,7 +303,7 @@ def test_what_the_learner_saved_comes_back(tmp_path: Path) -> None:
     memory.save().result()
     memory.close()
     reader = open_reader(tmp_path)
-    state = newest(reader, lambda manifest: restored_state(manifest, reader))
+    state = load_newest(reader, lambda manifest: read_saved_state(manifest, reader))
     assert state["sampler"]["kind"] == "Uniform"
     with ReplayMemory.load(tmp_path) as one, ReplayMemory.load(tmp_path) as other:
         assert np.array_equal(one.sample(9).ids, other.sample(9).ids)

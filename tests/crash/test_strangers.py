@@ -21,11 +21,14 @@ from gymnasium import spaces
 from holdall import HoldallError, ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.manifest import Ref, signed, signed_text
-from holdall.sampling import unpack_state
-from holdall.storage.records import MAGIC, PREAMBLE, Record, pack, unpack
-from holdall.storage.snapshot import unpack_logs, unpack_rows
+from holdall.schema import Schema
+from holdall.store.columns import Columns
+from holdall.store.format import read_block, read_parts
+from holdall.store.records import MAGIC, Record, read_record, reader_of
+from holdall.store.states import read_state
 
-from .nursery import LANES, SPACE, add
+PREAMBLE = struct.Struct("<8sIIQII")
+MANIFEST = Path("manifests") / "0000000000000002.json"
 
 ODD: list[Any] = [
     None,
@@ -70,12 +73,16 @@ def rewritten(raw: bytes, generator: random.Random) -> bytes:
     head_bytes = PREAMBLE.unpack(raw[:32])[1]
     head, body = json.loads(raw[32 : 32 + head_bytes]), raw[32 + head_bytes :]
     if head["kind"] == "state" and generator.random() < 0.8:
-        start = sum(part["bytes"] for part in head["parts"] if part["name"] != "tree")
-        tree = json.dumps(mutated(json.loads(body[start:]), generator)).encode()
+        described = head["arrays"][-1]
+        assert described["name"] == "tree"
+        start = len(body) - described["bytes"]
+        old = body[start:]
+        if "raw_bytes" in described:
+            old = zstandard.ZstdDecompressor().decompress(old)
+            del described["raw_bytes"]
+        tree = json.dumps(mutated(json.loads(old), generator)).encode()
         body = body[:start] + tree
-        for part in head["parts"]:
-            if part["name"] == "tree":
-                part |= {"bytes": len(tree), "crc32": zlib.crc32(tree)}
+        described |= {"bytes": len(tree), "crc32": zlib.crc32(tree)}
     else:
         head = mutated(head, generator)
     words = json.dumps(head).encode()
@@ -96,13 +103,13 @@ def renamed(words: Any, old: list[Any], new: list[Any]) -> Any:
 
 def forge(run: Path, generator: random.Random) -> str:
     """Put a changed record in place of one of a checkpoint's; or change the manifest itself."""
-    name = run / "manifests" / "0000000000000001.json"
+    name = run / MANIFEST
     words = json.loads(signed_text(name.read_bytes()))
     if generator.random() < 0.3:
         name.write_bytes(signed(json.dumps(mutated(words, generator)).encode()))
         return "manifest"
-    refs: list[Ref] = DirectoryReader(run).manifest(1).refs
-    ref = generator.choice(refs)
+    found = DirectoryReader(run).manifest(2)
+    ref = found.state if generator.random() < 0.3 else generator.choice(found.refs)
     with (run / "segments" / ref.file).open("rb") as file:
         file.seek(ref.start)
         raw = file.read(ref.nbytes)
@@ -112,7 +119,7 @@ def forge(run: Path, generator: random.Random) -> str:
 
 def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
     """Have the first manifest name another record in place of one of its own."""
-    name = run / "manifests" / "0000000000000001.json"
+    name = run / MANIFEST
     words = json.loads(signed_text(name.read_bytes()))
     forged = "f" * 16 + "-" + "0" * 15 + "1.seg"
     (run / "segments" / forged).write_bytes(changed)
@@ -141,7 +148,7 @@ def test_words_that_make_no_sense_are_refused_or_harmless(tmp_path: Path, forger
         except HoldallError:
             pass
         shutil.rmtree(run)
-    assert seen >= {"manifest", "rows", "state"}
+    assert seen >= {"manifest", "segment", "block", "state"}
 
 
 def zeros(nbytes: int) -> bytes:
@@ -151,9 +158,16 @@ def zeros(nbytes: int) -> bytes:
     return b"".join([*(compressor.compress(piece) for _ in range(nbytes // len(piece))), compressor.flush()])
 
 
-def record_of(kind: str, fields: dict[str, Any], parts: dict[str, bytes]) -> bytes:
-    coded = [name for name in parts if name != "tree"]
-    return b"".join(bytes(piece) for piece in pack(kind, fields | {"coded": coded}, parts, frozenset()))
+def record_of(kind: str, fields: dict[str, Any], arrays: dict[str, bytes]) -> bytes:
+    """Return a record whose arrays are compressed zeros, except for "tree"."""
+    described = []
+    for name, content in arrays.items():
+        words = {"name": name, "bytes": len(content), "crc32": zlib.crc32(content)}
+        described.append(words if name == "tree" else words | {"raw_bytes": BOMB})
+    head = json.dumps(fields | {"kind": kind, "arrays": described}).encode()
+    body = b"".join(arrays.values())
+    start = struct.pack("<8sIIQ", MAGIC, len(head), zlib.crc32(head), len(body))
+    return start + struct.pack("<II", zlib.crc32(start), 0) + head + body
 
 
 def refused_within(most_bytes: int, act: Callable[[], Any], told: str) -> None:
@@ -168,43 +182,48 @@ def refused_within(most_bytes: int, act: Callable[[], Any], told: str) -> None:
 
 
 BOMB = 2**29
-BOMBS: dict[str, tuple[dict[str, Any], Callable[[int], str], Callable[[Record, Any], Any]]] = {
-    "state": ({"sizes": [BOMB] * 20}, str, unpack_state),
-    "rows": (
-        {"first_tick": 0, "ticks": BOMB, "columns": [[f"c.{i}", "|u1", [1]] for i in range(20)], "apart": {}},
-        lambda i: f"c.{i}",
-        lambda record, read: unpack_rows(record, read, 0, BOMB, {f"c.{i}": ((1,), np.dtype("u1")) for i in range(20)}),
+COLUMNS = Columns(Schema.of(spaces.Box(0, 255, (8,), np.uint8), spaces.Discrete(2), None, 1, ()))
+
+
+def test_the_arrays_of_a_record_are_added_up_before_one_is_decompressed() -> None:
+    """Twenty times half a gigabyte of zeros, in a record of less than a megabyte."""
+    bomb = zeros(BOMB)
+    raw = record_of("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
+    assert len(raw) < 2**20
+    refused_within(2**24, lambda: read_record(reader_of(raw), 0, len(raw)), "more than a record can have")
+
+
+CLAIMS: dict[str, tuple[dict[str, Any], str, Callable[[Record, Any], Any]]] = {
+    "segment": (
+        {"first_tick": 0, "ticks": 9, "lanes": 1, "blocks": 0, "parts": [{"column": 0, "kind": "shared"}]},
+        "0.rows",
+        lambda record, read: read_parts(record, read, COLUMNS, [], None),
     ),
-    "logs": (
-        {"fields": [{"window": None, "log": "<u2", "log_rows": BOMB // 2} for _ in range(20)]},
-        lambda i: f"log.{i}",
-        lambda record, read: unpack_logs(record, read, 1, [None] * 20, [None] * 20),  # type: ignore[list-item]
+    "block": (
+        {"slices": 9, "codec": {"group": 1}, "dictionary": None},
+        "units",
+        lambda record, read: read_block(record, read, {}),
     ),
+    "state": ({"count": 2**40}, "0", read_state),
 }
 
 
-@pytest.mark.parametrize("kind", BOMBS)
-def test_the_parts_of_a_record_are_added_up_before_one_is_decompressed(kind: str) -> None:
-    """Twenty times half a gigabyte of zeros, in a record of less than a megabyte."""
-    fields, name_of, unpacked = BOMBS[kind]
-    bomb = zeros(BOMB)
-    raw = record_of(kind, fields, {name_of(i): bomb for i in range(20)} | {"tree": b"{}"})
-    assert len(raw) < 2**20
-
-    def read(start: int, nbytes: int) -> bytes:
-        return raw[start : start + nbytes]
-
-    refused_within(2**24, lambda: unpacked(unpack(read, 0, len(raw)), read), "claims to hold 107")
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_an_array_that_claims_more_than_it_can_have_is_not_decompressed(kind: str) -> None:
+    fields, name, read_it = CLAIMS[kind]
+    raw = record_of(kind, fields, {name: zeros(BOMB)})
+    read = reader_of(raw)
+    refused_within(2**24, lambda: read_it(read_record(read, 0, len(raw)), read), "at byte 0|Corrupt data")
 
 
 def test_a_checkpoint_that_claims_too_much_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
     """Its state is a bomb."""
     shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
     bomb = zeros(BOMB)
-    state = DirectoryReader(tmp_path / "run").manifest(1).state
-    changed = record_of("state", {"sizes": [BOMB] * 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
+    state = DirectoryReader(tmp_path / "run").manifest(2).state
+    changed = record_of("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
     put_in_place(tmp_path / "run", state, changed)
-    refused_within(2**26, lambda: ReplayMemory.load(tmp_path / "run"), "claims to hold 107")
+    refused_within(2**26, lambda: ReplayMemory.load(tmp_path / "run"), "more than a record can have")
 
 
 @pytest.mark.parametrize(
@@ -213,30 +232,15 @@ def test_a_checkpoint_that_claims_too_much_is_refused_before_it_is_decompressed(
 def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Path, value: bytes) -> None:
     """63 MiB of them would take gigabytes."""
     shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
-    name = tmp_path / "run" / "manifests" / "0000000000000001.json"
+    name = tmp_path / "run" / MANIFEST
     count = 63 * 2**20 // (len(value) + 1)
     name.write_bytes(signed(b'{"mood":[' + b",".join([value]) + (b"," + value) * (count - 1) + b"]}"))
-    refused_within(400 * 2**20, lambda: DirectoryReader(tmp_path / "run").manifest(1), "more values")
+    refused_within(400 * 2**20, lambda: DirectoryReader(tmp_path / "run").manifest(2), "more values")
 
 
 def test_the_head_of_a_record_is_no_bomb_either() -> None:
     """It may have 16 MiB."""
-    head = b'{"kind":"rows","parts":[],"x":[' + b",".join([b"[]"] * 5_000_000) + b"]}"
+    head = b'{"kind":"segment","arrays":[],"x":[' + b",".join([b"[]"] * 5_000_000) + b"]}"
     start = struct.pack("<8sIIQ", MAGIC, len(head), zlib.crc32(head), 0)
     raw = start + struct.pack("<II", zlib.crc32(start), 0) + head
-    refused_within(2**26, lambda: unpack(lambda first, nbytes: raw[first : first + nbytes], 0, len(raw)), "more values")
-
-
-def test_blocks_that_claim_more_than_this_machine_has_are_refused(tmp_path: Path) -> None:
-    """However little is there of the pieces that they name."""
-    run = tmp_path / "run"
-    with ReplayMemory(SPACE, spaces.Discrete(5), 90, LANES, budget=None) as memory:
-        for tick in range(9):
-            add(memory, tick)
-        memory.save(run).result()
-    name = run / "manifests" / "0000000000000001.json"
-    words = json.loads(signed_text(name.read_bytes()))
-    assert len(words["blocks"]) == 1
-    words["blocks"][0][1] = 2**40
-    name.write_bytes(signed(json.dumps(words).encode()))
-    refused_within(2**26, lambda: ReplayMemory.load(run), "do not fit; lower capacity")
+    refused_within(2**26, lambda: read_record(reader_of(raw), 0, len(raw)), "more values")

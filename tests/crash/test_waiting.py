@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import inspect
 import logging
@@ -28,7 +27,6 @@ from holdall.checkpoint.objects import Objects
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed, free_ports
-from .test_interrupts import interrupted
 
 NO_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
@@ -68,7 +66,7 @@ def test_a_store_that_was_never_there_can_be_cancelled() -> None:
     with new_memory(5) as memory:
         first, second = memory.save("s3://runs/nowhere"), memory.save("s3://runs/nowhere")
         second.cancel()  # it waits for its turn
-        with pytest.raises(CheckpointError, match="cancelled before it began"):
+        with pytest.raises(CheckpointError, match="cancelled before it started"):
             second.result(SOON_S)
         assert not first.done()
         first.cancel()
@@ -202,26 +200,6 @@ def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, aft
         require_right(loaded)
 
 
-def test_an_interrupt_of_who_waits_for_a_mirror_holds_nobody_up(nobody: str, tmp_path: Path) -> None:
-    """At any line; the mirror's lock is free, or the next call frees it."""
-
-    def mirrored() -> None:
-        with contextlib.suppress(TimeoutError, CheckpointError):
-            handle.mirrored(0)
-
-    with new_memory(5) as memory:
-        handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
-        handle.result(SOON_S)
-        for call in (mirrored, handle.cancel):
-            for at in range(1, interrupted(call) + 1):
-                interrupted(call, at)
-                mirrored()
-                other = threading.Thread(target=mirrored)
-                other.start()
-                other.join(SOON_S)
-                assert not other.is_alive(), at
-
-
 def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) -> None:
     """The local checkpoint stands; waiting for the copy can be cancelled, and close gives it up."""
     memory = new_memory(10)
@@ -330,7 +308,6 @@ def test_a_thread_that_cannot_be_started_costs_one_save(
                 memory.save(tmp_path)
             with pytest.raises(RuntimeError, match="start new thread"):
                 memory.save_every(tmp_path, seconds=1)
-        assert not memory._open()._snapshots.pending
         assert memory.save(tmp_path).result(SOON_S).number == 1
         if mirror:
             handle = memory.save(tmp_path, mirror="s3://runs/nowhere")

@@ -14,6 +14,8 @@ import pytest
 from holdall import ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.load import RecordFiles
+from holdall.codec.codec import Transform
+from holdall.store.records import Record
 from holdall.testing import OracleMemory, assert_same_bits
 
 HERE = Path(__file__).parent
@@ -38,6 +40,7 @@ def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -
     oracle = OracleMemory(golden.CAPACITY_TICKS * golden.LANES, golden.LANES)
     for tick in range(golden.TICKS):
         oracle.add(**golden.tick_arguments(tick, version))
+    oracle.update(golden.REWRITTEN, log_prob=np.ones((len(golden.REWRITTEN), 1), np.float16))
     with ReplayMemory.load(tmp_path / "run") as memory:
         assert (len(memory), memory.next_id) == (len(oracle), oracle.next_id)
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
@@ -52,29 +55,32 @@ def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
+def list_records(version: str) -> list[Record]:
+    reader = DirectoryReader(HERE / version)
+    files = RecordFiles(reader)
+    return [files.read_record(ref)[0] for ref in reader.manifest(2).refs]
+
+
 def test_the_golden_checkpoint_has_every_kind_of_record() -> None:
     """So that none of them changes unnoticed."""
-    reader = DirectoryReader(HERE / "v1")
-    shelf = RecordFiles(reader)
-    kinds = {shelf.record(ref)[0].kind for ref in reader.manifest(1).refs}
-    assert kinds >= {"rows", "logs", "slices", "piece", "state", "file"}
+    records = list_records("v1") + list_records("v1_changes")
+    assert {record.kind for record in records} == {"segment", "block", "dictionary", "state", "file"}
+    parts = [part for record in records if record.kind == "segment" for part in record.head["parts"]]
+    assert {part["kind"] for part in parts} >= {"rows", "sliced", "packed"}
+    assert any("exceptions" in name for record in records for name in record.arrays)
+    assert any(len(segment.refs) == 2 for segment in DirectoryReader(HERE / "v1").manifest(2).segments)
 
 
 def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None:
-    """So that neither changes unnoticed."""
-    reader = DirectoryReader(HERE / "v1_colours")
-    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
-    blocks = [record for record in records if record.kind == "slices"]
-    assert any(record.head["dictionary"] and record.head["transform"]["predictor"] == 5 for record in blocks)
+    heads = [record.head for record in list_records("v1_colours") if record.kind == "block"]
+    assert any(head["dictionary"] and head["codec"]["transform"] == Transform.COLOUR_COLUMNS for head in heads)
 
 
 def test_the_golden_checkpoint_of_changes_has_units_of_changes_and_places() -> None:
-    """With a dictionary, many slices together, and two bytes per slice for its place."""
-    reader = DirectoryReader(HERE / "v1_changes")
-    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
-    blocks = [record for record in records if record.kind == "slices"]
+    """With a dictionary, many slices per unit, and two bytes for the place of a slice."""
+    blocks = [record for record in list_records("v1_changes") if record.kind == "block"]
     heads = [record.head for record in blocks]
-    assert any(head["dictionary"] and head["group"] == 32 and head["transform"]["predictor"] == 6 for head in heads)
-    placed = [record for record in blocks if "places" in record.parts]
+    assert any(head["codec"]["group"] == 32 and head["codec"]["transform"] == Transform.CHANGES for head in heads)
+    placed = [record for record in blocks if "places" in record.arrays]
     assert placed
-    assert all(record.parts["places"].nbytes == 2 * record.head["count"] for record in placed)
+    assert all(record.arrays["places"].nbytes == 2 * record.head["slices"] for record in placed)

@@ -2,8 +2,8 @@
 
 The folders are the checkpoints that every later version has to read. `v1` has the codecs that holdall chooses by
 itself. In `v1_colours` the pixels of images are numbers of their colours. In `v1_changes` frames are changes of each
-other, and the blocks have the place of every slice, because slices are sorted by lane. Until the first release a change
-of the format may write them again: delete the folder first.
+other, and the blocks have the place of every slice. Until the first release, a change of the format may write them
+again: delete the folder first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.storage import (
-    Codec,
-    Dictionary,
-    Method,
-    Predictor,
-    Transform,
-    Window,
-    sealer,
-    segment,
-)
+from holdall._native import Block, Dictionary, encode
+from holdall.codec.codec import Codec, Method, Transform
+from holdall.store.tuning import Tuning
 
 HERE = Path(__file__).parent
 COLOURED, CHANGED = "v1_colours", "v1_changes"
@@ -34,11 +27,13 @@ SPACE = spaces.Dict(
     {
         "history": spaces.Box(-np.inf, np.inf, (70, 2), np.float32),
         "image": spaces.Box(0, 255, (2, 12, 36), np.uint8),
-        "state": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+        "state": spaces.Box(-np.inf, np.inf, (40,), np.float32),
     }
 )
 ACTION = spaces.Tuple((spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float64)))
 ATTACHED = b"weights of an agent"
+REWRITTEN = np.arange(71, 91, 2)
+"""Transitions whose extras were rewritten to 1."""
 
 
 def observation(tick: int, name: str) -> dict[str, Any]:
@@ -52,7 +47,8 @@ def observation(tick: int, name: str) -> dict[str, Any]:
         frames = [np.where(pixels // 9 == (tick - back) % 48, 200, 5 * (pixels % 3)) + lanes for back in (1, 0)]
     days = np.arange(tick, tick + 70).reshape(1, -1, 1)
     history = np.concatenate([(days * 37 + lanes) % 101 / 8, (days * days + lanes) % 89 / 16], axis=2)
-    state = np.full((LANES, 3), tick, np.float32) / np.array([[3], [7]], np.float32)
+    state = np.full((LANES, 40), tick // 20, np.float32) / np.array([[3], [7]], np.float32)
+    state[:, 0] += tick
     return {
         "history": history.astype(np.float32),
         "image": np.stack(frames, axis=1).astype(np.uint8),
@@ -75,37 +71,63 @@ def tick_arguments(tick: int, name: str) -> dict[str, Any]:
     }
 
 
-def coloured(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
-    """Number the colours of frames, which are taken for 3 x 4 x 36 pixels, column by column and behind a dictionary."""
-    size = window.slice_bytes
-    if size != 12 * 36:
-        return Codec(Method.ZSTD, 9, Transform(size))
-    palette = (np.arange(256) * 0x030201).astype("<u4").tobytes()
-    form = Transform(size, 0, Predictor.COLUMNS, 3, 4, 36)
-    return Codec(Method.LZ4, 7, form, Dictionary(palette + bytes(range(64))), group=1)
+def compress_colours(block: Block) -> None:
+    """Number the colours of frames, which are taken for 3 x 4 x 36 pixels, column by column and with a dictionary."""
+    size = block.slice_bytes
+    codec = Codec(size, Method.ZSTANDARD, 9)
+    if size == 12 * 36:
+        palette = (np.arange(256) * 0x030201).astype("<u4").tobytes()
+        dictionary = Dictionary(bytes(range(64)), palette)
+        codec = Codec(
+            size, Method.LZ4, 7, transform=Transform.COLOUR_COLUMNS, planes=3, rows=4, columns=36, dictionary=dictionary
+        )
+    coded = encode(block, codec)
+    assert coded is not None
+    block.form = coded
 
 
-def changed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
-    """Code frames as changes of each other, behind a dictionary."""
-    form = Transform(window.slice_bytes, predictor=Predictor.CHANGES)
-    return Codec(Method.LZ4, 7, form, Dictionary(bytes([0, 5, 10]) * 30), group=32)
+def compress_changes(block: Block) -> None:
+    """Encode slices as changes of each other, with a dictionary. Slices of even numbers come first."""
+    numbers = np.arange(block.slice_count, dtype=np.uint32)
+    order = np.concatenate([numbers[::2], numbers[1::2]])
+    codec = Codec(
+        block.slice_bytes,
+        Method.LZ4,
+        7,
+        group=32,
+        transform=Transform.CHANGES,
+        dictionary=Dictionary(bytes([0, 5, 10]) * 30),
+    )
+    coded = encode(block, codec, order)
+    assert coded is not None
+    block.form = coded
+
+
+COMPRESS = {COLOURED: compress_colours, CHANGED: compress_changes}
 
 
 def main(name: str) -> None:
-    """Write the checkpoint."""
+    """Write the checkpoint. Its extras were rewritten between two saves."""
     folder = HERE / name
     if folder.exists():
-        sys.exit(f"{folder} exists; delete it to write it in the present format")
-    segment.SEGMENT_BYTES = 2**14
-    choices = {COLOURED: coloured, CHANGED: changed}
-    if name in choices:
-        vars(sealer)["choose"] = choices[name]
+        sys.exit(f"{folder} exists. Delete it to write it in the present format.")
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
-    with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
+    # Blocks that a test compresses itself must not be compressed by the memory before.
+    budget = "auto" if name in COMPRESS else None
+    tuning = Tuning(block_bytes=2**14, max_segment_ticks=40, min_packed_rows=8)
+    with ReplayMemory(
+        SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=budget, seed=7, extras=extras, _tuning=tuning
+    ) as memory:
         for tick in range(TICKS):
             memory.add(**tick_arguments(tick, name))
-        memory.drain()
+        memory.store.wait_idle()
+        blocks = {part.block for segment in memory.store.catalog.segments for part in segment.parts if part.block}
+        for block in blocks:
+            if name in COMPRESS and not block.is_open:
+                COMPRESS[name](block)
         memory.save(folder, attach={"agents/agent_0.pth": ATTACHED}).result()
+        memory.update(REWRITTEN, log_prob=np.ones((len(REWRITTEN), 1), np.float16))
+        memory.save(folder, attach={"agents/agent_0.pth": ATTACHED}, keep=1).result()
     (folder / "LOCK").unlink()
 
 

@@ -166,7 +166,7 @@ class Case:
         states = self.template.holds.values()
         right = {row for content in states for row in _rows(content)}
         every = np.arange(memory.first_id, min(memory.next_id, memory.first_id + 300))
-        for number in every[memory._open().are_valid(every)].tolist():
+        for number in every[memory.are_valid(every)].tolist():
             try:
                 rows = rows_of(memory, np.array([number]))
             except HoldallError:

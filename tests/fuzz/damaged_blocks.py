@@ -1,14 +1,12 @@
-"""Damaged blocks, made on purpose, and a script that has the compiled decoder read them in a process of its own.
+"""Damaged blocks, made on purpose, and a script that has the native decoder read them in a process of its own.
 
-`python damaged_blocks.py KINDS CASES SEED [sanitized]`: KINDS are names of `DAMAGES` and `CLAIMS`, or "nothing", with
-commas between them, and slashes between those that are done one after another; "sanitized" says that a sanitizer
-watches memory. After a crash the last line says what to run again.
+`python damaged_blocks.py KINDS CASES SEED`: KINDS are names of `DAMAGES` and `CLAIMS`, or "nothing", with commas
+between them, and slashes between those that are done one after another. After a crash the last line says what to run
+again.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
 import tempfile
@@ -22,15 +20,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
-from holdall.native import NativeCoder
-from holdall.schema import Bytes
-from holdall.storage.blocks import Codec, Coded, Dictionary, Extent, Method, Predictor, SegmentFile, Transform
-from holdall.storage.coded_units import SlicePlaces
-from holdall.storage.ticks import Coder
+from holdall._native import Coded, Dictionary, decode, encode
+from holdall.checkpoint.data_file import DataFile
+from holdall.codec.codec import Codec, Method, Transform
+
+Bytes = NDArray[np.uint8]
 
 COUNT = 12
-MARGIN = 64
 WHOLE_EVERY = 50
 """After so many damaged blocks one that is whole is read: what is refused must leave nothing behind in the decoder."""
 ZSTD_DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
@@ -54,68 +50,94 @@ class Block:
     checks: NDArray[np.uint32] | None = None  # of the units in a file; None: those that are right
     cut: int = 0  # bytes that the file lacks at its end
     start: int = 0  # where in the file the units are said to begin
-    places: SlicePlaces | None = None
+    places: NDArray[Any] | None = None
+
+
+IMAGE: dict[str, Any] = {"planes": 3, "rows": 15, "columns": 20}
+FORMS = [
+    Codec(900),
+    Codec(900, word_bytes=4),
+    Codec(900, word_bytes=2),
+    Codec(900, shuffle_bytes=4),
+    Codec(900, transform=Transform.LEFT, is_interleaved=True, subtracts_green=True, **IMAGE),
+    Codec(900, transform=Transform.LEFT, **IMAGE),
+    Codec(900, transform=Transform.PIXELS, **IMAGE),
+    Codec(1200, word_bytes=4, transform=Transform.LEFT, planes=1, rows=15, columns=20),
+    Codec(
+        1200,
+        word_bytes=4,
+        transform=Transform.LEFT,
+        planes=3,
+        rows=10,
+        columns=10,
+        is_interleaved=True,
+        subtracts_green=True,
+    ),
+    Codec(900, transform=Transform.COLOURS, **IMAGE),
+    Codec(900, transform=Transform.COLOUR_COLUMNS, is_interleaved=True, **IMAGE),
+    Codec(900, transform=Transform.CHANGES),
+    Codec(900, word_bytes=4, transform=Transform.CHANGES),
+]
+
+
+def is_of_colours(codec: Codec) -> bool:
+    return codec.transform in (Transform.COLOURS, Transform.COLOUR_COLUMNS)
+
+
+def make_slices(form: Codec, generator: np.random.Generator) -> tuple[Bytes, Dictionary]:
+    """Return slices that a codec can represent, and a dictionary for them."""
+    size = form.slice_bytes
+    slices: Bytes = (generator.integers(0, 3, (COUNT, size)).cumsum(axis=1) & 15).astype(np.uint8)
+    if form.word_bytes:
+        words = np.arange(100, dtype=f"u{form.word_bytes}")
+        slices = words[generator.integers(0, 9, (COUNT, size // form.word_bytes))].view(np.uint8)
+    dictionary = Dictionary(slices[:2].tobytes())
+    if is_of_colours(form):
+        # Some colours are in all slices and have numbers in the block's palette. Others are in one or two slices.
+        colours = generator.integers(0, 256, (20 + 30 * COUNT, 3), np.uint8)
+        own = 20 + 30 * np.arange(COUNT)[:, None] + generator.integers(0, 35, (COUNT, 300)) % (30 * COUNT)
+        numbers = np.where(generator.random((COUNT, 300)) < 0.7, generator.integers(0, 20, (COUNT, 300)), own)
+        pixels = colours[numbers % len(colours)]
+        slices = (pixels if form.is_interleaved else pixels.transpose(0, 2, 1)).reshape(COUNT, -1)
+        dictionary = Dictionary(slices[:1].tobytes(), np.resize(colours, 1024).tobytes())
+    if form.transform is Transform.CHANGES:
+        at = size * np.arange(COUNT) // COUNT // 4 * 4
+        slices = np.where(np.arange(size) < at[:, None], slices, slices[0])
+    return np.ascontiguousarray(slices), dictionary
 
 
 def whole_blocks() -> list[Block]:
-    """Seal slices in every way that reads them differently."""
-    rgb = Transform(900, 0, Predictor.LEFT, 3, 15, 20, interleaved=True, green=True)
-    forms = [
-        Transform(900),
-        Transform(900, 4),
-        Transform(900, 2),
-        Transform(900, shuffle=4),
-        rgb,
-        replace(rgb, predictor=Predictor.UP, interleaved=False, green=False),
-        replace(rgb, predictor=Predictor.PIXELS, interleaved=False, green=False),
-        Transform(1200, 4, Predictor.LEFT, 1, 15, 20),
-        Transform(1200, 4, Predictor.UP, 3, 10, 10, interleaved=True, green=True),
-        Transform(900, 0, Predictor.COLOURS, 3, 15, 20),
-        Transform(900, 0, Predictor.COLUMNS, 3, 15, 20, interleaved=True),
-        Transform(900, 0, Predictor.CHANGES),
-        Transform(900, 4, Predictor.CHANGES),
-    ]
+    """Encode slices in every way that reads them differently."""
     blocks = []
-    for form in forms:
+    for form in FORMS:
         generator = np.random.default_rng(form.slice_bytes)
-        slices: Bytes = (generator.integers(0, 3, (COUNT, form.slice_bytes)).cumsum(axis=1) & 15).astype(np.uint8)
-        if form.word_bytes:
-            words = np.arange(100, dtype=f"u{form.word_bytes}")
-            slices = words[generator.integers(0, 9, (COUNT, form.slice_bytes // form.word_bytes))].view(np.uint8)
-        common = Dictionary(slices[:2].tobytes())
-        if form.is_of_colours:
-            # Some in all slices, which have numbers in the block's palette, and some in one or two.
-            colours = generator.integers(0, 256, (20 + 30 * COUNT, 3), np.uint8)
-            own = 20 + 30 * np.arange(COUNT)[:, None] + generator.integers(0, 35, (COUNT, 300)) % (30 * COUNT)
-            numbers = np.where(generator.random((COUNT, 300)) < 0.7, generator.integers(0, 20, (COUNT, 300)), own)
-            pixels = colours[numbers % len(colours)]
-            slices = (pixels if form.interleaved else pixels.transpose(0, 2, 1)).reshape(COUNT, -1)
-            common = Dictionary(colours.tobytes()[:1024] + slices[:1].tobytes())
-        if form.predictor is Predictor.CHANGES:
-            at = form.slice_bytes * np.arange(COUNT) // COUNT // 4 * 4
-            changed = np.arange(form.slice_bytes) < at[:, None]
-            slices = np.where(changed, slices, slices[0])
+        slices, common = make_slices(form, generator)
         for codec in (
-            Codec(Method.LZ4, 0, form),
-            Codec(Method.LZ4, 5, form),
-            Codec(Method.STORED, 0, form, group=6),
-            Codec(Method.ZSTD, 3, form),
-            Codec(Method.ZSTD, 3, form, common),
-            Codec(Method.STORED, 0, form),
-            Codec(Method.LZ4, 0, form, group=5),
-            Codec(Method.ZSTD, 3, form, common, group=4),
-            Codec(Method.LZ4, 5, form, common),
-            Codec(Method.ZSTD, 4, form),
-            Codec(Method.LZ4, 4, form, group=3),
+            replace(form, method=Method.LZ4),
+            replace(form, method=Method.LZ4, level=5),
+            replace(form, group=6),
+            replace(form, method=Method.ZSTANDARD, level=3),
+            replace(form, method=Method.ZSTANDARD, level=3, dictionary=common),
+            form,
+            replace(form, method=Method.LZ4, group=5),
+            replace(form, method=Method.ZSTANDARD, level=3, dictionary=common, group=4),
+            replace(form, method=Method.LZ4, level=5, dictionary=common),
+            replace(form, method=Method.ZSTANDARD, level=4),
+            replace(form, method=Method.LZ4, level=4, group=3),
         ):
-            # Codecs of level 4 are sealed in another order than their numbers'.
+            # Slices with codecs of level 4 are encoded in another order than their numbers'.
             order = generator.permutation(COUNT).astype(np.uint32) if codec.level == 4 else None
-            sealed = NativeCoder().seal(slices, codec, order)
-            assert sealed is not None
-            coded = sealed.coded
-            assert isinstance(coded.data, np.ndarray)
+            coded = encode(slices, codec, order)
+            assert coded is not None
+            assert coded.data is not None
             block = Block(
-                codec, coded.data, coded.offsets, coded.palette, np.arange(COUNT), slices, places=coded.places
+                codec,
+                coded.data.copy(),
+                coded.offsets.copy(),
+                coded.palette.copy(),
+                np.arange(COUNT),
+                slices,
+                places=None if coded.places is None else coded.places.copy(),
             )
             blocks.append(block)
     return [*blocks, *(replace(block, in_file=True) for block in blocks)]
@@ -189,15 +211,23 @@ def shorten_palette(block: Block, generator: np.random.Generator) -> None:
 
 def spoil_dictionary(block: Block, generator: np.random.Generator) -> None:
     """Change, shorten or take away the bytes that slices have in common."""
-    content = b"" if block.codec.dictionary is None else block.codec.dictionary.content
-    spoilt = Dictionary(_spoil(np.frombuffer(content, np.uint8), generator).tobytes())
-    block.codec = replace(block.codec, dictionary=spoilt if generator.random() < 0.8 else None)
+    content = b"?" if block.codec.dictionary is None else block.codec.dictionary.content
+    spoilt = _spoil(np.frombuffer(content, np.uint8), generator).tobytes() or b"!"
+    try:
+        dictionary = Dictionary(spoilt) if generator.random() < 0.8 else None
+    except ValueError:
+        return
+    block.codec = replace(block.codec, dictionary=dictionary)
 
 
 def pretend_a_dictionary(block: Block, generator: np.random.Generator) -> None:
     """Put bytes in a dictionary's place that begin like a trained one and are none."""
     content = ZSTD_DICTIONARY_MAGIC + generator.bytes(int(generator.integers(500)))
-    block.codec = replace(block.codec, method=Method.ZSTD, dictionary=Dictionary(content))
+    try:
+        dictionary = Dictionary(content)
+    except ValueError:
+        return
+    block.codec = replace(block.codec, method=Method.ZSTANDARD, dictionary=dictionary)
 
 
 def ask_for_others(block: Block, generator: np.random.Generator) -> None:
@@ -213,14 +243,15 @@ def mistake_the_method(block: Block, generator: np.random.Generator) -> None:
 
 def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
     """Claim a size, a word or an image that does not go with the others."""
-    names = ("slice_bytes", "word_bytes", "planes", "rows", "columns", "shuffle")
+    names = ("slice_bytes", "word_bytes", "planes", "rows", "columns", "shuffle_bytes", "level", "min_match")
     name = names[int(generator.integers(len(names)))]
-    values = [-1, 0, 1, 2, 3, 4, 5, 8, 7, 60, 901, 100_000, 1 << 20]
+    values = [-1, 0, 1, 2, 3, 4, 5, 8, 7, 60, 901, 100_000, 1 << 20, 1 << 40, 1 << 62]
     claimed: dict[str, Any] = {name: values[int(generator.integers(len(values)))]}
-    form = replace(block.codec.transform, **claimed)
+    codec = replace(block.codec, **claimed)
     if generator.random() < 0.3:
-        form = replace(form, predictor=Predictor(int(generator.integers(7))), green=bool(generator.integers(2)))
-    block.codec = replace(block.codec, transform=form)
+        transform = list(Transform)[int(generator.integers(len(Transform)))]
+        codec = replace(codec, transform=transform, subtracts_green=bool(generator.integers(2)))
+    block.codec = codec
 
 
 def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
@@ -294,22 +325,6 @@ WHOLE = "nothing"
 """A child that is given this word also seals and reads blocks that are whole."""
 
 
-def guarded(array: NDArray[Any]) -> NDArray[Any]:
-    """Copy an array to where its last byte is the last before a page that may not be touched."""
-    if sys.platform != "linux":
-        return array.copy()
-    pages = -(-max(array.nbytes, 1) // mmap.PAGESIZE)
-    block = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
-    memory = np.frombuffer(block, np.uint8)
-    guard = ctypes.c_void_p(memory.ctypes.data + pages * mmap.PAGESIZE)
-    if ctypes.CDLL(None).mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
-        raise OSError("mprotect failed")
-    end = pages * mmap.PAGESIZE
-    copy = memory[end - array.nbytes : end].view(array.dtype)
-    copy[:] = array
-    return copy
-
-
 def checks_of(block: Block) -> NDArray[np.uint32]:
     """Return the sums that the block claims, or those of its units as they are, wherever its offsets lead."""
     if block.checks is not None:
@@ -319,33 +334,26 @@ def checks_of(block: Block) -> NDArray[np.uint32]:
     return np.array(sums, np.uint32)
 
 
-def laid(block: Block, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> Bytes | Extent:
-    """Put the units into memory, or into a file."""
+def make_coded(block: Block) -> Coded:
+    """Return the block as an object, with its units in memory or in a file. Raise ValueError if it is refused."""
     if not block.in_file:
-        return lay(block.data)
-    descriptor, name = tempfile.mkstemp(suffix=".seg")
-    os.write(descriptor, block.data.tobytes())
-    os.truncate(descriptor, max(block.data.size - block.cut, 0))
-    file = SegmentFile(Path(name), descriptor, is_temporary=True)
-    return Extent(file, block.start, block.data.nbytes, lay(checks_of(block)))
+        return Coded(block.codec, block.count, block.offsets, block.palette, block.data, block.places)
+    with tempfile.TemporaryFile() as temporary:
+        temporary.write(block.data.tobytes()[: max(block.data.size - block.cut, 0)])
+        temporary.flush()
+        file = DataFile(Path("units"), os.dup(temporary.fileno()))
+    place = (file.descriptor, block.start, block.data.nbytes)
+    checks = checks_of(block)
+    return Coded(block.codec, block.count, block.offsets, block.palette, place, block.places, checks, file)
 
 
-def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> bytes | None:
-    """Decode a block and return what came back, None if it was refused. Any error but DamageError is one."""
-    slice_bytes = max(block.codec.transform.slice_bytes, 0)
-    room = np.full(2 * MARGIN + len(block.numbers) * slice_bytes, 7, np.uint8)
-    out = room[MARGIN:-MARGIN].reshape(len(block.numbers), slice_bytes)
+def read_damaged(block: Block) -> bytes | None:
+    """Decode the slices of a block one by one. Return None if they are refused, and raise any other error."""
     try:
-        units = laid(block, lay)
-        told, places = (lay(block.offsets), lay(block.palette)), None if block.places is None else lay(block.places)
-        sealed = coder.adopt(Coded(block.codec, block.count, *told, units, places))
-        coder.decode(sealed, block.numbers, out)
-    except DamageError:
+        coded = make_coded(block)
+        return b"".join(decode(coded, int(number), 1).tobytes() for number in block.numbers)
+    except (ValueError, IndexError, OverflowError):
         return None
-    finally:
-        assert (room[:MARGIN] == 7).all(), "wrote before the rows"
-        assert (room[-MARGIN:] == 7).all(), "wrote behind the rows"
-    return out.tobytes()
 
 
 def damaged(number: int, kinds: list[str], seed: int) -> Block:
@@ -358,63 +366,56 @@ def damaged(number: int, kinds: list[str], seed: int) -> Block:
     return block
 
 
-def peek() -> None:
-    """Read one byte behind a guarded array."""
-    array = guarded(np.zeros(100, np.uint8))
-    ctypes.string_at(array.ctypes.data, 100)
-    ctypes.string_at(array.ctypes.data, 101)
-
-
-def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
-    """Seal and read whole blocks of all kinds and many widths, in memory that is no larger than they are."""
+def encode_and_decode(generator: np.random.Generator) -> None:
+    """Encode and decode whole blocks of all kinds and many widths."""
     for width, planes, word_bytes in product(range(1, 40), (1, 3, 4), (0, 2, 4, 8)):
-        plain = Transform(planes * 5 * width * max(word_bytes, 1), word_bytes)
-        image = replace(plain, predictor=Predictor.LEFT, planes=planes, rows=5, columns=width, green=planes >= 3)
-        forms = [plain, image, replace(image, predictor=Predictor.UP, interleaved=True)]
-        forms += [replace(plain, predictor=Predictor.CHANGES)]
-        forms += [replace(image, predictor=Predictor.PIXELS, green=False)]
-        if planes == 3 and not word_bytes and width < 17:  # 50 colours a row
-            colours = replace(image, predictor=Predictor.COLOURS, green=False)
-            forms += [colours, replace(colours, predictor=Predictor.COLUMNS, interleaved=True)]
-            forms += [replace(colours, predictor=Predictor.COLUMNS), replace(colours, interleaved=True)]
-        forms += [replace(image, interleaved=True), Transform(plain.slice_bytes, shuffle=word_bytes)]
+        plain = Codec(planes * 5 * width * max(word_bytes, 1), word_bytes=word_bytes)
+        green = planes >= 3
+        image = replace(plain, transform=Transform.LEFT, planes=planes, rows=5, columns=width, subtracts_green=green)
+        forms = [plain, image, replace(image, is_interleaved=True)]
+        forms += [replace(plain, transform=Transform.CHANGES)]
+        forms += [replace(image, transform=Transform.PIXELS, subtracts_green=False)]
+        if planes == 3 and not word_bytes and width < 17:  # 50 colours per row.
+            colours = replace(image, transform=Transform.COLOURS, subtracts_green=False)
+            forms += [colours, replace(colours, transform=Transform.COLOUR_COLUMNS, is_interleaved=True)]
+            forms += [replace(colours, transform=Transform.COLOUR_COLUMNS), replace(colours, is_interleaved=True)]
+        forms += [replace(image, is_interleaved=True), Codec(plain.slice_bytes, shuffle_bytes=word_bytes)]
         words = generator.integers(0, 50, (3, plain.slice_bytes // max(word_bytes, 1)))
         slices = words.astype(f"u{max(word_bytes, 1)}").view(np.uint8)
-        rows = lay(slices.reshape(-1)).reshape(slices.shape)
-        methods = (Codec(Method.LZ4, 0, plain), Codec(Method.ZSTD, 3, plain), Codec(Method.LZ4, 0, plain, group=2))
+        methods: list[dict[str, Any]] = [
+            {"method": Method.LZ4},
+            {"method": Method.ZSTANDARD, "level": 3},
+            {"method": Method.LZ4, "group": 2},
+        ]
         for form, method in product(forms, methods):
-            sealed = coder.seal(rows, replace(method, transform=form))
-            assert sealed is not None
-            out = lay(np.zeros(slices.size, np.uint8)).reshape(slices.shape)
-            coder.decode(sealed, np.arange(3), out)
-            assert out.tobytes() == slices.tobytes(), form
+            coded = encode(slices, replace(form, **method))
+            assert coded is not None
+            assert decode(coded, 0, 3).tobytes() == slices.tobytes(), form
 
 
-def require_the_rest_is_well(coder: Coder, number: int, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
-    """Read a block that is whole, after all those that were not: no claim of theirs is left in the decoder."""
+def require_the_rest_is_well(number: int) -> None:
+    """Read a block that is whole, after damaged ones: nothing of them is left in the decoder."""
     block = BLOCKS[number]
     assert block.slices is not None
-    assert read_damaged(coder, block, lay) == block.slices.tobytes(), f"block {number} is read otherwise"
+    assert read_damaged(block) == block.slices.tobytes(), f"block {number} is read otherwise"
 
 
-def main(kinds: list[str], cases: int, seed: int, *, is_sanitized: bool) -> None:
-    """Read damaged blocks with the compiled coder, one after another."""
-    coder = NativeCoder()
-    lay = np.copy if is_sanitized else guarded  # a sanitizer has guards of its own around what is allocated
+def main(kinds: list[str], cases: int, seed: int) -> None:
+    """Read damaged blocks, one after another."""
     generator = np.random.default_rng(seed)
     if WHOLE in kinds:
         kinds.remove(WHOLE)
-        seal_and_read(coder, generator, lay)
+        encode_and_decode(generator)
     for case in range(cases):
         befalling = [kinds[int(i)] for i in generator.integers(0, len(kinds), generator.integers(1, 4))]
         number, case_seed = int(generator.integers(len(BLOCKS))), int(generator.integers(1 << 32))
         # Told before it is done: after a crash, the last line says what to run again.
         sys.stderr.write(f"damaged({number}, {befalling}, {case_seed})\n")
-        read_damaged(coder, damaged(number, befalling, case_seed), lay)
+        read_damaged(damaged(number, befalling, case_seed))
         if case % WHOLE_EVERY == 0:
-            require_the_rest_is_well(coder, number, lay)
+            require_the_rest_is_well(number)
 
 
 if __name__ == "__main__":
     for together in sys.argv[1].split("/"):
-        main(together.split(","), int(sys.argv[2]), int(sys.argv[3]), is_sanitized="sanitized" in sys.argv[4:])
+        main(together.split(","), int(sys.argv[2]), int(sys.argv[3]))

@@ -23,11 +23,12 @@ from typing import Any
 import zstandard
 
 from holdall.checkpoint.manifest import signed, signed_text
-from holdall.storage.records import MAGIC, PREAMBLE
+from holdall.store.records import MAGIC
 
 Harm = Callable[[Path, Path, Random], str]
 _STRANGERS = import_module("tests.crash.test_strangers")
 mutated, renamed, rewritten = _STRANGERS.mutated, _STRANGERS.renamed, _STRANGERS.rewritten
+PREAMBLE = _STRANGERS.PREAMBLE
 
 
 def files_of(run: Path) -> list[Path]:
@@ -247,7 +248,7 @@ def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
     escape = generator.choice([f"../../{outside.name}/victim.txt", "/etc/passwd", f"{outside}/x", "..", "a/../../x"])
     huge = generator.choice([2**31, 2**40, 2**53, 2**62, 2**63, 10**30])
     ref = words.get("state")
-    lists = [key for key in ("rows", "segments", "blocks", "files") if words.get(key)]
+    lists = [key for key in ("segments", "blocks", "files") if words.get(key)]
     many = generator.choice(lists or ["files"])
     schema = words.get("schema")
     claims: dict[str, Any] = {
@@ -263,10 +264,9 @@ def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
         "shards": generator.choice(
             [[[escape, 1, "0" * 32, 1, 1]], [["shards/00000", 1, "0" * 32, huge, huge]] * 3, [["shards/99999"]], deep]
         ),
-        "blocks": generator.choice([[[huge, huge, [ref]]], [[1, 2**33, []]], [[2**20, 2**13, [ref]]], [[0, 0, [ref]]]]),
-        "rows": generator.choice([[], [[0, huge, *(ref or [])]]]),
-        "segments": [],
-        "dictionaries": {"0" * 64: ref},
+        "blocks": generator.choice([[[huge, *(ref or [])]], [[1]], [[0, *(ref or [])]], []]),
+        "segments": generator.choice([[], [[0, huge, [], [ref]]], [[0, 1, [0], []]], [[0, 1, [0] * 9, [ref] * 9]]]),
+        "dictionaries": {"0" * 32: ref},
         many: (words.get(many) or [[]]) * generator.choice([2, 3_000]),
         "schema": generator.choice([deep, {}, mutated(schema, generator), _widened(schema, generator)]),
         "epoch": escape,
@@ -321,8 +321,8 @@ def forge_record(run: Path, _outside: Path, generator: Random) -> str:
 
 
 def _ref_in(words: Any, generator: Random) -> list[Any]:
-    refs = [words["state"], *(entry[-4:] for entry in words["rows"] + words["segments"])]
-    refs += [ref for block in words["blocks"] for ref in block[2]] + list(words["dictionaries"].values())
+    refs = [words["state"], *(ref for segment in words["segments"] for ref in segment[3])]
+    refs += [block[1:] for block in words["blocks"]] + list(words["dictionaries"].values())
     return list(generator.choice(refs))
 
 
@@ -330,11 +330,14 @@ def _bomb(generator: Random) -> bytes:
     """Return a state of a few kilobytes that claims gigabytes, part by part."""
     zeros = zstandard.ZstdCompressor(level=1).compress(bytes(2**26))
     count = generator.choice([24, 60])
-    parts = {str(number): zeros for number in range(count)} | {"tree": b"{}"}
-    described = [{"name": name, "bytes": len(part), "crc32": zlib.crc32(part)} for name, part in parts.items()]
-    coded = [str(number) for number in range(count)]
-    head = json.dumps({"kind": "state", "sizes": [2**26] * count, "coded": coded, "parts": described}).encode()
-    body = b"".join(parts.values())
+    arrays = {str(number): zeros for number in range(count)} | {"tree": b"{}"}
+    described: list[dict[str, Any]] = [
+        {"name": name, "bytes": len(array), "crc32": zlib.crc32(array)} for name, array in arrays.items()
+    ]
+    for words in described[:-1]:
+        words["raw_bytes"] = 2**26
+    head = json.dumps({"kind": "state", "count": count, "arrays": described}).encode()
+    body = b"".join(arrays.values())
     start = struct.pack("<8sIIQ", MAGIC, len(head), zlib.crc32(head), len(body))
     return start + struct.pack("<II", zlib.crc32(start), 0) + head + body
 

@@ -15,9 +15,11 @@ from gymnasium import spaces
 
 from holdall import Prioritized, ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
-from holdall.storage import segment
+from holdall.store.tuning import Tuning
 
 LANES = 2
+TUNING = Tuning(block_bytes=20_000, max_segment_ticks=20, min_segment_ticks=5, min_packed_rows=8)
+"""A few ticks fill a segment."""
 IMAGES = spaces.Dict(
     {
         "image": spaces.Box(0, 255, (2, 12, 36), np.uint8),
@@ -59,12 +61,14 @@ def add_numbers(memory: ReplayMemory, tick: int) -> None:
 
 def new_images(folder: Path) -> ReplayMemory:
     """Make a memory of large fields, which spills."""
-    return ReplayMemory(IMAGES, spaces.Discrete(5), 1600, LANES, budget=None, spill_dir=folder / "spill", seed=1)
+    return ReplayMemory(
+        IMAGES, spaces.Discrete(5), 1600, LANES, budget=None, spill_dir=folder / "spill", seed=1, _tuning=TUNING
+    )
 
 
 def new_numbers(_folder: Path) -> ReplayMemory:
     """Make a memory of small fields, with priorities."""
-    return ReplayMemory(NUMBERS, spaces.Discrete(4), 40, seed=2, sampler=Prioritized())
+    return ReplayMemory(NUMBERS, spaces.Discrete(4), 40, seed=2, sampler=Prioritized(), _tuning=TUNING)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ KINDS = {
 def content_of(memory: ReplayMemory) -> Content:
     """Return all that a memory holds, as bytes, and the ids that it draws next."""
     every = np.arange(memory.first_id, memory.next_id)
-    ids = every[memory._open().are_valid(every)]
+    ids = every[memory.are_valid(every)]
     found = {name: rows.tobytes() for name, rows in rows_of(memory, ids).items()} if len(ids) else {}
     draws = memory.sample(8).ids.tobytes() if len(ids) else b""
     attached = {name: memory.attached[name] for name in memory.attached}
@@ -122,7 +126,6 @@ class Template:
 def make(name: str, folder: Path) -> None:
     """Save a memory three times, and write down what was acknowledged."""
     kind, run, holds = KINDS[name], folder / "run", {}
-    segment.SEGMENT_BYTES = 20_000  # several blocks of a few ticks each
     if name == "shards":
         shards = import_module("tests.crash.test_shards").MemoryOfShards(run, 2)
         done = 0
@@ -138,7 +141,7 @@ def make(name: str, folder: Path) -> None:
             for number, tick in enumerate(kind.ticks, 1):
                 while memory.next_id // memory.num_envs < tick:
                     kind.add(memory, memory.next_id // memory.num_envs)
-                memory.drain()
+                memory.store.wait_idle()
                 memory.save(run, attach={"agent.pth": b"weights %d" % number}).result()
                 holds[number] = _loaded(run, folder / str(number), kind)
                 for field, rows in rows_of(memory, np.arange(memory.first_id, memory.next_id)).items():

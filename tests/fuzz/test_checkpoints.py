@@ -57,16 +57,16 @@ def test_a_harmed_directory_gives_what_was_acknowledged_or_an_error(templates: P
 
 OLD_MISTAKES = {
     "a checkpoint that is not whole counts among those to keep": (
-        "checkpoint/files.py",
+        "checkpoint/retention.py",
         "whole += _is_whole(found, reader, sizes)",
         "whole += 1",
         "is as it was written, and is not loaded",
     ),
-    "slices below those of the last save are taken for written": (
-        "storage/slices.py",
-        "return cls(part, closed.block, slice_bytes, slices, part.shortest * part.lanes)",
-        "return cls(part, closed.block, slice_bytes, slices, count)",
-        "holds other obs.history than was added",
+    "an open block is taken for a closed one": (
+        "checkpoint/write.py",
+        "        is_open = block.is_open\n",
+        "        is_open = False\n",
+        "than was added",
     ),
 }
 """What was wrong once: a file of holdall's, what stands there now, what stood there, and what the fuzz says of it."""

@@ -28,7 +28,7 @@ def soak(rows: float, seed: int, *tiers: str) -> dict[str, Any]:
 
 def test_no_row_of_some_is_wrong() -> None:
     """A short one, of two tiers and of rollouts."""
-    result = soak(20_000, 0, "flat rings", "spilled")
+    result = soak(20_000, 0, "vectors", "spilled")
     assert result["rows"] >= 20_000
     assert result["wrong_rows"] == 0
     assert min(result["done"][what] for what in ("saves", "loads", "forks", "kills", "rollouts")) > 0

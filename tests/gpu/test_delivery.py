@@ -1,8 +1,9 @@
-"""Batches on a GPU: the bits that the memory gives as arrays, as tensors there, without allocating or waiting."""
+"""Batches on a GPU: the bits that the memory gives as arrays, as tensors there, whatever streams and threads do."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def filled(device: str | None, budget: str | int | None = "auto", **how: Any) ->
         ended = generator.random((2, 2)) < 0.02
         reward = generator.standard_normal(2, np.float32)
         memory.add(obs, generator.integers(0, 3, 2), reward, next_obs, *ended)
-    memory.drain()
+    memory.store.wait_idle()
     return memory
 
 
@@ -50,12 +51,13 @@ def test_a_batch_on_the_gpu_has_the_bits_of_one_in_arrays(budget: str | None) ->
             assert_same_bits(batch, expected)
 
 
-@pytest.mark.parametrize("budget", ["auto", None])
-def test_a_store_on_the_gpu_gives_the_same_bits(budget: str | None) -> None:
-    """Whatever the host keeps."""
-    with filled(None, budget, store_device="cuda") as there, filled(None, budget) as here:
+def test_a_store_on_the_gpu_gives_the_same_bits() -> None:
+    """The device draws other ids than the host."""
+    with filled(None, store_device="cuda") as there, filled(None) as here:
         for _ in range(20):
-            assert_same_bits(there.sample(256), here.sample(256))
+            batch: Any = there.sample(256)
+            ids = batch.ids.cpu().numpy()
+            assert_same_bits(replace(batch, ids=ids), here.gather(ids))
 
 
 @pytest.mark.parametrize(
@@ -67,11 +69,9 @@ def test_a_store_on_the_gpu_gives_the_same_bits(budget: str | None) -> None:
     ],
     ids=["n-step", "sequences", "prioritized sequences"],
 )
-@pytest.mark.parametrize("where", ["device", "store_device"])
-def test_every_sampler_gives_the_same_bits(sampler: Any, where: str) -> None:
+def test_every_sampler_gives_the_same_bits(sampler: Any) -> None:
     """Two ids a row, two axes, masks and weights."""
-    how: dict[str, Any] = {"device": None, where: "cuda"}
-    with filled(sampler=sampler(), **how) as there, filled(None, sampler=sampler()) as here:
+    with filled("cuda", sampler=sampler()) as there, filled(None, sampler=sampler()) as here:
         for _ in range(5):
             assert_same_bits(there.sample(64), here.sample(64))
 
@@ -84,21 +84,6 @@ def test_a_loader_gives_the_same_bits(prefetch: int) -> None:
             batch = next(loader)
             assert batch.obs["image"].is_cuda
             assert_same_bits(batch, same.sample(128))
-
-
-@pytest.mark.parametrize("where", ["device", "store_device"])
-def test_a_steady_state_allocates_nothing(where: str) -> None:
-    """Not one block of the caching allocator's, cached or not."""
-    how: dict[str, Any] = {"device": None, where: "cuda"}
-    with filled(**how) as memory, memory.loader(128, prefetch=2) as loader:
-        for _ in range(8):
-            memory.sample(256)
-            next(loader)
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        for _ in range(30):
-            memory.sample(256)
-            next(loader)
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def test_a_batch_is_not_overwritten_while_the_consumer_still_reads_it() -> None:
@@ -129,17 +114,6 @@ def test_batches_held_stay_as_they_were() -> None:
         assert torch.equal(view, view_copy)
 
 
-def test_memory_that_a_user_resized_is_not_used_again() -> None:
-    """Kernels write to where a block was; if its storage lies elsewhere now, it is given up."""
-    with filled("cuda") as memory, filled(None) as here:
-        for nbytes in (0, 64 << 20, 0):
-            batch = memory.sample(64)
-            assert_same_bits(batch, here.sample(64))
-            batch.obs["image"].untyped_storage().resize_(nbytes)
-        for _ in range(5):
-            assert_same_bits(memory.sample(64), here.sample(64))
-
-
 def test_threads_that_are_new_to_the_device_are_served() -> None:
     """Each has to be given the device's context first; what it drew before stays drawn."""
     with (
@@ -162,7 +136,7 @@ def test_a_consumer_on_a_stream_of_its_own_is_served() -> None:
 
 @pytest.mark.parametrize("budget", ["auto", 200_000_000])
 def test_batches_outlive_a_memory_that_is_forgotten(budget: Any) -> None:
-    """Whatever was still under way when the last reference went: pinned arenas, and pinned staging."""
+    """Whatever was still under way when the last reference went."""
     there, here = filled("cuda", budget), filled(None)
     batches = [there.sample(1_500) for _ in range(8)]
     del there

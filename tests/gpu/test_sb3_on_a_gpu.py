@@ -72,7 +72,7 @@ def test_samples_are_those_of_stable_baselines3(space: Any, lanes: int, budget: 
     theirs = theirs_class(100 * lanes, space, ACTION, device="cuda", n_envs=lanes)
     mine = holdall.sb3.ReplayBuffer(100 * lanes, space, ACTION, device="cuda", n_envs=lanes, budget=budget)
     filled(mine, theirs, space, lanes)
-    mine.memory.drain()
+    mine.memory.store.wait_idle()
     for size in (1, 32, 256):
         for _ in range(5):
             np.random.seed(size)  # noqa: NPY002  theirs

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
-from holdall.checkpoint import files, write
-from holdall.checkpoint import save as saver
-from holdall.storage import columns, segment, snapshot
-from holdall.storage import rings as ring
+from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
 
@@ -39,9 +35,12 @@ steps = st.lists(
 class Pair:
     """A memory, the oracle beside it, and what the oracle was when the memory was last saved."""
 
-    def __init__(self, stream: Stream, capacity_ticks: int, budget: Any, folder: Path) -> None:
+    def __init__(self, stream: Stream, capacity_ticks: int, budget: Any, tuning: Tuning, folder: Path) -> None:
         lanes = stream.num_envs
-        self.stream, self.folder, self.budget = stream, folder, budget
+        self.stream = stream
+        self.folder = folder
+        self.budget = budget
+        self.tuning = tuning
         self.memory = ReplayMemory(
             stream.observation_space,
             stream.action_space,
@@ -50,10 +49,11 @@ class Pair:
             budget=budget,
             extras=stream.extras,
             seed=5,
+            _tuning=tuning,
         )
         self.oracle = OracleMemory(capacity_ticks * lanes, lanes)
         self.saved: tuple[OracleMemory, list[Any]] | None = None
-        self.gate = threading.Event()  # nothing is written before it opens, so that all may be written over by then
+        self.gate = threading.Event()  # Only one record is written before it opens.
         self._generator = np.random.default_rng(1)
 
     def add(self, ticks: int) -> None:
@@ -65,7 +65,7 @@ class Pair:
             self.oracle.add(**tick)
 
     def save(self, ticks_meanwhile: int) -> None:
-        handle = self.memory.save(self.folder)
+        handle = self.memory.save(self.folder, progress=self.wait_for_gate)
         then = copy.deepcopy(self.oracle)
         generator = copy.deepcopy(self.memory._generator)
         self.add(ticks_meanwhile)
@@ -76,6 +76,10 @@ class Pair:
         handle.result()
         self.gate.clear()
         self.saved = then, [generator]
+
+    def wait_for_gate(self, _phase: str, _nbytes: int) -> None:
+        """Hold the saver up after its first record."""
+        self.gate.wait()
 
     def flags(self, seed: int) -> None:
         ids = self.oracle.ids
@@ -105,7 +109,7 @@ class Pair:
         self.memory.close()
         lanes = self.stream.num_envs
         capacity = None if capacity_ticks is None else capacity_ticks * lanes
-        self.memory = ReplayMemory.load(self.folder, capacity=capacity, budget=self.budget)
+        self.memory = ReplayMemory.load(self.folder, capacity=capacity, budget=self.budget, _tuning=self.tuning)
         if capacity_ticks is not None:
             smaller = OracleMemory(capacity_ticks * lanes, lanes)
             smaller._ticks.extend(oracle._ticks)
@@ -127,40 +131,26 @@ class Pair:
             assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
 
 
-@st.composite
-def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
-    """Small limits make chunks settle, segments roll, blocks go on and rings pair within a few ticks."""
-    return [
-        (snapshot, "_CHUNK_BYTES", draw(st.sampled_from([300, 5_000, 100_000, 2**19]))),
-        (segment, "SEGMENT_BYTES", draw(st.sampled_from([1, 30_000, 200_000, 2**24]))),
-        (ring, "_UNSHARED_BEFORE_PAIRING", draw(st.sampled_from([4, 1024]))),
-        (ring, "_RUN_BYTES", 1),
-        (ring, "_LEAST_TICKS", draw(st.sampled_from([4, 64]))),
-        (columns, "_WORTH", 4),  # rows are packed whether it pays or not
-        (write, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
-        (write, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
-        (write, "MOST_FILES", draw(st.sampled_from([1, 5, 200]))),
-        (files, "_FILES_LEFT", draw(st.sampled_from([0, 2]))),
-        (write, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
-    ]
+tunings = st.builds(
+    Tuning,
+    block_bytes=st.sampled_from([1, 30_000, 200_000, 2**24]),
+    max_segment_ticks=st.sampled_from([4, 17, 16_384]),
+    min_segment_ticks=st.sampled_from([2, 16]),
+    small_field_bytes=st.sampled_from([64, 4096]),
+    tiny_field_bytes=st.sampled_from([16, 256]),
+    min_packed_rows=st.sampled_from([4, 512]),
+)
+"""Small limits close segments and blocks within a few ticks."""
 
 
-@settings(max_examples=(settings.default or settings()).max_examples // 8)  # each writes and syncs dozens of files
-@given(streams(), st.sampled_from([3, 20, 75, 200]), st.sampled_from(BUDGETS), limits(), steps)
+@settings(max_examples=(settings.default or settings()).max_examples // 8)  # Each writes and syncs dozens of files.
+@given(streams(), st.sampled_from([3, 20, 75, 200]), st.sampled_from(BUDGETS), tunings, steps)
 def test_a_loaded_memory_is_the_one_that_was_saved(
-    stream: Stream,
-    capacity_ticks: int,
-    budget: Any,
-    small: list[tuple[object, str, int]],
-    course: list[tuple[str, Any]],
+    stream: Stream, capacity_ticks: int, budget: Any, tuning: Tuning, course: list[tuple[str, Any]]
 ) -> None:
     """Whatever was added, flagged, rewritten, evicted or saved before, and whatever happens while it is written."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        for module, name, value in small:
-            patch.setattr(module, name, value)
-        written = saver.Saver._written
-        pair = Pair(stream, capacity_ticks, budget, Path(folder) / "run")
-        patch.setattr(saver.Saver, "_written", lambda own, job: (pair.gate.wait(), written(own, job))[1])
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(stream, capacity_ticks, budget, tuning, Path(folder) / "run")
         try:
             for what, argument in [("add", 3), *course, ("save", 2), ("load", None), ("add", 70)]:
                 getattr(pair, what)(argument)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
-from holdall.storage import columns, rings
+from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -118,22 +118,34 @@ class Vectors:
         }  # fmt: skip
 
 
-def _small_runs(patch: pytest.MonkeyPatch, run_ticks: int, worth: float) -> None:
-    """Have ticks packed after a few; above 1, whether it pays or not."""
-    for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2)):
-        patch.setattr(rings, name, value)
-    patch.setattr(columns, "_WORTH", worth)
+def _pack_early(segment_ticks: int) -> Tuning:
+    """Return a tuning with which every few ticks are packed."""
+    return Tuning(
+        min_segment_ticks=segment_ticks,
+        max_segment_ticks=segment_ticks,
+        min_packed_rows=4,
+        packed_search_interval=2,
+        available_bytes=0,
+    )
 
 
 class Compared:
     """A memory and the oracle, which are given the same."""
 
-    def __init__(self, vectors: Vectors, capacity_ticks: int, device: str | None) -> None:
+    def __init__(self, vectors: Vectors, capacity_ticks: int, device: str | None, tuning: Tuning) -> None:
         self.vectors, capacity = vectors, capacity_ticks * vectors.lanes
         extras = {"value": box((), "f4")}
         self.memory = ReplayMemory(
-            vectors.observation_space, spaces.Discrete(3), capacity, vectors.lanes, device=device, extras=extras
+            vectors.observation_space,
+            spaces.Discrete(3),
+            capacity,
+            vectors.lanes,
+            device=device,
+            extras=extras,
+            budget=None,
+            _tuning=tuning,
         )
+        self.tuning = tuning
         self.oracle, self.device = OracleMemory(capacity, vectors.lanes), device
 
     def extend(self, count: int, *, one_by_one: bool) -> None:
@@ -160,7 +172,9 @@ class Compared:
         with tempfile.TemporaryDirectory() as folder:
             self.memory.save(Path(folder) / "saved").result()
             self.memory.close()
-            self.memory = ReplayMemory.load(Path(folder) / "saved", device=self.device)
+            self.memory = ReplayMemory.load(
+                Path(folder) / "saved", device=self.device, budget=None, _tuning=self.tuning
+            )
             self.check(0)
 
     def check(self, seed: int) -> None:
@@ -172,11 +186,9 @@ class Compared:
 
     @property
     def packed_ticks(self) -> int:
-        """Count the ticks in runs, of the memory's own store."""
-        store = self.memory._store
-        assert store is not None
-        runs = store._rings._runs
-        return 0 if runs is None else len(runs.runs) * runs.run_ticks
+        """Return the number of ticks in packed segments."""
+        segments = self.memory.store.catalog.segments
+        return sum(segment.ticks for segment in segments if segment.parts[0].kind == "packed")
 
 
 def _at(value: Any, t: int) -> Any:
@@ -196,52 +208,41 @@ ACTS = ("extend", "extend", "add", "add", "pickled", "saved", "update")
     breaks=st.sampled_from([0.0, 0.002, 0.05, 0.6]),
     is_frame_by_frame=st.booleans(),
     capacity_ticks=st.integers(16, 120),
-    run_ticks=st.sampled_from([4, 8]),
-    worth=st.sampled_from([0.875, 4.0]),
-    unshared=st.sampled_from([8, 1024]),
+    segment_ticks=st.sampled_from([4, 8, 40]),
     device=st.sampled_from([None, None, "cpu"]),
     acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, 40)), min_size=2, max_size=8),
 )
 def test_vectors_come_back_bit_for_bit(
     lanes: int, dtype: str, seed: int, ends: float, breaks: float, is_frame_by_frame: bool, capacity_ticks: int,
-    run_ticks: int, worth: float, unshared: int, device: str | None, acts: list[tuple[str, int]],
+    segment_ticks: int, device: str | None, acts: list[tuple[str, int]],
 ) -> None:  # fmt: skip
     """Whatever repeats, for however long, in whichever lane, and whatever is done to the memory meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:
-        _small_runs(patch, run_ticks, worth)
-        patch.setattr(rings, "_UNSHARED_BEFORE_PAIRING", unshared)
-        vectors = Vectors(lanes, dtype, seed, ends, breaks, is_frame_by_frame)
-        compared = Compared(vectors, capacity_ticks, device)
-        compared.extend(50, one_by_one=False)
-        for act, count in acts:
-            if act in ("extend", "add"):
-                compared.extend(count, one_by_one=act == "add")
-            elif act == "update":
-                compared.update(seed)
-            else:
-                getattr(compared, act)()
-            compared.check(count)
-        compared.memory.close()
+    vectors = Vectors(lanes, dtype, seed, ends, breaks, is_frame_by_frame)
+    compared = Compared(vectors, capacity_ticks, device, _pack_early(segment_ticks))
+    compared.extend(50, one_by_one=False)
+    for act, count in acts:
+        if act in ("extend", "add"):
+            compared.extend(count, one_by_one=act == "add")
+        elif act == "update":
+            compared.update(seed)
+        else:
+            getattr(compared, act)()
+        compared.check(count)
+    compared.memory.close()
 
 
 @pytest.mark.parametrize("is_frame_by_frame", [True, False])
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_what_repeats_is_packed_and_reported(
-    monkeypatch: pytest.MonkeyPatch, lanes: int, is_frame_by_frame: bool
-) -> None:
-    """Constants, copies, values that hold and histories are found; all but the newest ticks are packed."""
-    _small_runs(monkeypatch, 32, 0.875)
-    compared = Compared(Vectors(lanes, "f8", 1, 0.02, 0.0, is_frame_by_frame), 400, None)
+def test_what_repeats_is_packed(lanes: int, is_frame_by_frame: bool) -> None:
+    """Constants, copies, values that hold and histories take no memory. All closed segments are packed."""
+    vectors = Vectors(lanes, "f8", 1, 0.02, 0.0, is_frame_by_frame)
+    compared = Compared(vectors, 400, None, _pack_early(64))
     compared.extend(350, one_by_one=False)
     compared.check(0)
-    assert compared.packed_ticks >= 300
+    assert compared.packed_ticks >= 256
     found = {field.name: field for field in compared.memory.report().fields}
-    assert "2 equal others" in found["obs.state"].finding
-    assert "2 never change" in found["obs.state"].finding
-    assert "2 stored when they change" in found["obs.goal"].finding
-    assert f"{TERMS * (PAST - 1)} are past values of {TERMS}" in found["obs.past"].finding
-    assert found["obs.past"].row_bytes < 0.5 * found["obs.past"].plain_bytes / 2
+    assert found["obs.past"].row_bytes < 0.6 * found["obs.past"].plain_bytes / 2
     assert compared.memory.report().total_bytes == sum(each.total_bytes for each in found.values())
     compared.extend(900, one_by_one=False)
     compared.check(1)
-    assert 300 <= compared.packed_ticks <= 400 + 2 * 32, "runs leave with their ticks"
+    assert 300 <= compared.packed_ticks <= 400 + 2 * 64, "packed segments are evicted with their ticks"

@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
-from holdall.native import one_call, reading
-from holdall.storage import columns, segment
-from holdall.storage import rings as ring
-from holdall.storage.store import Store
-from holdall.storage.tiers import Budget
+from holdall.schema import Schema
+from holdall.store.budget import count_tick_bytes
+from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams
@@ -44,15 +42,15 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         capacity_ticks=st.one_of(st.integers(1, 20), st.integers(20, 300)),
         remainder=st.integers(0, 4),
         threads=st.sampled_from([1, 2, 8]),
-        segment_bytes=st.sampled_from([1, 30_000, 200_000, segment.SEGMENT_BYTES]),
-        segments_of_a_memory=st.sampled_from([1, 4, 16]),
-        replayed_ticks=st.sampled_from([4, 64]),
-        unshared_before_pairing=st.sampled_from([4, 1024]),
-        run_ticks=st.sampled_from([4, 16, None]),
+        block_bytes=st.sampled_from([1, 30_000, 200_000, 2**24]),
+        segments_per_capacity=st.sampled_from([1, 4, 16]),
+        min_segment_ticks=st.sampled_from([1, 4, 64]),
+        small_field_bytes=st.sampled_from([16, 4096]),
         ticks_before=st.sampled_from([0, 8, 20, 50, 100]),
-        budget=st.sampled_from(["auto", None, "1GiB"]),
+        budget=st.sampled_from(["auto", None, "limit"]),
+        limit_ticks=st.sampled_from([8, 40, 400]),
         spills=st.booleans(),
-        closed_bytes=st.sampled_from([0, 4_000, 40_000, 400_000]),
+        available_bytes=st.sampled_from([0, 16_000, 160_000, 2**30]),
         prefer=st.sampled_from(["speed", "balanced", "memory"]),
         seed=seeds,
     )
@@ -62,38 +60,33 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         capacity_ticks: int,
         remainder: int,
         threads: int,
-        segment_bytes: int,
-        segments_of_a_memory: int,
-        replayed_ticks: int,
-        unshared_before_pairing: int,
-        run_ticks: int | None,
+        block_bytes: int,
+        segments_per_capacity: int,
+        min_segment_ticks: int,
+        small_field_bytes: int,
         ticks_before: int,
         budget: str | None,
+        limit_ticks: int,
         spills: bool,
-        closed_bytes: int,
+        available_bytes: int,
         prefer: str,
         seed: int,
     ) -> None:
-        # Small limits make segments roll, blocks go on and rings pair within a few ticks.
         self.patch = pytest.MonkeyPatch()
         self.patch.setenv("HOLDALL_THREADS", str(threads))
-        for module in (one_call, reading):  # so that small batches are shared by threads, too
-            self.patch.setattr(module, "_BYTES_PER_THREAD", 5_000)
-            self.patch.setattr(module, "_PIECE_BYTES", 1_000)
-        self.patch.setattr(one_call, "_SEALED_BYTES_PER_THREAD", 3_000)
-        self.patch.setattr(one_call, "_BYTES_WITHOUT_GIL", 1_000)
-        self.patch.setattr(segment, "SEGMENT_BYTES", segment_bytes)
-        self.patch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", segments_of_a_memory)
-        self.patch.setattr(segment, "_REPLAYED_TICKS", replayed_ticks)
-        self.patch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", unshared_before_pairing)
-        if run_ticks is not None:  # observations in rings are packed after so many ticks, whether it pays or not
-            for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2)):
-                self.patch.setattr(ring, name, value)
-            self.patch.setattr(columns, "_WORTH", 4.0)
-        # What closed blocks may take is drawn, where there is a limit or a disk: budgets are small in no other way.
-        self.leaves_early = budget == "1GiB" and not spills
-        if budget == "1GiB" or spills:
-            self.patch.setattr(Budget, "closed_allowed", lambda *_: closed_bytes)
+        # With small limits, segments are closed, compressed, moved to disk and evicted within a few ticks.
+        tuning = Tuning(
+            block_bytes=block_bytes,
+            segments_per_capacity=segments_per_capacity,
+            min_segment_ticks=min_segment_ticks,
+            small_field_bytes=small_field_bytes,
+            tiny_field_bytes=min(small_field_bytes, 256),
+            segments_per_limit=2,
+            segments_in_transit=1,
+            available_bytes=available_bytes,
+            bytes_per_thread=1_000,
+        )
+        self.leaves_early = budget == "limit"  # Rows of small fields are never moved to disk.
         self.folder = Path(tempfile.mkdtemp(dir=QUICK_DISK)) if spills else None
         self.stream = stream
         lanes = stream.num_envs
@@ -103,11 +96,12 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
             stream.action_space,
             capacity,
             lanes,
-            budget=budget,
+            budget=limit_ticks * _count_tick_bytes(stream) if budget == "limit" else budget,
             prefer=prefer,
             spill_dir=self.folder,
             seed=seed,
             extras=stream.extras,
+            _tuning=tuning,
         )
         self.oracle = OracleMemory(capacity, lanes)
         self.kept: list[tuple[Batch, Batch]] = []
@@ -242,7 +236,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if bad is None:
             return
         given[field] = bad
-        self.memory.drain()  # what is sealed meanwhile changes the report, too
+        self.memory.store.wait_idle()  # Compression in the background changes the report, too.
         before = self.memory.report().as_dict()
         with pytest.raises(ArgumentError, match=rf"^{field}\b"):
             (self.memory.extend if extending else self.memory.add)(**given)
@@ -259,16 +253,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
 
     @rule()
     def let_sealing_finish(self) -> None:
-        self.memory.drain()
-
-    @rule()
-    def count_what_is_held(self) -> None:
-        """What the budget goes by is what there is: neither blocks that left nor those elsewhere are counted."""
-        self.memory.drain()
-        store = self.memory._store
-        assert store is not None
-        with self.memory._lock:
-            assert_counted(store)
+        self.memory.store.wait_idle()
 
     @rule()
     def pickle_and_go_on(self) -> None:
@@ -289,7 +274,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
 
     def _let_the_oldest_leave(self) -> None:
         """Tell the oracle what did not fit the budget; all that it is not told of has to be there."""
-        self.memory.drain()
+        self.memory.store.wait_idle()
         first_id = self.memory.first_id
         assert first_id >= self.oracle.first_id, "what left does not come back"
         while self.oracle.first_id < first_id:
@@ -301,27 +286,10 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.kept = [*self.kept, (batch, expected)][-KEPT_BATCHES:]
 
 
-def assert_counted(store: Store) -> None:
-    """Compare what is counted along the way with what a count from scratch gives."""
-    segments, tiers = store.large_segments, store._tiers
-    parts = [part for closed in segments.closed for part in closed.parts]
-    open_blocks = {id(part.block) for part in segments.open.parts}
-    numbered = {id(part.block): part.block for part in parts if part.log is not None}
-    closed = [block for key, block in numbered.items() if key not in open_blocks]
-    on_disk = [block for block in closed if block.is_on_disk]
-    assert segments.blocks_on_disk == len(on_disk)
-    overhead = sum(part.overhead_bytes for part in parts) + sum(block.used_bytes for block in on_disk)
-    assert segments.overhead_bytes == overhead
-    shelves = (tiers._raw, tiers._sealed)
-    known = [frozen.block for shelf in shelves for frozen in shelf.blocks.values()]
-    waiting = [frozen.block for frozen in segments.frozen]  # after a load, until the next tick comes
-    assert {id(block) for block in known + waiting} == {id(block) for block in closed if not block.is_on_disk}
-    assert len(known) + len(waiting) == len({id(block) for block in known + waiting})
-    for shelf in shelves:
-        assert shelf.nbytes == sum(frozen.block.used_bytes for frozen in shelf.blocks.values())
-        assert shelf.whole_bytes == sum(f.block.used * f.block.slice_bytes for f in shelf.blocks.values())
-    assert not tiers._sealing
-    assert not tiers._spilling
+def _count_tick_bytes(stream: Stream) -> int:
+    """Return the bytes of one tick if nothing is shared."""
+    schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
+    return count_tick_bytes(schema)
 
 
 def _require_empty(folder: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall import RolloutMemory
-from holdall.storage import rollout as rollout_storage
+from holdall.store.tuning import Tuning
 from holdall.testing import Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams
@@ -42,27 +41,27 @@ def at(value: Any, ids: Any) -> Any:
     return map_leaves(lambda rows: rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])[ids], value)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     stream=streams(),
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
     compress=st.sampled_from([None, None, "speed", "memory"]),
-    segment_bytes=st.sampled_from([1, 20_000]),
-    spare_room=st.sampled_from([-0.9, 0.25]),
+    block_bytes=st.sampled_from([1, 20_000]),
+    sliced_from_bytes=st.sampled_from([1, 64, 4096]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_rollout_comes_back_bit_for_bit(
-    monkeypatch: pytest.MonkeyPatch,
     stream: Stream,
     lengths: list[int],
     compress: str | None,
-    segment_bytes: int,
-    spare_room: float,
+    block_bytes: int,
+    sliced_from_bytes: int,
     seed: int,
 ) -> None:
     """Minibatches hold every step once, and so do sequences, in order and within an episode; finals are true."""
-    monkeypatch.setattr(rollout_storage, "_COMPRESSED_SEGMENT_BYTES", segment_bytes)
-    monkeypatch.setattr(rollout_storage, "_SPARE_ROOM", spare_room)
+    tuning = Tuning(
+        block_bytes=block_bytes, small_field_bytes=sliced_from_bytes, tiny_field_bytes=sliced_from_bytes // 16
+    )
     generator = np.random.default_rng(seed)
     lanes = stream.num_envs
     with RolloutMemory(
@@ -73,6 +72,7 @@ def test_every_rollout_comes_back_bit_for_bit(
         extras=stream.extras,
         compress=compress,
         seed=seed,
+        _tuning=tuning,
     ) as memory:
         for steps in lengths:
             memory.reset()

@@ -217,7 +217,7 @@ def test_one_warning_if_somebody_else_adds_in_the_middle_of_an_episode() -> None
     first, second = (holdall.Recorder(env, memory) for env in envs)
     first.step(1)
     second.step(1)
-    with pytest.warns(UserWarning, match=r"somebody else added to memory.*lanes \[0\].*one Recorder"):
+    with pytest.warns(UserWarning, match=r"outside of this Recorder.*lanes \[0\].*one Recorder"):
         first.step(1)
     for _ in range(3):
         first.step(1)

@@ -427,7 +427,7 @@ def test_a_reset_within_a_rollout_is_refused() -> None:
     estimates: dict[str, Any] = {"value": np.zeros(2, np.float32), "log_prob": np.zeros(2, np.float32)}
     recorder.reset()
     recorder.step(np.zeros(2, np.int64), **estimates)
-    with pytest.raises(holdall.ArgumentError, match=r"episodes of lanes \[0, 1\].*memory.reset\(\) before"):
+    with pytest.raises(holdall.ArgumentError, match=r"episodes of lanes \[0, 1\].*memory.reset\(\) first"):
         recorder.reset()
     assert all(lane.resets == 1 for lane in envs.lanes)
     rollout.reset()

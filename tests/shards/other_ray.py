@@ -38,7 +38,7 @@ def held(memory: Any) -> list[int]:
     """Return the numbers of all steps that are held, if their frames are theirs."""
     memory.flush()
     found: list[int] = []
-    for shard, counters in memory._cluster.refresh().items():
+    for shard, counters in memory._members.refresh().items():
         batch = memory.gather(np.arange(counters.first_row, counters.next_row) + (shard << 48))
         assert (batch.obs == (batch.reward % 251).astype(np.uint8)[:, None, None]).all()
         found += batch.reward.astype(int).tolist()
@@ -55,12 +55,12 @@ def main() -> None:
         settings: dict[str, Any] = {"durability": "segment", "url": f"{folder}/journals", "patience_s": 90.0}
         with ReplayMemory(space, action, 10_000, shards=2, seed=0, **settings) as memory:
             ray.get(remote.remote(memory.writer(), 0, COUNT))
-            shard = memory._cluster.handle(1)
+            shard = memory._members.handle(1)
             psutil.Process(ray.get(shard.__ray_call__.remote(lambda _: os.getpid()))).kill()
             memory.extend(*steps(COUNT, 2 * COUNT))
             memory.flush()
             memory.sample(256)
-            while len(memory._cluster.refresh()) < 2:
+            while len(memory._members.refresh()) < 2:
                 pass
             assert held(memory) == list(range(2 * COUNT))
             memory.save(f"{folder}/saved").result()

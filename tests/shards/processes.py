@@ -13,17 +13,18 @@ import psutil
 import pytest
 import ray
 
-from holdall.cluster import writer as writing
-from holdall.cluster.roster import MemoryTerms
+from holdall.cluster.terms import MemoryTerms
+from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
-from holdall.sampling.draw import Uniform
+from holdall.sampling import Uniform
 
 PATIENCE_S = 120.0
 
 
-def shard_terms(words: dict[str, Any], rows: int, url: Path) -> MemoryTerms:
-    """Return what a shard of a memory with journals is made with, for one in this process."""
-    return MemoryTerms(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0)
+def shard_terms(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryTerms:
+    """Return the terms of a memory with journals, for a shard in this process."""
+    tuning = ClusterTuning(predecessor_s=0.01, **tuned)
+    return MemoryTerms(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
 
 
 def process_of(shard: Any) -> int:
@@ -33,10 +34,10 @@ def process_of(shard: Any) -> int:
 
 def forget_all(memory: Any) -> None:
     """Have the shards hold nothing, so that a test may share them with those before it; row numbers go on."""
-    for number in memory._cluster.numbers:
-        shard = memory._cluster.handle(number)
-        ray.get(shard.__ray_call__.remote(lambda shard: shard._data.begin_at(shard._data.store.next_tick) and None))
-    memory._cluster.refresh()
+    for number in memory._members.numbers:
+        shard = memory._members.handle(number)
+        ray.get(shard.__ray_call__.remote(lambda it: it._data.start_at(it._data.store.next_row).first_row))
+    memory._members.refresh()
 
 
 def kill(process: int) -> None:
@@ -55,8 +56,8 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
 @contextmanager
 def impatient(*writers: Writer) -> Iterator[None]:
     """Have writers give up a shard that is away almost at once, for as long as this lasts."""
+    streams = [group.streams for writer in writers for group in writer._groups]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_REASON_S", 0.1)
-        for group in (group for writer in writers for group in writer._groups):
-            patch.setattr(group, "terms", group.terms._replace(writer_patience_s=0.1))
+        for each in streams:
+            patch.setattr(each, "terms", each.terms._replace(writer_patience_s=0.1))
         yield

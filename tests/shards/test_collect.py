@@ -86,7 +86,7 @@ def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience(
     with ReplayMemory(Counting.observation_space, Counting.action_space, 100_000, **settings) as memory:
         with collect(Counting, 1, memory, num_cpus=0) as actors:
             wait_until(lambda: actors.progress()[0].steps > 300)
-            shard = psutil.Process(process_of(memory._cluster.handle(0)))
+            shard = psutil.Process(process_of(memory._members.handle(0)))
             shard.send_signal(signal.SIGSTOP)
             try:
                 stopped_at = -1
@@ -105,7 +105,7 @@ def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience(
             finally:
                 shard.send_signal(signal.SIGCONT)
         assert lost > 0
-        assert f"actor 0 was ended with {lost} transitions that it played and could not add" in caplog.text
+        assert f"Actor 0 ended with {lost} transitions that could not be added" in caplog.text
         batch = memory.sample(500)
         assert (batch.next_obs == batch.obs + 1).all()
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdall.checkpoint import Slots
-from holdall.cluster.journal import Entry, Journal, JournalState, SegmentMove
+from holdall.cluster.journal import Entry, Journal, JournalState, Run
+from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, DamageError, FencedError
 
 ANN, BEN = b"a" * 16, b"b" * 16
@@ -21,7 +22,7 @@ def entry(writer: bytes, sequence: int, nbytes: int = 100) -> Entry:
 
 
 def opened(folder: Path) -> tuple[Journal, list[Entry]]:
-    journal = Journal(Slots.at(folder))
+    journal = Journal(Slots.at(folder), ClusterTuning())
     return journal, [entry for page in journal.open() for entry in page.entries]
 
 
@@ -51,7 +52,7 @@ def test_one_who_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
 
 def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
-    owner = Journal(Slots.at(tmp_path))
+    owner = Journal(Slots.at(tmp_path), ClusterTuning())
     taking_over = owner.open()
     slots = Slots.at(tmp_path)
     known = slots.numbers()
@@ -80,27 +81,27 @@ def test_removing_what_left_forgets_no_writer(tmp_path: Path) -> None:
     for number in range(150):
         journal.append([entry(ANN, number)], 1 + number)
         journal.trim(1 + number - 10)
-    again = Journal(Slots.at(tmp_path))
+    again = Journal(Slots.at(tmp_path), ClusterTuning())
     pages = list(again.open())
     found = [each for page in pages for each in page.entries]
     assert again.expected == {ANN: 150, BEN: 1}
     assert [each.sequence for each in found][-10:] == list(range(140, 150))
     assert [page.first_row for page in pages] == [1 + each.sequence for each in found]
-    assert [page.begins for page in pages] == [True] + [False] * (len(pages) - 1)
+    assert [page.is_first for page in pages] == [True] + [False] * (len(pages) - 1)
 
 
 def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
     for number in range(100):
         zombie.append([entry(ANN, number)], number)
-    owner = Journal(Slots.at(tmp_path))
+    owner = Journal(Slots.at(tmp_path), ClusterTuning())
     pages = owner.open()
     first = [next(pages) for _ in range(10)]
     assert [page.first_row for page in first] == list(range(10))
     zombie.append([entry(ANN, 100)], 100)
     zombie.trim(60)  # among them those that the owner has listed, and not read
     rest = list(pages)
-    assert [page.begins for page in rest] == [True] + [False] * (len(rest) - 1)
+    assert [page.is_first for page in rest] == [True] + [False] * (len(rest) - 1)
     assert [page.first_row for page in rest] == list(range(60, 101))
     assert [each for page in rest for each in page.entries] == [entry(ANN, number) for number in range(60, 101)]
     assert owner.expected == {ANN: 101}
@@ -109,20 +110,24 @@ def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Pat
     owner.append([entry(ANN, 101)], 101)
 
 
-def test_what_is_told_besides_is_found_again(tmp_path: Path) -> None:
+def test_the_state_is_found_again(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path)
-    move = SegmentMove("holdall-1", 3, ANN.hex(), 7, 128)
-    journal.say(closed_by="holdall-1")
-    journal.say(hidden_before=256, move=move)
+    journal.set_state(first_row=256)
     again, _ = opened(tmp_path)
-    assert again.state == JournalState(256, "", "holdall-1", False, move)
-    again.say(hidden_before=128, move=None)  # it did not arrive
+    assert again.state == JournalState(256, "")
     again.state = replace(again.state, loading="place:3")
     again.append([entry(ANN, 0)], 0)
     third, _ = opened(tmp_path)
-    assert third.state == JournalState(128, "place:3", "holdall-1")
-    third.say(loading="", hidden_before=5)
-    assert opened(tmp_path)[0].state.loading == ""
+    assert third.state == JournalState(256, "place:3")
+    third.set_state(loading="", first_row=5)
+    assert opened(tmp_path)[0].state == JournalState(5, "")
+
+
+def test_whose_steps_a_loaded_segment_has_is_found_again(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    loaded = entry(ANN, 0)._replace(run=Run(BEN.hex(), 7, 3))
+    journal.append([loaded], 0)
+    assert opened(tmp_path)[1] == [loaded]
 
 
 def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None:

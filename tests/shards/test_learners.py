@@ -63,7 +63,7 @@ def test_learners_attach_by_name_and_draw_rows_of_their_own() -> None:
         copy.close()
         assert len(memory) == 3_040  # a handle ends nothing
         assert not hasattr(copy, "add_shard")
-    with pytest.raises(ShardError, match="not there"):
+    with pytest.raises(ShardError, match="no memory named"):
         holdall.ray.attach("several learners")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from holdall import ArgumentError, Prioritized, ShardError
-from holdall import ReplayMemory as LocalReplayMemory
-from holdall.cluster import protocol
-from holdall.cluster.protocol import ShardCounters, shards_of
+from holdall import Prioritized, ShardError
+from holdall.cluster import members
+from holdall.cluster.ids import shards_of_ids
+from holdall.cluster.messages import ShardCounters
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, attach
 
 from .processes import kill, process_of, wait_until
@@ -39,15 +38,15 @@ def held(memory: ReplayMemory) -> list[int]:
     """Return which transitions are held, from all shards: one that is being restarted is waited for."""
     memory.flush()
     found: list[int] = []
-    wait_until(lambda: len(memory._cluster.refresh()) == len(memory._cluster.numbers))
-    for shard, counters in memory._cluster.refresh().items():
+    wait_until(lambda: len(memory._members.refresh()) == len(memory._members.numbers))
+    for shard, counters in memory._members.refresh().items():
         rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
         found += memory.gather(rows).reward.astype(int).tolist()
     return sorted(found)
 
 
 def all_answer(memory: ReplayMemory) -> bool:
-    return len(memory._cluster.masses()) == len(memory._cluster.numbers)
+    return len(memory._members.masses()) == len(memory._members.numbers)
 
 
 def draw_often(memory: ReplayMemory) -> None:
@@ -88,16 +87,16 @@ def volatile(cluster: None) -> Iterator[ReplayMemory]:
 
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_shards_are_killed(durable: ReplayMemory) -> None:
-    before, shards = held(durable), durable._cluster.numbers
+    before, shards = held(durable), durable._members.numbers
     for count in (1_000, 2_000, 3_000):
         numbered(durable, count - 1_000, count - 300)
-        kill(process_of(durable._cluster.handle(shards[count // 1_000 % 2])))
+        kill(process_of(durable._members.handle(shards[count // 1_000 % 2])))
         numbered(durable, count - 300, count)
         durable.flush()
         wait_until(lambda: all_answer(durable))
         assert held(durable) == sorted([*before, *range(count)])
     batch = durable.sample(500)
-    assert set(shards_of(batch.ids).tolist()) == set(shards)
+    assert set(shards_of_ids(batch.ids).tolist()) == set(shards)
 
 
 @pytest.mark.parametrize("is_private_there", [True, False])
@@ -112,16 +111,16 @@ def test_draws_go_on_without_a_shard_and_it_comes_back_as_another(
     writer.flush()
     before = volatile.sample(1_000)
     lost = 1
-    kill(process_of(volatile._cluster.handle(lost)))
+    kill(process_of(volatile._members.handle(lost)))
     batch = volatile.sample(1_000)
-    assert set(shards_of(batch.ids).tolist()) == {0}
+    assert set(shards_of_ids(batch.ids).tolist()) == {0}
     wait_until(lambda: all_answer(volatile))
     numbered(writer, 2_000, 6_000)
     writer.flush()
     wait_until(lambda: len(volatile) > 4_000)
     new = volatile.sample(2_000)
-    assert set(shards_of(new.ids).tolist()) == {0, 1}
-    of_lost = [batch.ids[shards_of(batch.ids) == lost] for batch in (before, new)]
+    assert set(shards_of_ids(new.ids).tolist()) == {0, 1}
+    of_lost = [batch.ids[shards_of_ids(batch.ids) == lost] for batch in (before, new)]
     assert not np.intersect1d(*of_lost).size  # an id is never used again
 
 
@@ -129,16 +128,16 @@ def test_draws_go_on_without_a_shard_and_it_comes_back_as_another(
 def test_a_loss_is_raised_or_waited_for_as_was_asked(
     policy: str, durable: ReplayMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable._drawing, "_policy", policy)
+    monkeypatch.setattr(durable._learner, "_policy", policy)
     numbered(durable, 30_000, 31_000)
     durable.sample(100)
-    shards = durable._cluster.numbers
-    kill(process_of(durable._cluster.handle(shards[0])))
+    shards = durable._members.numbers
+    kill(process_of(durable._members.handle(shards[0])))
     if policy == "raise":
         with pytest.raises(ShardError, match="on_shard_loss"):
             draw_often(durable)
         wait_until(lambda: all_answer(durable))
-    assert set(shards_of(durable.sample(500).ids).tolist()) == set(shards)
+    assert set(shards_of_ids(durable.sample(500).ids).tolist()) == set(shards)
 
 
 @pytest.mark.nightly  # by day chaos/test_draws.py has the same rule, over shards in one process
@@ -152,7 +151,7 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
 
         def tell() -> None:
             memory.flush()
-            for shard, counters in memory._cluster.refresh().items():
+            for shard, counters in memory._members.refresh().items():
                 ids = np.arange(counters.first_row, counters.next_row) + (shard << 48)
                 if prioritized and len(ids):
                     memory.update_priorities(ids, priorities[memory.gather(ids).reward.astype(int)])
@@ -172,7 +171,7 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
         numbered(memory, 3_000, transitions)
         tell()
         check(np.arange(transitions))
-        kill(process_of(memory._cluster.handle(0)))
+        kill(process_of(memory._members.handle(0)))
         memory.sample(transitions // 4)
         wait_until(lambda: all_answer(memory))
         check(np.array(held(memory)))
@@ -182,43 +181,6 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
             assert np.allclose(batch.weights, told.min() / told, rtol=1e-4)
         else:
             assert (batch.weights == 1).all()
-
-
-def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(
-    durable: ReplayMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a checkpoint that is saved while a segment is on its way, and on neither shard."""
-    numbered(durable, 11_000, 12_000)
-    writer, before = durable.writer(), held(durable)
-    shards = durable._cluster.numbers
-    numbered(writer, 10_000, 10_200)
-    added = durable.add_shard()
-    moves, send = durable._fleet._moves, durable._fleet._moves.send
-    saved: list[Any] = []
-    saving: list[threading.Thread] = []
-
-    def send_after_a_save(*arguments: Any, **named: Any) -> None:
-        if not saving:
-            saving.append(threading.Thread(target=lambda: saved.append(durable.save(tmp_path / "saved"))))
-            saving[0].start()
-            saving[0].join(0.5)  # which waits for the move; if it did not, it would have begun by now
-        send(*arguments, **named)
-
-    monkeypatch.setattr(moves, "send", send_after_a_save)
-    durable.drain_shard(shards[0])
-    saving[0].join()
-    saved[0].result()
-    with LocalReplayMemory.load(tmp_path / "saved") as local:
-        ids = np.arange(local.first_id, local.next_id)
-        rewards = local.gather(ids[local.are_valid(ids)]).reward.astype(int)
-        assert sorted(rewards[(rewards < 10_000) | (rewards >= 10_400)].tolist()) == before
-    numbered(writer, 10_200, 10_400)
-    writer.flush()
-    assert held(durable) == sorted([*before, *range(10_000, 10_400)])
-    assert durable._cluster.numbers == sorted([*shards[1:], added])
-    assert set(shards_of(durable.sample(900).ids).tolist()) == {*shards[1:], added}
-    with pytest.raises(ArgumentError, match="shard"):
-        durable.drain_shard(shards[0])
 
 
 def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemory) -> None:
@@ -232,24 +194,24 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     writer.flush()
     assert len(durable) == before + 600
     durable.sample(100)
-    wait_until(lambda: bool(durable._cluster.refresh()) and durable.sample(1).ids.size == 1)
+    wait_until(lambda: bool(durable._members.refresh()) and durable.sample(1).ids.size == 1)
     added = durable.add_shard()
     late = durable.writer()
     numbered(late, 20_600, 21_600)
     late.flush()
     assert len(durable) == before + 1_600
-    wait_until(lambda: added in set(shards_of(durable.sample(500).ids).tolist()))
+    wait_until(lambda: added in set(shards_of_ids(durable.sample(500).ids).tolist()))
 
 
 def test_what_a_shard_said_last_holds_also_if_its_life_has_a_lower_number() -> None:
     """A roster that was restarted more than once may give lower ones; before, such a shard was never heard again."""
-    shards = protocol.Cluster(None, 1.0)
-    shards._members = {0: protocol._Member(None)}
+    shards = members.Members(None, 1.0, ClusterTuning())
+    shards._members = {0: members._Member(None)}
     of = ShardCounters(900, 0, 5, 5, 5, 7, 0, 5.0)
     for counters in (of, of._replace(changes=6), of._replace(epoch=3, changes=1, mass=2.0)):
-        shards.note(0, counters)
+        shards.record(0, counters)
     assert shards.known[0].mass == 2.0
-    shards.note(0, of._replace(epoch=3, changes=0, mass=1.0))  # calls may overtake each other
+    shards.record(0, of._replace(epoch=3, changes=0, mass=1.0))  # calls may overtake each other
     assert shards.known[0].mass == 2.0
 
 
@@ -274,24 +236,20 @@ class Restarting:
         return ray.put(ShardCounters(1, 0, 5, 5, 5, 0, 0, 5.0)) if self.is_back else self.never
 
 
-def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(protocol, "_PROBE_AGAIN_S", -1.0)
-    monkeypatch.setattr(protocol, "_MOST_PROBES", 1)
+def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before() -> None:
     handle = Restarting()
-    member = protocol._Member(handle, lost=True)
-    shards = protocol.Cluster(None, 1.0)
+    member = members._Member(handle, is_lost=True)
+    shards = members.Members(None, 1.0, ClusterTuning(probe_s=-1.0, max_probes=1))
     shards._members = {0: member}
-    shards._hear(0, member)
+    shards._read_probes(0, member)
     assert handle.asked == [False]
-    shards._hear(0, member)
+    shards._read_probes(0, member)
     assert (handle.asked, len(member.probes)) == ([False, False], 1)  # none waits for another, and they are few
     handle.is_back = True
 
     def answers() -> bool:
-        shards._hear(0, member)
-        return not member.lost
+        shards._read_probes(0, member)
+        return not member.is_lost
 
     wait_until(answers)
     assert handle.asked[-1]

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
-from holdall.cluster import learner
-from holdall.cluster.protocol import actor_state, shards_of
+from holdall.cluster.calls import actor_state
+from holdall.cluster.ids import shards_of_ids
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, Writer
-from holdall.sampling.draw import Sampler
+from holdall.sampling import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 
 from .processes import forget_all, wait_until
@@ -116,7 +117,8 @@ def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
 
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
     source, before = stream(ends=0.2), len(four)
-    four._groups[0]._generator = np.random.default_rng(0)  # by chance, one in some hundred times a shard got too few
+    # By chance, one in some hundred times a shard got too few.
+    four._groups[0].streams._generator = np.random.default_rng(0)
     added: dict[float, tuple[Any, ...]] = {}
     for _ in range(1_500):
         step = arguments(source)
@@ -125,7 +127,7 @@ def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> No
         four.add(*step)
     assert len(four) == before + 1_500
     batch = four.gather(np.concatenate([np.arange(end - 64, end) for end in ends_of(four)]))
-    assert set(shards_of(batch.ids).tolist()) == {0, 1, 2, 3}
+    assert set(shards_of_ids(batch.ids).tolist()) == {0, 1, 2, 3}
     drawn = four.sample(256)
     assert_same_bits(four.gather(drawn.ids), drawn)
     oracle = OracleMemory(256)
@@ -138,11 +140,8 @@ def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> No
 
 
 @pytest.mark.parametrize("prefetch", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_a_loader_gives_the_batches_that_asking_gives(
-    tmp_path: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_gives_the_batches_that_asking_gives(tmp_path: Path, prefetch: int) -> None:
     """Also where some come with one call: each is drawn for itself, in the order in which they are asked for."""
-    monkeypatch.setattr(learner, "_FROM_SHARDS", 2)  # as if there were more of them
     sampler = Prioritized(alpha=0.7, beta=0.5)
     with ReplayMemory(OBSERVATION, ACTION, 4_000, shards=2, extras=EXTRAS, seed=3, sampler=sampler) as memory:
         source, writer = stream(), memory.writer()
@@ -152,7 +151,7 @@ def test_a_loader_gives_the_batches_that_asking_gives(
         memory.update_priorities(memory.sample(400).ids, np.random.default_rng(1).random(400))
         memory.save(tmp_path).result()
         # Its copy holds the same rows under the same ids, whichever shards a writer chose, and draws on from here.
-        with ReplayMemory.load(tmp_path) as ahead:
+        with ReplayMemory.load(tmp_path, _tuning=ClusterTuning(min_batching_shards=2)) as ahead:
             assert len(memory) == len(ahead) == 1_000
             with ahead.loader(64, prefetch) as loader:
                 for _ in range(11):
@@ -187,7 +186,7 @@ def test_writers_in_other_processes_feed_the_memory(four: ReplayMemory) -> None:
 def ends_of(memory: ReplayMemory) -> list[int]:
     """Return the next id of every shard."""
     memory.flush()
-    counters_by_shard = memory._cluster.refresh()
+    counters_by_shard = memory._members.refresh()
     return [(shard << 48) + counters_by_shard[shard].next_row for shard in sorted(counters_by_shard)]
 
 
@@ -224,7 +223,7 @@ def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) ->
 def test_a_closed_memory_says_so_and_leaves_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if an interrupt comes while it waits for its shards to end."""
     memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS, patience_s=60.0)
-    actors, memory._has_saved = [memory._fleet.roster, memory._cluster.handle(0)], True
+    actors, memory._has_saved = [memory._fleet.roster, memory._members.handle(0)], True
     with monkeypatch.context() as patch:
         patch.setattr(ray, "wait", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -236,7 +235,7 @@ def test_a_closed_memory_says_so_and_leaves_no_actor(monkeypatch: pytest.MonkeyP
 
 
 def test_extras_of_shards_are_not_rewritten(four: ReplayMemory) -> None:
-    with pytest.raises(ArgumentError, match=r"^update of \['log_prob'\]: .*keep them in a holdall.ReplayMemory"):
+    with pytest.raises(ArgumentError, match=r"^update of \['log_prob'\]: .*Use a holdall.ReplayMemory"):
         four.update([0], log_prob=np.zeros(1, np.float32))
 
 
@@ -338,7 +337,7 @@ def test_what_was_saved_locally_loads_over_shards(tmp_path: Path) -> None:
 
 def held_by(memory: ReplayMemory) -> list[tuple[int, int]]:
     """Return the next id of every shard, and how many rows it holds."""
-    found = memory._cluster.refresh()
+    found = memory._members.refresh()
     return [((shard << 48) + each.next_row, each.next_row - each.first_row) for shard, each in sorted(found.items())]
 
 

@@ -13,9 +13,9 @@ import pytest
 import ray
 from gymnasium import spaces
 
-from holdall import ray_metrics
+from holdall.cluster import metrics
+from holdall.cluster.metrics import Gauges
 from holdall.ray import RateLimit, ReplayMemory
-from holdall.ray_metrics import Gauges
 
 from .processes import wait_until
 
@@ -65,7 +65,7 @@ def test_figures_that_take_long_are_told_less_often(
     """And each is set that has a gauge."""
     figures, told = Figures(cpu_s), list[float]()
     clock = SimpleNamespace(thread_time=lambda: figures.clock, sleep=figures.pause)
-    monkeypatch.setattr(ray_metrics, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     gauges = object.__new__(Gauges)
     gauges._gauges = {"coverage": SimpleNamespace(set=told.append)}
     turns = iter([figures.measured, figures.measured, None])

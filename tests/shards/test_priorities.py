@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Prioritized
-from holdall.cluster.journal import FOLDER, PRIORITIES
-from holdall.cluster.protocol import first_row_of, ids_of
+from holdall.checkpoint import Slots
+from holdall.cluster.ids import first_row_of_life, make_ids
+from holdall.cluster.journal import FOLDER, Journal
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory
-from holdall.storage import Record, records_in
 
 from .chaos.chi_square import chi_square_p
 from .processes import kill, process_of, wait_until
@@ -37,8 +40,10 @@ def add(memory: Any, first: int, end: int) -> None:
 
 def held(memory: ReplayMemory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the ids of everything held, and which transitions these are."""
-    counters = memory._cluster.refresh()
-    ids = np.concatenate([ids_of(n, np.arange(each.first_row, each.next_row)) for n, each in sorted(counters.items())])
+    counters = memory._members.refresh()
+    ids = np.concatenate(
+        [make_ids(n, np.arange(each.first_row, each.next_row)) for n, each in sorted(counters.items())]
+    )
     return ids, memory.gather(ids).reward.astype(np.int64)
 
 
@@ -61,9 +66,9 @@ def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
         memory.update_priorities(ids[:1], np.array([50.0]))  # on one shard alone
         add(memory, 600, 1_200)
         number = memory.add_shard()
-        kill(process_of(memory._cluster.handle(1)))
+        kill(process_of(memory._members.handle(1)))
         memory.sample(32)
-        wait_until(lambda: memory._cluster.refresh().get(1) is not None)
+        wait_until(lambda: memory._members.refresh().get(1) is not None)
         end = 1_200
         while {0, 1, 2, number} != set((ids >> 48).tolist()):  # also on one that is new, and one that began again
             add(memory, end, end + 600)
@@ -82,32 +87,27 @@ def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_anothe
     with ReplayMemory(SPACE, ACTION, 9_000, shards=2, **settings) as memory:
         add(memory, 0, 256)
         ids, _ = held(memory)
-        before = sum(memory._cluster.masses().values())
+        before = sum(memory._members.masses().values())
         memory.update_priorities(ids[:1], np.array([50.0]))
         add(memory, 256, 512)
         assert set((held(memory)[0] >> 48).tolist()) == {0, 1}
         after = before + 49.0 + 256 * 50.0
-        assert np.isclose(sum(memory._cluster.masses().values()), after, atol=0.01)
+        assert np.isclose(sum(memory._members.masses().values()), after, atol=0.01)
         # Those of another life of the shard are lost, whatever its number.
-        memory.update_priorities(ids[:1] + np.int64(first_row_of(7)), np.array([9.0]))
+        memory.update_priorities(ids[:1] + np.int64(first_row_of_life(7)), np.array([9.0]))
         assert len(memory) == 512
-        assert np.isclose(sum(memory._cluster.masses().values()), after, atol=0.01)
-
-
-def scaled_of(record: Record, content: bytes) -> NDArray[np.float64]:
-    return np.frombuffer(record.part("scaled", lambda start, nbytes: content[start : start + nbytes]), "<f8")
+        assert np.isclose(sum(memory._members.masses().values()), after, atol=0.01)
 
 
 def written_priorities(url: Path, shard: int) -> int:
-    """Count the different priorities that the journal of a shard has, without opening it."""
-    scaled = np.zeros(1)
-    for path in sorted((url / FOLDER / f"{shard:05d}").glob("*.slot")):
-        with suppress(FileNotFoundError):  # it is written in place of an older one
-            content = path.read_bytes()
-            for record in records_in(content):
-                if record.kind == PRIORITIES:
-                    scaled = scaled_of(record, content)
-    return int(np.count_nonzero(np.unique(scaled)))
+    """Count the different priorities that the journal of a shard has, in a copy of it."""
+    with tempfile.TemporaryDirectory() as copy, suppress(shutil.Error, FileNotFoundError):
+        shutil.copytree(url / FOLDER / f"{shard:05d}", copy, dirs_exist_ok=True)
+        journal = Journal(Slots.at(copy), ClusterTuning())
+        list(journal.open())
+        if journal.priorities is not None:
+            return int(np.count_nonzero(np.unique(journal.priorities["scaled"])))
+    return 0
 
 
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -126,7 +126,7 @@ def test_priorities_survive_with_the_journals(is_killed: bool, tmp_path: Path) -
     len(memory)  # by now the shards have them
     if is_killed:
         wait_until(lambda: sum(written_priorities(tmp_path, shard) for shard in (0, 1)) >= 600)
-        for actor in (*[memory._cluster.handle(number) for number in memory._cluster.numbers], memory._fleet.roster):
+        for actor in (*[memory._members.handle(number) for number in memory._members.numbers], memory._fleet.roster):
             ray.kill(actor)
     else:
         memory.close()

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import ray
 
-from holdall import CheckpointError, ShardError
+from holdall import CheckpointError, NStep, ShardError
 from holdall.checkpoint import FileObjects, FileSystem, Slots
+from holdall.cluster.calls import get_result
 from holdall.cluster.journal import Entry, Journal
-from holdall.cluster.protocol import RestartedError, ShardList, received
-from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.shard import begun_life
+from holdall.cluster.members import ShardList
+from holdall.cluster.messages import RestartedError
+from holdall.cluster.shard import begin_life
+from holdall.cluster.terms import NAMESPACE
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, attach
 
 from .processes import kill, process_of, wait_until
@@ -76,22 +79,11 @@ def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(lastin
 def test_who_looks_for_the_shards_of_a_closed_memory_does_not_wait_for_its_roster(durable: ReplayMemory) -> None:
     """It never comes back, whatever the patience: a writer that is dropped later must not hold up its process."""
     roster = durable._fleet.roster
-    shards = ShardList(roster, patience_s=3_600.0)
+    shards = ShardList(roster, 3_600.0, ClusterTuning())
     durable.close()
     wait_until(lambda: not answers(roster))
-    with pytest.raises(ShardError, match="is the memory closed"):
-        shards.look()
-
-
-def test_a_shard_that_was_drained_is_not_on_the_list_of_a_restarted_roster(lasting: ReplayMemory) -> None:
-    numbered(lasting, 1_000, 1_300)
-    before, shards = held(lasting), lasting._cluster.numbers
-    lasting.drain_shard(shards[0])
-    roster = lasting._fleet.roster
-    kill(process_of(roster))
-    wait_until(lambda: answers(roster))
-    assert sorted(ray.get(roster.shards.remote(-1))[1]) == shards[1:]
-    assert held(lasting) == before
+    with pytest.raises(ShardError, match="Is the memory closed"):
+        shards.refresh()
 
 
 class DyingRoster:
@@ -108,10 +100,10 @@ def test_a_shard_that_is_started_while_the_roster_is_away_waits_for_it() -> None
     remote: Any = ray.remote
     made = remote(num_cpus=0, max_restarts=-1)(DyingRoster).options(name="dying", namespace=NAMESPACE)
     roster = made.remote()
-    assert begun_life("dying", 3, 4, has_journal=True) == (7, 0.5)
+    assert begin_life("dying", 3, 4, has_journal=True) == (7, 0.5)
     ray.kill(roster)
     wait_until(lambda: not answers(roster))
-    assert begun_life("dying", 3, 4, has_journal=True) == (4, 0.0)  # the memory was closed: nobody hears of it
+    assert begin_life("dying", 3, 4, has_journal=True) == (4, 0.0)  # the memory was closed: nobody hears of it
 
 
 class FullDisk(FileSystem):
@@ -130,17 +122,32 @@ class FullDisk(FileSystem):
 def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(Slots.at(tmp_path))
+    journal = Journal(Slots.at(tmp_path), ClusterTuning())
     list(journal.open())
     journal.append([Entry(bytes(16), 0, b"segment")], 0)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
-        list(Journal(Slots(FileObjects(tmp_path, FullDisk(1)))).open())
+        list(Journal(Slots(FileObjects(tmp_path, FullDisk(1))), ClusterTuning()).open())
     disk = FullDisk(2)
     with caplog.at_level(logging.WARNING, "holdall"):
-        pages = list(Journal(Slots(FileObjects(tmp_path, disk))).open(waits=True))
+        pages = list(Journal(Slots(FileObjects(tmp_path, disk)), ClusterTuning(retry_s=0.01)).open(waits=True))
     assert not disk.failures
-    assert [page.entries[0].payload for page in pages if page.begins][-1] == b"segment"
+    assert [page.entries[0].payload for page in pages if page.is_first][-1] == b"segment"
     assert "No space left" in caplog.text
+
+
+def test_steps_of_a_loaded_checkpoint_still_follow_each_other_after_a_restart(tmp_path: Path) -> None:
+    """The journal also knows whose steps the rows of the checkpoint were."""
+    place = tmp_path / "saved"
+    settings: dict[str, Any] = {"durability": "segment", "patience_s": 60.0}
+    with ReplayMemory(SPACE, ACTION, 1_000, shards=1, sampler=NStep(3, 1.0), patience_s=60.0) as memory:
+        numbered(memory, 0, 300)
+        memory.save(place).result()
+    with ReplayMemory.load(place, journal_url=tmp_path / "journals", **settings) as loaded:
+        assert len(loaded) == 300
+    url = tmp_path / "journals"
+    with ReplayMemory(SPACE, ACTION, 1_000, shards=1, sampler=NStep(3, 1.0), url=url, **settings) as again:
+        returns = again.sample(256).reward
+    assert (returns % 3 == 0).mean() > 0.9  # three numbers in a row, except for the last ones
 
 
 @pytest.mark.nightly
@@ -154,8 +161,8 @@ def test_a_shard_comes_back_whose_checkpoint_was_removed_since(durability: str, 
     with loaded as memory:
         numbered(memory, 100, 200)
         memory.save(tmp_path / "saved", keep=1).result()
-        kill(process_of(memory._cluster.handle(0)))
-        wait_until(lambda: bool(memory._cluster.refresh()))
+        kill(process_of(memory._members.handle(0)))
+        wait_until(lambda: bool(memory._members.refresh()))
         numbered(memory, 200, 300)
         assert held(memory) == list(range(0 if durability == "segment" else 200, 300))
 
@@ -164,12 +171,12 @@ def test_a_shard_comes_back_whose_checkpoint_was_removed_since(durability: str, 
 def test_a_checkpoint_of_a_shard_that_was_restarted_meanwhile_is_refused(durable: ReplayMemory, tmp_path: Path) -> None:
     numbered(durable, 0, 300)
     durable.flush()
-    shard = durable._cluster.handle(0)
-    begun = received(durable._cluster.call(0, "begin_save", str(tmp_path / "shard")))
+    shard = durable._members.handle(0)
+    begun = get_result(shard.begin_save.remote(str(tmp_path / "shard")))
     kill(process_of(shard))
-    wait_until(lambda: len(durable._cluster.refresh()) == 2)
-    received(durable._cluster.call(0, "begin_save", str(tmp_path / "shard")))
+    wait_until(lambda: len(durable._members.refresh()) == 2)
+    get_result(shard.begin_save.remote(str(tmp_path / "shard")))
     with pytest.raises(RestartedError, match="restarted"):
-        received(shard.end_save.remote(begun))
+        get_result(shard.end_save.remote(begun))
     durable.save(tmp_path / "saved").result()
     assert np.array_equal(held(durable), np.arange(300))

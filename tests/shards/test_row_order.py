@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from holdall.sampling import LANE, RowOrder, WriterRun
+from holdall.sampling import PLACES_PER_LANE, RowOrder, WriterRun
 
 
 class Shard:
@@ -53,23 +53,23 @@ def test_rows_follow_each_other_as_their_writers_stepped(seed: int) -> None:
         shard.add(writer, lanes[writer])
         if shard.generator.random() < 0.3:
             shard.first = min(shard.next - 1, shard.first + int(shard.generator.integers(0, 9)))
-            shard.order.forget_before(shard.first)
+            shard.order.evict_before(shard.first)
         rows = np.arange(shard.first, shard.next)
-        places = shard.order.places(rows)
-        assert (shard.order.at(places)[0] == rows).all()
-        assert shard.order.at(places)[1].all()
-        found, known = shard.order.at(places[:, None] + np.arange(-7, 8))
+        places = shard.order.find_places(rows)
+        assert (shard.order.find_ids(places)[0] == rows).all()
+        assert shard.order.find_ids(places)[1].all()
+        found, known = shard.order.find_ids(places[:, None] + np.arange(-7, 8))
         expected = [[shard.neighbour(row, away) for away in range(-7, 8)] for row in rows.tolist()]
         assert np.where(known, found, -1).tolist() == expected
-        first, last = shard.order.pieces(rows)
+        first, last = shard.order.find_pieces(rows)
         for row, place, begin, end in zip(rows.tolist(), places, first, last, strict=True):
             assert shard.neighbour(row, int(begin - place) - 1) == shard.neighbour(row, int(end - place) + 1) == -1
-            assert shard.order.at(np.arange(begin, end + 1))[1].all()
-            assert begin // LANE == place // LANE == end // LANE
+            assert shard.order.find_ids(np.arange(begin, end + 1))[1].all()
+            assert begin // PLACES_PER_LANE == place // PLACES_PER_LANE == end // PLACES_PER_LANE
         lost = {
             row
             for row in range(shard.first, new_from)
             if before <= shard.steps[shard.names[row][0]].get(shard.names[row][1] - 1, -1) < shard.first
         }
-        asked = shard.order.without_past(before)
+        asked = shard.order.find_ids_without_past(before)
         assert lost <= set(asked.tolist()) <= set(rows.tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +11,17 @@ from gymnasium import spaces
 
 import holdall
 from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
-from holdall.batch import Batch
-from holdall.cluster.answer import Deliverer, read_answer
-from holdall.cluster.journal import Entry
-from holdall.cluster.learner import assigned, weights_of
-from holdall.cluster.protocol import ShardCounters, shards_of
-from holdall.cluster.roster import for_shards
-from holdall.cluster.shard_data import ShardData
-from holdall.native import chosen_kernels
+from holdall.cluster.answer import Answer
+from holdall.cluster.ids import shards_of_ids
+from holdall.cluster.learner import assign_rows, compute_weights
+from holdall.delivery.host import DrawnRows
 from holdall.ray import ReplayMemory
-from holdall.sampling.draw import Sampler, checked_priorities
-from holdall.schema import Schema, schema_words
-from holdall.storage import Encoder, Tick, pack_segment, sliced_leaves
+from holdall.sampling import Sampler
+from holdall.schema import Schema
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 
 from .chaos.chi_square import chi_square_p
+from .desk import Desk
 
 GOALS = spaces.Dict(
     achieved_goal=spaces.Box(-9, 9, (2,), np.float32),
@@ -59,47 +54,6 @@ def arguments(source: Stream) -> tuple[Any, ...]:
     return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras
 
 
-class Desk:
-    """A shard, what feeds it and what reads its answers, in this process."""
-
-    def __init__(self, sampler: Sampler, capacity: int, lanes: int, seed: int) -> None:
-        self.schema = Schema.of(GOALS, ACTION, EXTRAS, lanes)
-        self.kernels, self.sampler = chosen_kernels(), sampler
-        generator = np.random.default_rng(seed)
-        self.shard = ShardData(schema_words(self.schema), capacity, for_shards(sampler), generator, threading.Lock())
-        self.encoder = Encoder(self.schema, lanes, 16, self.kernels)
-        self.deliverer = Deliverer(self.schema, self.kernels, None, sliced_leaves(self.schema))
-
-    def add(self, *arguments: Any) -> None:
-        fitted: Any = Tick.fitted
-        self.encoder.add(fitted(self.schema, (self.schema.num_envs,), self.encoder.reward_dtype, *arguments))
-        if self.encoder.is_full:
-            self.send()
-
-    def send(self) -> None:
-        if self.encoder.rows:
-            payload = pack_segment(self.encoder.close({}), self.kernels.coder)
-            self.shard.take(Entry(b"w" * 16, 0, payload))
-
-    def sample(self, count: int) -> Batch:
-        self.send()
-        relabelled = self.sampler.relabelled(count) if isinstance(self.sampler, Hindsight) else 0
-        counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
-        counts = [(count, relabelled)]
-        answer = read_answer(
-            self.shard.answer(self.shard.found(counters, self.shard.draw(counts), counts, is_near=False))
-        )
-        where, by = [np.arange(count) if answer.order is None else answer.order], getattr(self.sampler, "by", None)
-        weights = weights_of([answer], where, [1.0], by.beta if isinstance(by, Prioritized) else 1.0)
-        return self.deliverer.batch([answer], where, [0], weights, self.sampler)
-
-    def update_priorities(self, ids: Any, priorities: Any) -> None:
-        self.send()
-        sampler: Any = self.shard.sampler
-        drawn, numbers = checked_priorities(sampler, ids, priorities)
-        sampler.update_priorities(self.shard.held(), sampler.require(drawn, numbers), numbers)
-
-
 def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ticks: int) -> None:
     """Give both the same ticks, and have both draw the same batches."""
     mishaps = Mishaps(0.1, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
@@ -122,7 +76,9 @@ def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ti
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_shard_draws_what_a_local_memory_draws(name: str) -> None:
     settings = {"capacity": 300, "num_envs": 2, "seed": 11}
-    against_a_local_memory(name, Desk(SAMPLERS[name](), 300, 2, seed=11), settings, 400)
+    against_a_local_memory(
+        name, Desk(Schema.of(GOALS, ACTION, EXTRAS, 2), SAMPLERS[name](), 300, seed=11), settings, 400
+    )
 
 
 @pytest.mark.nightly
@@ -158,7 +114,7 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
     with ReplayMemory(BOX, ACTION, 40_000, lanes, shards=3, seed=1, sampler=NStep(4, 1.0)) as memory:
         add_episodes(memory, lanes, 6_000 // lanes)
         drawn = [memory.sample(512) for _ in range(8)]
-        assert set(np.concatenate([shards_of(batch.ids) for batch in drawn]).tolist()) == {0, 1, 2}
+        assert set(np.concatenate([shards_of_ids(batch.ids) for batch in drawn]).tolist()) == {0, 1, 2}
         newest = max(float(batch.next_obs[:, 1].max()) for batch in drawn)
         for batch in drawn:
             steps = batch.next_obs[:, 1] - batch.obs[:, 1]
@@ -176,22 +132,19 @@ class Lane:
     """A shard with one writer of one lane, and episodes of some lengths; rewards tell the transition."""
 
     def __init__(self, number: int, lengths: list[int], sampler: Sampler, first: int) -> None:
-        schema = Schema.of(BOX, ACTION, None, 1)
-        self.shard = ShardData(
-            schema_words(schema), 4_000, sampler, np.random.default_rng([7, number]), threading.Lock()
-        )
-        encoder, nothing, no = Encoder(schema, 1, 64, chosen_kernels()), np.zeros((1, 2), np.float32), np.zeros(1, bool)
+        self.desk = Desk(Schema.of(BOX, ACTION, None, 1), sampler, 4_000, 7 + number, segment_rows=64)
         self.starts: list[int] = []  # transitions that a sequence may begin with, by hand
         self.numbers = np.arange(first, first + sum(lengths))
+        nothing = np.zeros((1, 2), np.float32)
+        no = np.zeros(1, np.bool_)
         was_end = False
         for tick, is_end in enumerate(is_end for length in lengths for is_end in [*[False] * (length - 1), True]):
             if was_end or tick % 3 == 0:
                 self.starts.append(first + tick)
             was_end = is_end
-            reward, action = np.array([first + tick], np.float64), np.zeros(1, np.int64)
-            encoder.add(Tick([nothing], [action], reward, [nothing], np.array([is_end]), no, [], None))
-            if encoder.is_full or tick == sum(lengths) - 1:
-                self.shard.take(Entry(b"w" * 16, 0, b"", encoder.close({})))
+            reward = np.array([first + tick], np.float64)
+            self.desk.add(nothing, np.zeros(1, np.int64), reward, nothing, np.array([is_end]), no)
+        self.desk.send()
 
 
 @pytest.mark.parametrize("by", ["uniform", "priority"])
@@ -214,21 +167,21 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
         chances[allowed] = 1.0
         if by == "priority":
             chances[allowed] = generator.uniform(0.5, 4.0, len(allowed))
-            lane.shard.sampler.update_priorities(  # type: ignore[attr-defined]
-                lane.shard.held(), allowed - lane.numbers[0], chances[allowed] - 1e-6
-            )
-    masses = {number: lane.shard.mass() for number, lane in enumerate(lanes)}
+            lane.desk.shard.update_priorities(allowed - lane.numbers[0], chances[allowed] - 1e-6)
+    masses = {number: lane.desk.shard.mass() for number, lane in enumerate(lanes)}
     assert np.allclose(sum(masses.values()), chances.sum())
     counts, sums = np.zeros(first, np.int64), np.zeros(first)
-    where = assigned(masses, 200_000, generator)
+    where = assign_rows(masses, 200_000, generator)
     answers = []
     for number, rows in where.items():
-        shard, numbers = lanes[number].shard, lanes[number].numbers
-        drawn, counters = shard.draw([(len(rows), 0)]), ShardCounters(0, 0, 0, 0, 0, 0, 0, masses[number])
-        starts = numbers[drawn.ids[:, 2] if drawn.ids.ndim == 2 else drawn.ids]
+        desk, numbers = lanes[number].desk, lanes[number].numbers
+        drawn = desk.shard.draw([(len(rows), 0)], None, is_near=True)
+        ids = drawn.draw.ids
+        starts = numbers[ids[:, 2] if ids.ndim == 2 else ids]
         counts += np.bincount(starts, minlength=first)
-        answers.append((starts, shard.found(counters, drawn, [], is_near=True)))
-    weights = weights_of([answer for _, answer in answers], list(where.values()), list(masses.values()), beta=1.0)
+        nothing = DrawnRows([], [], [], [], ids, ids, ids)
+        answers.append((starts, Answer(desk.counters(), ids, drawn.scaled, nothing)))
+    weights = compute_weights([answer for _, answer in answers], list(where.values()), list(masses.values()), beta=1.0)
     for (starts, _), rows in zip(answers, where.values(), strict=True):
         sums += np.bincount(starts, weights[rows], minlength=first)
     assert counts[chances == 0].sum() == 0

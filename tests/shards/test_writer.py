@@ -20,11 +20,11 @@ import ray
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, FencedError, Sequence, ShardError
-from holdall.cluster import journal, roster
-from holdall.cluster import writer as writing
-from holdall.cluster.journal import journal_of
-from holdall.cluster.protocol import SentSegment
-from holdall.cluster.writer import SegmentStream
+from holdall.cluster.access import machine_timeout_s
+from holdall.cluster.journal import open_journal
+from holdall.cluster.stream import SegmentStream, SentSegment
+from holdall.cluster.terms import choose_patience
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
 from .processes import forget_all, impatient, process_of, wait_until
@@ -48,7 +48,7 @@ def steps(first: int, end: int) -> tuple[Any, ...]:
 def held(memory: ReplayMemory) -> list[int]:
     memory.flush()
     found: list[int] = []
-    for shard, counters in memory._cluster.refresh().items():
+    for shard, counters in memory._members.refresh().items():
         rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
         found += memory.gather(rows).reward.astype(int).tolist()
     return sorted(found)
@@ -66,7 +66,7 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
     for one in (writer, other):
         one.add(*(part[0] for part in steps(9_999, 10_000)))
         one.flush()
-    shard = psutil.Process(process_of(memory._cluster.handle(0)))
+    shard = psutil.Process(process_of(memory._members.handle(0)))
     shard.send_signal(signal.SIGSTOP)
     added = 0
     try:
@@ -76,7 +76,7 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
                     add(writer, added)
                     added += 1
         for _ in range(2):
-            with impatient(other), pytest.raises(ShardError, match="kept: make the same call again"):
+            with impatient(other), pytest.raises(ShardError, match="are kept"):
                 other.extend(*steps(2_000, 8_000))
         assert other.unacknowledged_rows + other.waiting_rows < 5_000
     finally:
@@ -92,17 +92,21 @@ def rows_sent(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have segments of a writer sent nowhere; return the list of their rows, which grows."""
     sent: list[int] = []
     for group in writer._groups:
-        monkeypatch.setattr(group, "send", lambda _stream, _payload, rows, _lease, stays: sent.append(rows))
+        monkeypatch.setattr(group.streams, "send", lambda _stream, segment, stays: sent.append(segment.rows))
     return sent
 
 
-@pytest.mark.parametrize(("gathered_s", "rows"), [(1e9, 512), (0.0, 128)])
+def patient_writer(memory: ReplayMemory, lanes: int, gather_s: float = 1e9) -> Writer:
+    """Return a writer whose `extend` fills segments for `gather_s` seconds."""
+    return Writer(memory._terms._replace(tuning=ClusterTuning(gather_s=gather_s)), lanes)
+
+
+@pytest.mark.parametrize(("gather_s", "rows"), [(1e9, 512), (0.0, 128)])
 def test_blocks_that_come_quickly_go_in_larger_segments(
-    gathered_s: float, rows: int, memory: ReplayMemory, monkeypatch: pytest.MonkeyPatch
+    gather_s: float, rows: int, memory: ReplayMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps one by one do not, nor does anything that a limiter, or a sampler of episodes, counts in segments."""
-    monkeypatch.setattr(writing, "_GATHERED_S", gathered_s)
-    writer = memory.writer()
+    writer = patient_writer(memory, 1, gather_s)
     sent = rows_sent(writer, monkeypatch)
     for number in range(40):
         writer.extend(*steps(64 * number, 64 * number + 64))
@@ -117,7 +121,6 @@ def test_blocks_that_come_quickly_go_in_larger_segments(
     for change in changes:
         careful = Writer(memory._terms._replace(**change), 1)
         sent = rows_sent(careful, monkeypatch)
-        monkeypatch.setattr(writing, "wait_for_grant", lambda *_: 0)
         careful.extend(*steps(0, 1_000))
         careful.flush()
         assert sent == [128] * 7 + [104]
@@ -135,10 +138,10 @@ def test_a_writer_of_many_lanes_sends_whole_ticks(
         writer.add(*(part[tick] for part in block))
     writer.flush()
     assert sent == [lanes] * ticks
-    sent.clear()
-    monkeypatch.setattr(writing, "_GATHERED_S", 1e9)
-    writer.extend(*block)
-    writer.flush()
+    patient = patient_writer(memory, lanes)
+    sent = rows_sent(patient, monkeypatch)
+    patient.extend(*block)
+    patient.flush()
     most = max(1, 512 // lanes)
     assert sent == [lanes * most] * (ticks // most) + [lanes * (ticks % most)] * (ticks % most > 0)
 
@@ -161,7 +164,7 @@ def test_a_writer_that_is_flushed_while_it_adds_sends_in_order(memory: ReplayMem
         is_over.set()
         flushing.join()
     writer.close()
-    counters = memory._cluster.refresh()[0]
+    counters = memory._members.refresh()[0]
     rewards = memory.gather(np.arange(counters.first_row, counters.next_row)).reward
     assert rewards.astype(int).tolist() == list(range(1_500))
 
@@ -207,12 +210,12 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
 
 def test_rows_under_way_are_counted_while_others_send_them() -> None:
     """Metrics are read in a thread of their own, which an error would end."""
-    stream, is_over = SegmentStream(None, 0, b"", 1.0), threading.Event()
+    stream, is_over = SegmentStream(None, 0, b"", 1.0, ClusterTuning()), threading.Event()
 
     def send() -> None:
         while not is_over.is_set():
-            stream.under_way.extend([SentSegment(b"", 1, -1)] * 8)
-            stream.under_way.clear()
+            stream.in_flight.extend([SentSegment(b"", 1, -1)] * 8)
+            stream.in_flight.clear()
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -276,7 +279,7 @@ def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: Replay
 import ray
 ray.shutdown()
 for group in memory._groups:
-    group._list._looked_at = -1e9  # as if it were time to look for shards
+    group.streams._list._looked_at = -1e9  # as if it were time to look for shards
 for call in (memory.flush, lambda: memory.sample(8), memory.writer, memory.shards, lambda: len(memory), memory.close):
     try:
         call()
@@ -290,7 +293,7 @@ print(ray.is_initialized())
     *said, is_there = ended.stdout.splitlines()
     assert [line.startswith("Ray was shut down, and the memory ended with it") for line in said] == [True] * 6
     assert is_there == "False"
-    assert "a writer ended with 200 transitions" in ended.stderr
+    assert "A writer ended with 200 transitions" in ended.stderr
 
 
 @pytest.mark.nightly
@@ -319,22 +322,20 @@ def test_a_writer_and_a_learner_of_a_memory_that_was_replaced_hear_so(cluster: N
             assert held(new) == [0]
 
 
-def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "_OWNED_S", 0.01)
-    first = journal_of(str(tmp_path), 0)
+def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(tmp_path: Path) -> None:
+    tuning = ClusterTuning(ownership_s=0.01)
+    first = open_journal(str(tmp_path), 0, tuning)
     list(first.open())
-    first.follow(range(0), lambda _: range(0), lambda: None)
+    first.start(range(0), lambda _: range(0), lambda: None)
     for _ in range(20):  # what it writes itself is not taken for another's
-        first.say(hidden_before=0)
+        first.set_state(first_row=0)
     assert first.fenced is None
-    list(journal_of(str(tmp_path), 0).open())
+    list(open_journal(str(tmp_path), 0, tuning).open())
     wait_until(lambda: first.fenced is not None)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = journal_of(str(tmp_path), 0)
+    opened = open_journal(str(tmp_path), 0, ClusterTuning(retry_s=0.01))
     list(opened.open())
     is_full = threading.Event()
     is_full.set()
@@ -348,9 +349,9 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
-        opened.say(hidden_before=0)
-    opened.follow(range(0), lambda _: range(0), lambda: None)
-    telling = threading.Thread(target=lambda: opened.say(hidden_before=0))
+        opened.set_state(first_row=0)
+    opened.start(range(0), lambda _: range(0), lambda: None)
+    telling = threading.Thread(target=lambda: opened.set_state(first_row=0))
     telling.start()
     wait_until(lambda: "No space left" in opened.trouble)
     is_full.clear()
@@ -373,14 +374,11 @@ def test_a_shard_without_room_is_refused_at_once_and_disturbs_nobody(cluster: No
 
 
 @pytest.mark.nightly
-def test_the_limiter_says_what_it_waits_for(
-    cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(roster, "_NOTICE_S", 0.05)
+def test_the_limiter_says_what_it_waits_for(cluster: None, caplog: pytest.LogCaptureFixture) -> None:
     limit = RateLimit(samples_per_insert=1.0, min_size=2, tolerance=200.0)
     with (
         caplog.at_level(logging.WARNING, "holdall"),
-        ReplayMemory(SPACE, ACTION, 1_000, shards=1, limit=limit) as memory,
+        ReplayMemory(SPACE, ACTION, 1_000, shards=1, limit=limit, _tuning=ClusterTuning(notice_s=0.05)) as memory,
     ):
         drawing = threading.Thread(target=lambda: memory.sample(1))
         drawing.start()
@@ -394,15 +392,17 @@ def test_the_limiter_says_what_it_waits_for(
 
 @pytest.mark.parametrize("is_private_there", [True, False])
 def test_patience_follows_rays_settings(is_private_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = roster.health_patience_s()
-    assert usual > 60  # Ray gives a machine that hangs up after a minute
+    usual = machine_timeout_s()
+    assert usual > 60  # Ray gives up a machine that hangs after a minute.
+    assert choose_patience(None)[1] > usual
+    assert choose_patience(3.0) == (3.0, 3.0)
     if not is_private_there:
         monkeypatch.delattr(ray._raylet, "Config")
-        assert roster.health_patience_s() == usual
+        assert machine_timeout_s() == usual
         for name, value in (("initial_delay_ms", 1_000), ("period_ms", 1_000), ("timeout_ms", 1_000)):
             monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
         monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-        assert roster.health_patience_s() == roster._ANSWERS_S + roster._RESTARTED_S
+        assert machine_timeout_s() == 7.0
 
 
 @pytest.mark.nightly

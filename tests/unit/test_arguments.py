@@ -138,7 +138,7 @@ def test_a_sampler_is_not_made_of_it(kind: Any) -> None:
 CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]] = {
     "sample": ("batch_size", lambda memory, value: memory.sample(value), (0, 1000, *NO_COUNTS)),
     "draw": ("batch_size", lambda memory, value: memory.draw(value), (0, *NO_COUNTS)),
-    "follow": ("draw", lambda memory, value: memory.follow(value), (5, None, [0])),
+    "deliver": ("draw", lambda memory, value: memory.deliver(value), (5, None, [0])),
     "gather": ("ids", lambda memory, value: memory.gather(value), (5, [[0]], *NO_IDS)),
     "are_valid": ("ids", lambda memory, value: memory.are_valid(value), (5, [[0]], *NO_IDS)),
     "outcomes": ("ids", lambda memory, value: memory.outcomes(value), NO_IDS),

@@ -120,7 +120,7 @@ def test_devices_that_are_not_there_are_refused(device: str) -> None:
     [
         (None, "traj_list is a NoneType"),
         ([None], "traj_list is a list that holds no trajectories"),
-        ([[np.zeros((4, 2)), np.zeros(4)]], r"traj_list\[0\]\[0\] is a ndarray, no tensor"),
+        ([[np.zeros((4, 2)), np.zeros(4)]], r"traj_list\[0\]\[0\] is a ndarray, not a tensor"),
     ],
 )
 def test_what_is_no_trajectory_is_refused_and_changes_nothing(given: Any, says: str) -> None:

@@ -69,14 +69,15 @@ def emptied(fields: str, sampler: Sampler, origin: str, folder: Path) -> ReplayM
         memory.close()
         memory = ReplayMemory.load(folder)
     elif origin == "adopted":
-        source, memory = memory, new_memory(fields, sampler)
-        for_adoption: Any = source._store
-        store: Any = memory._store
-        while store.next_tick < TICKS:
-            store.adopt(for_adoption.segment_at(store.next_tick))
+        source = memory
+        memory = new_memory(fields, sampler)
+        state = source.store.snapshot()
+        assert state.reward_dtype is not None
+        memory.store.set_reward_dtype(state.reward_dtype)
+        for segment in state.segments:
+            memory.store.adopt(segment)
         source.close()
-    store = memory._store
-    store.forget_before(TICKS)
+    memory.store.evict(TICKS)
     assert (memory.first_id, memory.next_id) == (TICKS * LANES, TICKS * LANES)
     return memory
 
@@ -84,7 +85,7 @@ def emptied(fields: str, sampler: Sampler, origin: str, folder: Path) -> ReplayM
 def check_empty(memory: ReplayMemory) -> None:
     assert len(memory) == 0
     assert (memory.first_id, memory.next_id) == (TICKS * LANES, TICKS * LANES)
-    with pytest.raises(ArgumentError, match="0 transitions held"):
+    with pytest.raises(ArgumentError, match="0 transitions"):
         memory.sample(4)
     report = memory.report()
     assert report.transitions == 0
@@ -122,11 +123,11 @@ def test_an_emptied_memory_goes_on(sampler: str, fields: str, origin: str, tmp_p
 
 
 @pytest.mark.parametrize("fields", SPACES)
-def test_the_checkpoint_of_an_emptied_memory_names_no_rows_and_no_segments(fields: str, tmp_path: Path) -> None:
+def test_the_checkpoint_of_an_emptied_memory_names_no_segments(fields: str, tmp_path: Path) -> None:
     with emptied(fields, Uniform(), "filled", tmp_path / "before") as memory:
         memory.save(tmp_path / "run").result()
     manifest = open_reader(tmp_path / "run").manifest(1)
-    assert manifest.rows == ()
+    assert manifest.segments == ()
     assert (manifest.first_tick, manifest.next_tick) == (TICKS, TICKS)
     with ReplayMemory.load(tmp_path / "run", num_envs=2) as other:
         assert len(other) == 0
@@ -168,8 +169,8 @@ def test_an_emptied_buffer_says_so_and_draws_what_is_added_next(adapter: str, fi
     buffer = ADAPTERS[adapter](SPACES[fields])
     sb3_steps(fields, 0, TICKS, buffer)
     buffer.sample(8)
-    buffer.memory._store.forget_before(TICKS)
-    with pytest.raises(ArgumentError, match=r"no transition is held|holds none|0 transitions held"):
+    buffer.memory.store.evict(TICKS)
+    with pytest.raises(ArgumentError, match=r"Call add first|0 transitions (are )?held"):
         buffer.sample(8)
     sb3_steps(fields, 100, 2, buffer)
     drawn = {int(reward) for _ in range(10) for reward in buffer.sample(16).rewards.flatten()}

@@ -7,14 +7,20 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from holdall import machine
 from holdall.machine import LINUX, HeldReader, anonymous_bytes, begin_peak, held_bytes, mappings, peak_bytes
-from holdall.storage.blocks import address, reserve
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
 MIB = 2**20
+
+
+def reserve(nbytes: int) -> NDArray[np.uint8]:
+    """Return memory of a mapping of its own, none of which was touched."""
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def test_unique_bytes_grow_by_what_is_written() -> None:
@@ -52,7 +58,7 @@ def test_mappings_sum_up_to_the_process() -> None:
 def test_a_mapping_knows_its_range_and_its_touched_pages() -> None:
     block = reserve(8 * MIB)
     block[: 2 * MIB : mmap.PAGESIZE] = 1
-    start = address(block)
+    start = block.ctypes.data
     here = [one for one in mappings() if one.start <= start < one.end]
     assert len(here) == 1
     assert here[0].end >= start + 8 * MIB

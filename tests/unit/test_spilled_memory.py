@@ -1,4 +1,4 @@
-"""What lies on disk comes back bit for bit as it was added; without a disk, what does not fit leaves early."""
+"""Blocks on disk read bit for bit as they were added. Without a disk tier, what does not fit is dropped early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
+from holdall._native import Block, Coded
 from holdall.report import MemoryReport
-from holdall.storage import codec_choice as choice
-from holdall.storage import records, sealer, segment
-from holdall.storage import tiers as budget
-from holdall.storage.blocks import Codec, SliceBlock
-from holdall.storage.codec_choice import COST_CAPS
+from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -38,11 +36,10 @@ RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0],
 """NaNs with payloads, and zeros of either sign."""
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small segments, and any cost: what is chosen must not depend on how busy a machine is."""
-    monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
-    monkeypatch.setitem(COST_CAPS, "memory", 1e9)
+SMALL = Tuning(block_bytes=240_000)
+"""Small blocks: those of the four large fields share these bytes."""
+TIGHT = replace(SMALL, segments_per_limit=16, staging_divisor=64)
+"""A limit is divided among few small segments, so that a small limit is soon full."""
 
 
 def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -88,8 +85,9 @@ def ticks_of(lanes: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 class Pair:
     """A memory and the oracle, fed with the same ticks."""
 
-    def __init__(self, capacity: int = 6_000, lanes: int = 1, **settings: Any) -> None:
-        self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, prefer="memory", seed=0, **settings)
+    def __init__(self, capacity: int = 6_000, lanes: int = 1, _tuning: Tuning = SMALL, **settings: Any) -> None:
+        settings |= {"prefer": "memory", "seed": 0, "_tuning": _tuning}
+        self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, **settings)
         self.oracle = OracleMemory(capacity, lanes)
         self._lanes = lanes
         self._ticks = ticks_of(lanes)
@@ -120,24 +118,23 @@ class Pair:
         assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
 
 
-def blocks_of(memory: ReplayMemory) -> list[SliceBlock]:
-    """Return the closed blocks of all fields, each once."""
-    assert memory._store is not None
-    segments = memory._store.large_segments
-    parts = [part for closed in segments.closed for part in closed.parts if part.log is not None]
-    going_on = {id(part.block) for part in segments.open.parts}
-    return list({id(part.block): part.block for part in parts if id(part.block) not in going_on}.values())
+def blocks_of(memory: ReplayMemory) -> list[Block]:
+    """Return the closed blocks of all fields, oldest first."""
+    parts = [part for segment in memory.store.catalog.segments for part in segment.parts]
+    blocks = {part.block: None for part in parts if part.block is not None}
+    return [block for block in blocks if not block.is_open]
+
+
+def is_on_disk(block: Block) -> bool:
+    return isinstance(block.form, Coded) and block.form.location is not None
 
 
 def on_disk(report: MemoryReport) -> set[str]:
     return {field.name for field in report.fields if field.disk_bytes}
 
 
-def small_limit(**settings: Any) -> int:
-    """Return the least budget that a memory of these spaces takes: the refusal of a smaller one names it."""
-    with pytest.raises(ValueError, match="give it at least") as caught:
-        ReplayMemory(SPACE, ACTIONS, budget=1, **settings)
-    return int(str(caught.value).split("give it at least ")[1].split(" bytes")[0])
+LIMIT = 2_500_000
+"""A limit that holds about a hundred transitions uncompressed."""
 
 
 LARGE = {"obs.camera", "obs.screen", "obs.scaled", "obs.words"}
@@ -155,52 +152,19 @@ def test_a_batch_is_the_oracles_before_while_and_after_spilling(lanes: int, tmp_
             pair.feed(12)
             pair.check(40, seed)
         pair.check_all()
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
         assert on_disk(pair.memory.report()) == LARGE
         blocks = blocks_of(pair.memory)
-        assert all(block.is_on_disk for block in blocks)
+        assert all(is_on_disk(block) for block in blocks)
         assert len(blocks) > 10
         assert_same_bits(batch := pair.memory.sample(64), pair.oracle.gather(batch.ids))
-
-
-def test_every_kind_of_code_is_read_from_a_file(tmp_path: Path) -> None:
-    """The blocks of the test above do lie on disk behind palettes, predictors and dictionaries."""
-    pair = Pair(budget=None, spill_dir=tmp_path)
-    with pair.memory:
-        pair.feed(150)
-        pair.memory.drain()
-        codecs = {block.sealed.codec for block in blocks_of(pair.memory) if block.sealed is not None}
-        assert any(codec.transform.word_bytes for codec in codecs)
-        assert any(codec.transform.predictor for codec in codecs)
-        assert any(codec.dictionary is not None or codec.group > 1 for codec in codecs)
-        pair.check_all()
-
-
-@pytest.mark.parametrize("group", [1, 3, 16])
-def test_neighbours_together_are_read_from_a_file(group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of several slices, the last of them not full."""
-    chosen = choice.choose
-
-    def together(*given: Any) -> Codec:
-        codec = chosen(*given)
-        return Codec(codec.method, codec.level, codec.transform, codec.dictionary, group)
-
-    monkeypatch.setattr(sealer, "choose", together)
-    pair = Pair(lanes=2, budget=None, spill_dir=tmp_path)
-    with pair.memory:
-        pair.feed(80)
-        pair.check(60)
-        pair.memory.drain()
-        groups = {block.sealed.codec.group for block in blocks_of(pair.memory) if block.sealed is not None}
-        assert group in groups
-        pair.check_all()
 
 
 def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
     """Noise takes its own bytes on disk and, but for an index, none in memory."""
     generator = np.random.default_rng(0)
-    memory = ReplayMemory(box((5000,), "u1"), ACTIONS, 4_000, budget=None, spill_dir=tmp_path)
+    memory = ReplayMemory(box((5000,), "u1"), ACTIONS, 4_000, budget=None, spill_dir=tmp_path, _tuning=SMALL)
     oracle, flag = OracleMemory(4_000), np.zeros(1, np.bool_)
     rows = generator.integers(0, 256, (301, 1, 5000), np.uint8)
     with memory:
@@ -208,7 +172,7 @@ def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
             given = (rows[tick], np.zeros(1, np.int64), np.zeros(1, np.float32), rows[tick + 1], flag, flag)
             memory.add(*given)
             oracle.add(*given)
-        memory.drain()
+        memory.store.wait_idle()
         field = memory.report().fields[0]
         assert field.disk_bytes > 0.8 * rows.nbytes
         assert field.slice_bytes < 0.2 * rows.nbytes
@@ -222,7 +186,7 @@ def test_eviction_and_spilling_go_side_by_side(tmp_path: Path) -> None:
         for seed in range(20):
             pair.feed(20)
             pair.check(40, seed)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
         assert pair.memory.first_id == 310
         with pytest.raises(TransitionIdError):
@@ -236,12 +200,12 @@ def test_batches_that_are_held_stay_as_they_were_when_their_files_are_gone(tmp_p
     held = []
     with pair.memory:
         pair.feed(60)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         for seed in range(5):
             ids = np.random.default_rng(seed).choice(pair.oracle.ids, 24)
             held.append((pair.memory.gather(ids), pair.oracle.gather(ids)))
         pair.feed(80)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
     assert not list(tmp_path.iterdir())
     for batch, expected in held:
         assert_same_bits(batch, expected)
@@ -254,7 +218,7 @@ def test_threads_read_what_was_added_while_it_is_sealed_and_spilled(tmp_path: Pa
     oracle = OracleMemory(count)
     for step in steps:
         oracle.add(**step)
-    memory = ReplayMemory(SPACE, ACTIONS, count, budget=None, prefer="memory", spill_dir=tmp_path)
+    memory = ReplayMemory(SPACE, ACTIONS, count, budget=None, prefer="memory", spill_dir=tmp_path, _tuning=SMALL)
     errors: list[BaseException] = []
     added = threading.Event()
     memory.add(**steps[0])
@@ -277,7 +241,7 @@ def test_threads_read_what_was_added_while_it_is_sealed_and_spilled(tmp_path: Pa
         try:
             for step in steps[1:]:
                 memory.add(**step)
-            memory.drain()
+            memory.store.wait_idle()
         finally:
             added.set()
             for thread in threads:
@@ -290,41 +254,31 @@ def test_threads_read_what_was_added_while_it_is_sealed_and_spilled(tmp_path: Pa
 # ---------------------------------------------------------------- a budget
 
 
-@pytest.fixture
-def tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a limit be shared out to few small segments, so that a small one is soon full."""
-    monkeypatch.setattr(budget, "_SEGMENTS_OF_A_BUDGET", 8)
-    monkeypatch.setattr(budget, "SEGMENTS_ON_THE_WAY", 1)
-    monkeypatch.setattr(budget, "_STAGING_SHARE", 64)
-
-
-@pytest.mark.usefixtures("tight")
 def test_the_oldest_go_to_disk_and_the_newest_stay(tmp_path: Path) -> None:
     """Nothing is lost, what is in memory stays within the limit, and the newest blocks stay."""
-    limit = small_limit(capacity=6_000)
-    pair = Pair(budget=limit, spill_dir=tmp_path)
+    limit = LIMIT
+    pair = Pair(budget=limit, spill_dir=tmp_path, _tuning=TIGHT)
     with pair.memory:
         for seed in range(8):
             pair.feed(60)
             pair.check(40, seed)
             assert pair.memory.report().total_bytes <= limit
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
         report = pair.memory.report()
         assert on_disk(report) == LARGE
         assert report.total_bytes <= limit
         assert report.capacity_that_fits is None
         oldest, newest = blocks_of(pair.memory)[0], blocks_of(pair.memory)[-1]
-        assert oldest.is_on_disk
-        assert not newest.is_on_disk
+        assert is_on_disk(oldest)
+        assert not is_on_disk(newest)
 
 
-@pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize("invalid", [0.0, 0.4], ids=["all valid", "some lanes made none"])
 def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
     """`first_id` and `len` say so exactly; all from there on is held, nothing before it is ever returned."""
-    limit = small_limit(capacity=6_000, num_envs=2)
-    pair = Pair(lanes=2, budget=limit)
+    limit = 2 * LIMIT
+    pair = Pair(lanes=2, budget=limit, _tuning=TIGHT)
     with pair.memory:
         for seed in range(8):
             pair.feed(40, invalid=invalid)
@@ -332,7 +286,7 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
             assert len(pair.memory) == len(pair.oracle)
             pair.check(40, seed)
             assert pair.memory.report().total_bytes <= limit
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.let_leave()
         pair.check_all()
         first = pair.memory.first_id
@@ -346,35 +300,15 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
         assert_same_bits(batch, pair.oracle.gather(batch.ids))
 
 
-@pytest.mark.usefixtures("tight")
-def test_no_share_is_negative_when_much_left_early() -> None:
-    """Rows of short fields stay for the whole capacity; what is told of them is told of all that are there."""
-    space = spaces.Dict(image=SPACE["words"], state=SPACE["state"])
-    with pytest.raises(ValueError, match="give it at least") as caught:
-        ReplayMemory(space, ACTIONS, 6_000, budget=1)
-    limit = int(str(caught.value).split("give it at least ")[1].split(" bytes")[0])
-    generator, flag = np.random.default_rng(0), np.zeros(1, np.bool_)
-    with ReplayMemory(space, ACTIONS, 6_000, budget=limit) as memory:
-        for _ in range(600):  # no next observation is the next tick's
-            seen = [
-                {"image": generator.normal(size=(1, 600)), "state": np.arange(6, dtype="f4")[None]} for _ in range(2)
-            ]
-            seen[1]["state"] = generator.normal(size=(1, 6)).astype("f4")
-            memory.add(seen[0], np.zeros(1, np.int64), np.zeros(1, np.float32), seen[1], flag, flag)
-        assert len(memory) < 300
-        assert " -" not in str(memory.report())
-
-
-@pytest.mark.usefixtures("tight")
 def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
     """From the ratio that was measured, as soon as one block of every field was sealed; within a quarter."""
-    limit = small_limit(capacity=6_000)
-    pair = Pair(budget=limit)
+    limit = LIMIT
+    pair = Pair(budget=limit, _tuning=TIGHT)
     with pair.memory:
         told = None
         for _ in range(20):
             pair.feed(30)
-            pair.memory.drain()
+            pair.memory.store.wait_idle()
             told = told or pair.memory.report().capacity_that_fits
         assert told is not None
         assert "holds about" in str(pair.memory.report())
@@ -383,21 +317,20 @@ def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
         assert len(pair.memory) == pytest.approx(told, rel=0.25)
 
 
-@pytest.mark.usefixtures("tight")
 def test_what_fits_does_not_leave_early() -> None:
     """Nothing is evicted for want of room that compressing gives."""
-    limit = small_limit(capacity=6_000)
-    pair = Pair(budget=limit)
+    limit = LIMIT
+    pair = Pair(budget=limit, _tuning=TIGHT)
     with pair.memory:
         pair.feed(40)
-        raw = sum(block.used_bytes for block in blocks_of(pair.memory))
-        pair.memory.drain()
+        raw = sum(block.form.nbytes for block in blocks_of(pair.memory))
+        pair.memory.store.wait_idle()
         assert 0 < raw < limit
         pair.check_all()
     roomy = Pair(budget="1GiB")
     with roomy.memory:
         roomy.feed(150)
-        roomy.memory.drain()
+        roomy.memory.store.wait_idle()
         roomy.check_all()
         assert roomy.memory.report().capacity_that_fits is None
 
@@ -407,38 +340,33 @@ def test_a_machine_with_memory_to_spare_spills_nothing(tmp_path: Path) -> None:
     pair = Pair(budget="auto", spill_dir=tmp_path)
     with pair.memory:
         pair.feed(100)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
         assert pair.memory.report().disk_bytes == 0
 
 
-def test_a_machine_that_has_little_left_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is available is looked at once, when it matters."""
-    monkeypatch.setattr(budget, "available_bytes", lambda: 800_000)
-    pair = Pair(budget="auto", spill_dir=tmp_path)
+def test_a_machine_that_has_little_left_spills(tmp_path: Path) -> None:
+    """Half of the available memory is used before blocks move to disk."""
+    pair = Pair(budget="auto", spill_dir=tmp_path, _tuning=replace(SMALL, available_bytes=800_000))
     with pair.memory:
         pair.feed(250)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
         assert on_disk(pair.memory.report()) == LARGE
-        assert sum(block.used_bytes for block in blocks_of(pair.memory) if not block.is_on_disk) <= 400_000
+        assert sum(block.form.nbytes for block in blocks_of(pair.memory)) <= 400_000
 
 
 # ---------------------------------------------------------------- pickling
 
 
 @pytest.mark.parametrize("setting", ["all on disk", "a limit"])
-def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(
-    setting: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(setting: str, tmp_path: Path) -> None:
     """What lies on disk travels in the pickle: nothing is shared, and the one does not need the other."""
-    if setting == "a limit":
-        request.getfixturevalue("tight")
-    limit = None if setting == "all on disk" else small_limit(capacity=6_000)
-    pair = Pair(budget=limit, spill_dir=tmp_path)
+    limit = None if setting == "all on disk" else LIMIT
+    pair = Pair(budget=limit, spill_dir=tmp_path, _tuning=TIGHT)
     with pair.memory:
         pair.feed(150 if limit is None else 400)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pickled = pickle.dumps(pair.memory, protocol=5)
         assert pair.memory.report().disk_bytes > 0
     assert not list(tmp_path.iterdir())
@@ -446,13 +374,13 @@ def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(
     with pair.memory:
         assert len(list(tmp_path.iterdir())) == 1
         pair.check_all()
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
         assert on_disk(pair.memory.report()) == LARGE
         if limit is not None:
             assert pair.memory.report().total_bytes <= limit
         pair.feed(60)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         pair.check_all()
 
 
@@ -461,7 +389,7 @@ import pickle, sys
 import numpy as np
 from pathlib import Path
 memory = pickle.loads(Path(sys.argv[1]).read_bytes())
-memory.drain()
+memory.store.wait_idle()
 batch = memory.gather(np.arange(memory.next_id))
 sys.stdout.buffer.write(batch.obs["camera"].tobytes() + batch.next_obs["screen"].tobytes())
 assert memory.report().disk_bytes > 0
@@ -473,7 +401,7 @@ def test_what_one_process_spilled_is_read_by_another(tmp_path: Path) -> None:
     pair = Pair(budget=None, spill_dir=tmp_path / "spilled")
     with pair.memory:
         pair.feed(120)
-        pair.memory.drain()
+        pair.memory.store.wait_idle()
         (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
     command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
     done = subprocess.run(command, capture_output=True, check=False, timeout=100)
@@ -486,15 +414,15 @@ def test_what_one_process_spilled_is_read_by_another(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files
 
 
-def test_files_go_with_their_last_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was evicted takes no room on disk for longer than its neighbours in the same file do."""
-    monkeypatch.setattr(records, "_FILE_BYTES", 100_000)
-    pair = Pair(capacity=120, budget=None, spill_dir=tmp_path)
+def test_files_are_deleted_with_their_last_block(tmp_path: Path) -> None:
+    """What was evicted takes no room on disk for longer than other blocks of the same file need it."""
+    tuning = replace(SMALL, spill_file_bytes=100_000)
+    pair = Pair(capacity=120, budget=None, spill_dir=tmp_path, _tuning=tuning)
     with pair.memory:
         most = 0
         for _ in range(10):
             pair.feed(40)
-            pair.memory.drain()
+            pair.memory.store.wait_idle()
             gc.collect()
             files = list(tmp_path.glob("*/*.seg"))
             most = max(most, sum(file.stat().st_size for file in files))
@@ -510,16 +438,17 @@ ENDS_WITHOUT_CLOSE = """
 import sys, time
 import numpy as np, holdall
 from gymnasium import spaces
-from holdall.storage import records
+from holdall.store.spill import SpillFolder
 
 spill_dir, url = sys.argv[1:]
-write = records.SpillFolder.write
+store = SpillFolder.store
 
-def write_slowly(folder, sealed):
+def store_slowly(folder, coded):
     time.sleep(delay_s)
-    return write(folder, sealed)
+    return store(folder, coded)
 
-delay_s, records.SpillFolder.write = 0, write_slowly
+delay_s = 0
+SpillFolder.store = store_slowly
 memory = holdall.ReplayMemory(
     spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Discrete(2), 10_000, budget="24MiB", spill_dir=spill_dir
 )
@@ -531,7 +460,7 @@ def add(first, end):
         memory.add(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), next_obs, done, done)
 
 add(0, 880)
-memory.drain()
+memory.store.wait_idle()
 assert memory.report().disk_bytes
 if url:
     memory.save(url, progress=lambda *_: time.sleep(0.01))  # so that the program ends while it is written

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Batch, ClosedError, ReplayMemory, TransitionIdError
-from holdall.storage import segment
+from holdall.store.tuning import Tuning
 from holdall.testing.strategies import box
 
 LANES = 2
@@ -156,14 +156,14 @@ class Users:
         assert 0 <= first <= following
 
 
-@pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have segments close every few ticks."""
-    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
+SMALL = Tuning(block_bytes=1, min_segment_ticks=4, bytes_per_thread=10_000)
+"""Segments are closed every few ticks, and threads share small batches."""
 
 
 def users_of(space: spaces.Space[Any], capacity_ticks: int = 60, **options: Any) -> Users:
-    memory = ReplayMemory(space, spaces.Discrete(2**40), capacity_ticks * LANES, LANES, seed=0, **options)
+    memory = ReplayMemory(
+        space, spaces.Discrete(2**40), capacity_ticks * LANES, LANES, seed=0, _tuning=SMALL, **options
+    )
     users = Users(memory, space)
     for _ in range(capacity_ticks + 5):
         users.add()
@@ -175,7 +175,6 @@ OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.usefixtures("small_segments")
 def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, options: dict[str, Any]) -> None:
     """Adding evicts, closes and seals segments and grows logs under the readers; no row suffers from it."""
     users, crowd = users_of(SPACES[name], **options), Crowd()
@@ -188,7 +187,6 @@ def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, option
 
 
 @pytest.mark.parametrize("budget", ["auto", None])
-@pytest.mark.usefixtures("small_segments")
 def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) -> None:
     """Large batches are filled by several threads each, in several threads at once."""
     users, crowd = users_of(SPACES["stack"], capacity_ticks=400, budget=budget), Crowd()
@@ -205,7 +203,6 @@ def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) ->
 
 
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.usefixtures("small_segments")
 def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None:
     """Whoever comes after close is told so; batches on their way arrive, and no thread hangs."""
     for number in range(6):
@@ -230,11 +227,10 @@ def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None
             len(users.memory)
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_several_adders_lose_no_tick_and_tear_none() -> None:
     """Whole ticks are added one after another, in whatever order; all of them are there, once."""
     space, adders, each = SPACES["dict"], 4, 60
-    memory = ReplayMemory(space, spaces.Discrete(2**40), 1000 * LANES, LANES)
+    memory = ReplayMemory(space, spaces.Discrete(2**40), 1000 * LANES, LANES, _tuning=SMALL)
 
     def add(adder: int) -> None:
         for number in range(each):
@@ -262,7 +258,6 @@ def _fields(batch: Batch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in batch.__slots__}
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_batches_held_in_threads_stay_as_they_were() -> None:
     """Staging is shared by all threads; none of them ever gets memory that another still holds."""
     users, crowd = users_of(SPACES["stack"]), Crowd()

@@ -69,7 +69,8 @@ def test_stacks_are_stored_frame_by_frame_and_next_ones_once() -> None:
     buffer.extend(data)
     pixels = next(field for field in buffer.storage.memory.report().fields if field.name == "obs.pixels")
     plain = data["pixels"].nbytes + data["next", "pixels"].nbytes
-    assert pixels.total_bytes * 7 < plain  # 8 frames in every step, of which one is new
+    # Of 8 frames in every step one is new. The first steps are stored whole, until the window is found.
+    assert pixels.total_bytes * 6 < plain
     assert "window of 4" in pixels.finding
 
 
@@ -265,13 +266,13 @@ def test_emptied_storages_hold_what_comes_next() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another key": (lambda: steps(2).set("more", torch.zeros(2)), "unknown keys"),
     "a key less": (lambda: steps(2).exclude("action"), "misses the keys"),
-    "another dtype": (lambda: steps(2).set("action", torch.zeros(2)), "nothing is cast"),
-    "another shape": (lambda: steps(2, size=13), "bring it to these"),
+    "another dtype": (lambda: steps(2).set("action", torch.zeros(2)), "Nothing is cast"),
+    "another shape": (lambda: steps(2, size=13), "pass tensors of that shape"),
     "a dict": (lambda: {"action": torch.zeros(2)}, "TensorDict"),
-    "text": (lambda: steps(2).set("name", ["a", "b"]), "no tensor"),
+    "text": (lambda: steps(2).set("name", ["a", "b"]), "not a tensor"),
     "unequal shapes": (
         lambda: LazyStackedTensorDict(steps(2)[0], steps(2, size=13)[0], stack_dim=0),
-        "pad them",
+        "Pad them",
     ),
 }
 

@@ -14,9 +14,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
-from holdall.checkpoint import save as saver
-from holdall.storage import snapshot
-from holdall.storage.snapshot import is_settled
+from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, assert_same_bits
 
 LANES = 2
@@ -160,15 +158,15 @@ def test_a_memory_without_extras_says_how_to_declare_one() -> None:
 
 def test_a_closed_memory_says_so(both: Both) -> None:
     both.memory.close()
-    with pytest.raises(holdall.ClosedError, match=r"^the memory was closed; make a new ReplayMemory$"):
+    with pytest.raises(holdall.ClosedError, match=r"^The memory was closed\. Make a new ReplayMemory\.$"):
         both.memory.update([2], value=np.zeros(1))
 
 
-def test_updates_reach_compressed_and_spilled_transitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Observations are sealed and on disk; extras are where they were."""
-    monkeypatch.setattr("holdall.storage.segment.SEGMENT_BYTES", 60_000)
-    both = Both(ticks=120, capacity_ticks=200, obs_bytes=6000, budget=None, spill_dir=tmp_path)
-    both.memory.drain()
+def test_updates_reach_compressed_and_spilled_transitions(tmp_path: Path) -> None:
+    """Observations are compressed and on disk. Extras are in memory."""
+    small = Tuning(block_bytes=60_000)
+    both = Both(ticks=120, capacity_ticks=200, obs_bytes=6000, budget=None, spill_dir=tmp_path, _tuning=small)
+    both.memory.store.wait_idle()
     assert both.memory.disk_bytes
     both.update(np.arange(0, 240, 3), **both.rows(80))
     both.check()
@@ -178,13 +176,15 @@ def test_updates_reach_compressed_and_spilled_transitions(tmp_path: Path, monkey
 # ---------------------------------------------------------------- snapshots and checkpoints
 
 
-def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written to the file before all of it was written again in memory."""
-    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 500)
-    gate, written = threading.Event(), saver.Saver._written
-    monkeypatch.setattr(saver.Saver, "_written", lambda own, job: (gate.wait(60), written(own, job))[1])
+def test_a_save_holds_the_moment_of_its_call(tmp_path: Path) -> None:
+    """Everything is rewritten in memory before the first byte is written to the file."""
+    gate = threading.Event()
+
+    def wait(*_progress: Any) -> None:
+        gate.wait(60)
+
     both = Both(ticks=150, capacity_ticks=200)
-    handle = both.memory.save(tmp_path / "run")
+    handle = both.memory.save(tmp_path / "run", progress=wait)
     then = pickle.loads(pickle.dumps(both.oracle))
     for _ in range(3):
         both.update(both.oracle.ids[::3], **both.rows(100))
@@ -200,9 +200,8 @@ def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, monkeypatch: pytest
     both.memory.close()
 
 
-def test_a_loaded_memory_saves_what_was_written_again_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the place that it came from, where all other chunks are already."""
-    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 500)
+def test_a_loaded_memory_saves_what_was_rewritten_since(tmp_path: Path) -> None:
+    """To the place that it came from, where everything else is saved already."""
     both = Both(ticks=250, capacity_ticks=300)
     both.memory.save(tmp_path / "run").result(60)
     both.memory.close()
@@ -217,38 +216,19 @@ def test_a_loaded_memory_saves_what_was_written_again_since(tmp_path: Path, monk
     both.memory.close()
 
 
-def test_the_next_checkpoint_writes_the_chunks_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 800)
+def test_a_snapshot_never_changes() -> None:
     both = Both(ticks=300, capacity_ticks=300)
-    store = both.memory._open()
-    first = store.freeze({})
-    names = tuple(first.rows.take(first.rows.wanted[0]).columns)
-    store.release(first.rows)
-    both.update([0, 1, 250], **both.rows(3))
-    again = store.freeze(dict.fromkeys(first.rows.wanted, (0, names)))
-    ticks = again.rows.chunk_ticks
-    assert {n for n in again.rows.wanted if is_settled(n, ticks, 300)} == {0, 250 // LANES // ticks}
-    store.release(again.rows)
-
-
-def test_a_snapshot_keeps_the_rewritten_columns_of_touched_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not whole chunks: a save beside a learner that rewrites values must not copy states."""
-    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 8000)
-    both = Both(ticks=300, capacity_ticks=300)
-    store = both.memory._open()
-    frozen = store.freeze({})
-    before = both.memory.gather(both.oracle.ids).extras["value"]
+    state = both.memory.store.snapshot()
+    then = both.memory.gather(both.oracle.ids)
     for _ in range(3):
-        both.update([4, 5, 6], value=np.zeros(3))
-    kept = frozen.rows._before
-    assert [list(columns) for columns in kept.values()] == [["extras.4"]]
-    chunks = [frozen.rows.take(number) for number in frozen.rows.wanted]
-    assert np.concatenate([chunk.columns["extras.4"] for chunk in chunks]).tobytes() == before.tobytes()
-    assert not kept
-    store.release(frozen.rows)
+        both.update(both.oracle.ids[::7], **both.rows(len(both.oracle.ids[::7])))
+    both.memory.set_flags(both.oracle.ids[:9], np.ones(9, np.bool_), np.zeros(9, np.bool_))
+    copy = Both(ticks=0, capacity_ticks=300)
+    copy.memory.store.restore(state)
+    assert_same_bits(copy.memory.gather(then.ids), then)
 
 
-def test_a_memory_that_is_updated_while_it_is_pickled_is_refused() -> None:
+def test_a_pickle_holds_the_moment_of_its_call() -> None:
     extras = {"hidden": spaces.Box(-9, 9, (100_000,), np.float32)}
     memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 2, extras=extras)
     row, flag, state = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_), np.zeros((1, 100_000), np.float32)
@@ -260,8 +240,10 @@ def test_a_memory_that_is_updated_while_it_is_pickled_is_refused() -> None:
                 memory.update([0], hidden=state + 1)
             return super().write(data)
 
-    with pytest.raises(holdall.HoldallError, match="0 ticks, and 1 updates"):
-        pickle.dump(memory, UpdatingFile(), protocol=5)
+    file = UpdatingFile()
+    pickle.dump(memory, file, protocol=5)
+    assert memory.gather([0]).extras["hidden"].min() == 1
+    assert pickle.loads(file.getvalue()).gather([0]).extras["hidden"].max() == 0
 
 
 # ---------------------------------------------------------------- batches

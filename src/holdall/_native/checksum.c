@@ -1,6 +1,5 @@
-/* The low half of XXH64 with seed 0: fast enough to check every slice that is read from a file. A damaged slice goes
- * unnoticed in one case of four thousand million.
- */
+/* The low half of XXH64 with seed 0. It is fast enough to check every slice that is read from a file, and misses a
+ * damaged slice in one of four thousand million cases. */
 #include "codec.h"
 
 #include <string.h>
@@ -9,7 +8,7 @@ static const uint64_t P1 = UINT64_C(0x9E3779B185EBCA87), P2 = UINT64_C(0xC2B2AE3
                       P3 = UINT64_C(0x165667B19E3779F9), P4 = UINT64_C(0x85EBCA77C2B2AE63),
                       P5 = UINT64_C(0x27D4EB2F165667C5);
 
-/* Words are little-endian by definition; so are all machines that this is built for. */
+/* Words are little-endian by definition, and so are all machines that this is built for. */
 static inline uint64_t word64(const uint8_t *p) {
     uint64_t w;
     memcpy(&w, p, sizeof w);
@@ -52,9 +51,4 @@ uint32_t checksum(const uint8_t *p, int64_t bytes) {
     sum = (sum ^ (sum >> 33)) * P2;
     sum = (sum ^ (sum >> 29)) * P3;
     return (uint32_t)(sum ^ (sum >> 32));
-}
-
-/* The checksum of every unit of a block; the caller made sure that `offsets` rise and stay inside. */
-EXPORT void holdall_checksums(const uint8_t *data, const uint32_t *offsets, int64_t units, uint32_t *checks) {
-    for (int64_t i = 0; i < units; i++) checks[i] = checksum(data + offsets[i], (int64_t)offsets[i + 1] - offsets[i]);
 }

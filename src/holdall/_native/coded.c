@@ -4,6 +4,7 @@
  * another machine. A slice can still turn out to be damaged when it is decoded, which is a ValueError and never a crash.
  */
 #include "coded.h"
+#include "module.h"
 
 #include <errno.h>
 #include <lz4hc.h>
@@ -128,10 +129,10 @@ static int read_numbers(PyObject *tuple, int64_t *numbers, Py_ssize_t count) {
 /* Whether the parameters describe a codec that encode.c and decode.c know. */
 static int is_sound_codec(const codec_parameters *c) {
     const transform *const form = &c->form;
-    if (!is_sound(form) || (form->shuffle > 0 && coded_bytes(form) % form->shuffle != 0)) return 0;
+    if (!is_sound_transform(form) || (form->shuffle > 0 && coded_bytes(form) % form->shuffle != 0)) return 0;
     if (c->method < METHOD_STORED || c->method > METHOD_ZSTD || c->level < 0 || c->level > 22) return 0;
     if (c->min_match != 0 && (c->min_match < 3 || c->min_match > 7)) return 0;
-    return c->group >= 1 && c->group <= MOST_IN_A_UNIT && c->group * coded_bytes(form) <= INT32_MAX / 4;
+    return c->group >= 1 && c->group <= MAX_UNIT_SLICES && c->group * coded_bytes(form) <= INT32_MAX / 4;
 }
 
 /* Read the dictionary of a codec, which keeps it alive. Return -1 with an exception set if it is not one. */
@@ -157,7 +158,7 @@ static int read_codec(PyObject *codec, codec_parameters *out) {
     Py_DECREF(parameters);
     if (result < 0) return -1;
     out->form = (transform){
-        .slice_bytes = numbers[0], .word_bytes = numbers[1], .predictor = numbers[2], .planes = numbers[3],
+        .slice_bytes = numbers[0], .word_bytes = numbers[1], .kind = numbers[2], .planes = numbers[3],
         .rows = numbers[4], .columns = numbers[5], .interleaved = numbers[6], .green = numbers[7], .shuffle = numbers[8],
     };
     out->method = numbers[PARAMETER_METHOD];
@@ -184,7 +185,12 @@ static int64_t place_width(int64_t slice_count) { return slice_count <= 1 << 16 
 
 static void coded_dealloc(PyObject *self) {
     Coded *const c = (Coded *)self;
-    area_free((void *)(uintptr_t)c->block.data, (size_t)c->block.data_bytes);
+    if (c->source) {
+        PyBuffer_Release(c->source);
+        free(c->source);
+    } else {
+        area_free((void *)(uintptr_t)c->block.data, (size_t)c->block.data_bytes);
+    }
     free((void *)(uintptr_t)c->block.offsets);
     Py_XDECREF(c->codec);
     Py_XDECREF(c->owner);
@@ -209,7 +215,7 @@ static Coded *coded_allocate(PyObject *codec, const codec_parameters *c, int64_t
         PyErr_NoMemory();
         return NULL;
     }
-    sealed_block *const b = &self->block;
+    coded_block *const b = &self->block;
     b->offsets = (const uint32_t *)(const void *)tables;
     b->checks = has_checks ? (const uint32_t *)(const void *)(tables + offsets_bytes) : NULL;
     b->palette = colours_bytes ? tables + offsets_bytes + checks_bytes : NULL;
@@ -260,7 +266,7 @@ static int places_set(Coded *c, const uint32_t *order) {
 }
 
 /* Whether every place occurs exactly once. */
-static int is_permutation(const sealed_block *b) {
+static int is_permutation(const coded_block *b) {
     uint8_t *const is_seen = calloc((size_t)b->slice_count + 1, 1);
     int64_t number = 0;
     if (!is_seen) return 0;
@@ -275,7 +281,7 @@ static int is_permutation(const sealed_block *b) {
 }
 
 /* Whether the units follow each other, fill the data exactly and are not longer than uncompressed ones. */
-static int has_sound_offsets(const sealed_block *b) {
+static int has_sound_offsets(const coded_block *b) {
     const int64_t units = unit_count(b->slice_count, b->group);
     if (b->offsets[0] != 0 || b->offsets[units] != b->data_bytes) return 0;
     for (int64_t u = 0; u < units; u++)
@@ -285,8 +291,8 @@ static int has_sound_offsets(const sealed_block *b) {
 
 /* Check the tables of an object that came from outside. Return -1 with a ValueError if something does not fit. */
 static int coded_check(const Coded *c) {
-    const sealed_block *const b = &c->block;
-    if (!is_cut_soundly(b))
+    const coded_block *const b = &c->block;
+    if (!is_sound_block(b))
         PyErr_Format(PyExc_ValueError, "data must be inside its file: %lld bytes from byte %lld on", (long long)b->data_bytes,
                      (long long)b->file_start);
     else if (!has_sound_offsets(b))
@@ -359,9 +365,28 @@ static int check_lengths(const coded_arguments *a, const codec_parameters *c, lo
     return 0;
 }
 
+/* Copy the data of an object that is being made. Return -1 if there is no memory. */
+static int copy_data(Coded *self, const coded_arguments *a) {
+    uint8_t *const area = area_new((size_t)a->data.len);
+    if (!area) return -1;
+    if (a->data.len) memcpy(area, a->data.buf, (size_t)a->data.len);
+    coded_set_data(self, area, a->data.len);
+    return 0;
+}
+
+/* Keep the buffer of the data of an object that is being made. Return -1 if there is no memory. */
+static int share_data(Coded *self, coded_arguments *a) {
+    self->source = malloc(sizeof *self->source);
+    if (!self->source) return -1;
+    *self->source = a->data;
+    memset(&a->data, 0, sizeof a->data);
+    coded_set_data(self, self->source->buf, self->source->len);
+    return 0;
+}
+
 /* Make the object of arguments whose lengths were checked. NULL with an exception set. */
 static Coded *coded_from_arguments(PyObject *codec, const codec_parameters *c, int64_t slice_count, PyObject *file,
-                                   const coded_arguments *a) {
+                                   coded_arguments *a, int is_shared) {
     Coded *const self = coded_allocate(codec, c, slice_count, a->file >= 0, a->places.obj != NULL, file);
     if (!self) return NULL;
     memcpy(offsets_of(self), a->offsets.buf, (size_t)a->offsets.len);
@@ -372,15 +397,10 @@ static Coded *coded_from_arguments(PyObject *codec, const codec_parameters *c, i
         self->block.file = a->file;
         self->block.file_start = a->file_start;
         self->block.data_bytes = a->file_bytes;
-    } else {
-        uint8_t *const area = area_new((size_t)a->data.len);
-        if (!area) {
-            Py_DECREF(self);
-            PyErr_NoMemory();
-            return NULL;
-        }
-        if (a->data.len) memcpy(area, a->data.buf, (size_t)a->data.len);
-        coded_set_data(self, area, a->data.len);
+    } else if ((is_shared ? share_data(self, a) : copy_data(self, a)) < 0) {
+        Py_DECREF(self);
+        PyErr_NoMemory();
+        return NULL;
     }
     if (coded_check(self) == 0) return self;
     Py_DECREF(self);
@@ -388,21 +408,23 @@ static Coded *coded_from_arguments(PyObject *codec, const codec_parameters *c, i
 }
 
 static PyObject *coded_new(PyTypeObject *Py_UNUSED(type), PyObject *arguments, PyObject *keywords) {
-    static char *names[] = {"codec", "slice_count", "offsets", "palette", "data", "places", "checks", "file", NULL};
+    static char *names[] = {"codec", "slice_count", "offsets",   "palette", "data", "places",
+                            "checks", "file",       "is_shared", NULL};
     PyObject *codec, *offsets, *palette, *data, *places = NULL, *checks = NULL, *file = NULL;
     long long slice_count;
+    int is_shared = 0;
     codec_parameters c;
     coded_arguments a;
     Coded *self = NULL;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OLOOO|OOO:Coded", names, &codec, &slice_count, &offsets,
-                                     &palette, &data, &places, &checks, &file))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OLOOO|OOOp:Coded", names, &codec, &slice_count, &offsets,
+                                     &palette, &data, &places, &checks, &file, &is_shared))
         return NULL;
     if (read_codec(codec, &c) < 0) return NULL;
     memset(&a, 0, sizeof a);
     if (get_buffer(offsets, &a.offsets) == 0 && get_buffer(palette, &a.palette) == 0 &&
         get_buffer(places, &a.places) == 0 && get_buffer(checks, &a.checks) == 0 && get_data(data, &a) == 0 &&
         check_lengths(&a, &c, slice_count) == 0)
-        self = coded_from_arguments(codec, &c, slice_count, file, &a);
+        self = coded_from_arguments(codec, &c, slice_count, file, &a, is_shared);
     release_arguments(&a);
     return (PyObject *)self;
 }
@@ -412,7 +434,7 @@ static PyObject *coded_new(PyTypeObject *Py_UNUSED(type), PyObject *arguments, P
 /* Return a copy of the tables of an object, without data. NULL with an exception set. */
 static Coded *copy_tables(const Coded *c, int has_checks, PyObject *owner) {
     codec_parameters parameters;
-    const sealed_block *const b = &c->block;
+    const coded_block *const b = &c->block;
     if (read_codec(c->codec, &parameters) < 0) return NULL;
     Coded *const copy = coded_allocate(c->codec, &parameters, b->slice_count, has_checks, b->places != NULL, owner);
     if (!copy) return NULL;
@@ -423,7 +445,7 @@ static Coded *copy_tables(const Coded *c, int has_checks, PyObject *owner) {
 }
 
 /* Write the checksum of every unit to `checks`. */
-static void fill_checks(const sealed_block *b, uint32_t *checks) {
+static void fill_checks(const coded_block *b, uint32_t *checks) {
     const int64_t units = unit_count(b->slice_count, b->group);
     for (int64_t u = 0; u < units; u++) {
         if (b->data) checks[u] = checksum(b->data + b->offsets[u], (int64_t)b->offsets[u + 1] - b->offsets[u]);
@@ -461,7 +483,7 @@ static PyObject *raise_unreadable(int64_t error, const char *damage, long long n
 
 static PyObject *coded_in_memory(PyObject *self, PyObject *Py_UNUSED(none)) {
     const Coded *const c = (Coded *)self;
-    const sealed_block *const b = &c->block;
+    const coded_block *const b = &c->block;
     if (b->data) return Py_NewRef(self);
     uint8_t *const area = area_new((size_t)b->data_bytes);
     if (!area) return PyErr_NoMemory();
@@ -513,40 +535,40 @@ static PyObject *get_nbytes(PyObject *self, void *Py_UNUSED(closure)) {
 }
 
 static PyObject *get_disk_bytes(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     return PyLong_FromLongLong(b->data ? 0 : b->data_bytes);
 }
 
 static PyObject *get_location(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     if (b->data) Py_RETURN_NONE;
     return Py_BuildValue("iLL", (int)b->file, (long long)b->file_start, (long long)b->data_bytes);
 }
 
 static PyObject *get_data_view(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     if (!b->data) Py_RETURN_NONE;
     return view(self, b->data, b->data_bytes, NPY_UINT8);
 }
 
 static PyObject *get_offsets(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     return view(self, b->offsets, unit_count(b->slice_count, b->group) + 1, NPY_UINT32);
 }
 
 static PyObject *get_checks(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     if (b->data) Py_RETURN_NONE;
     return view(self, b->checks, unit_count(b->slice_count, b->group), NPY_UINT32);
 }
 
 static PyObject *get_palette(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     return view(self, b->palette, palette_bytes(&b->form), NPY_UINT8);
 }
 
 static PyObject *get_places(PyObject *self, void *Py_UNUSED(closure)) {
-    const sealed_block *const b = &((Coded *)self)->block;
+    const coded_block *const b = &((Coded *)self)->block;
     if (!b->places) Py_RETURN_NONE;
     return view(self, b->places, b->slice_count, b->place_bytes == 2 ? NPY_UINT16 : NPY_UINT32);
 }
@@ -554,14 +576,15 @@ static PyObject *get_places(PyObject *self, void *Py_UNUSED(closure)) {
 static PyObject *coded_reduce(PyObject *self, PyObject *Py_UNUSED(none)) {
     PyObject *const c = coded_in_memory(self, NULL);
     if (!c) return NULL;
-    const sealed_block *const b = &((Coded *)c)->block;
+    const coded_block *const b = &((Coded *)c)->block;
     PyObject *const offsets = get_offsets(c, NULL), *const palette = get_palette(c, NULL);
     PyObject *const places = get_places(c, NULL);
-    PyObject *const data = PyBytes_FromStringAndSize((const char *)b->data, (Py_ssize_t)b->data_bytes);
+    /* Pickle writes an array that shares the memory without a copy, and the loaded object keeps the array. */
+    PyObject *const data = get_data_view(c, NULL);
     PyObject *result = NULL;
     if (offsets && palette && places && data)
-        result = Py_BuildValue("O(OLOOOO)", coded_type, ((Coded *)c)->codec, (long long)b->slice_count, offsets, palette,
-                               data, places);
+        result = Py_BuildValue("O(OLOOOOOOO)", coded_type, ((Coded *)c)->codec, (long long)b->slice_count, offsets,
+                               palette, data, places, Py_None, Py_None, Py_True);
     Py_XDECREF(offsets);
     Py_XDECREF(palette);
     Py_XDECREF(places);
@@ -597,7 +620,8 @@ static PyGetSetDef coded_properties[] = {
 };
 
 static PyType_Slot coded_slots[] = {
-    {Py_tp_doc, "Coded(codec, slice_count, offsets, palette, data, places=None, checks=None, file=None)\n--\n\n"
+    {Py_tp_doc, "Coded(codec, slice_count, offsets, palette, data, places=None, checks=None, file=None, is_shared=False)"
+                "\n--\n\n"
                 "Compressed slices, in memory or in a file. Immutable."},
     {Py_tp_new, (void *)coded_new},
     {Py_tp_dealloc, (void *)coded_dealloc},
@@ -700,8 +724,8 @@ static int encode_slices(Coded *self, const codec_parameters *c, const uint8_t *
     begin_palette(self, c);
     Py_BEGIN_ALLOW_THREADS
     if (workspace_make(&w, c, count)) {
-        used = holdall_encode(&w.coder, &c->form, slices, order, count, 0, count, w.room, (int64_t)w.room_bytes,
-                              offsets_of(self), palette_of(self), w.table);
+        used = encode_units(&w.coder, &c->form, slices, order, count, w.room, (int64_t)w.room_bytes, offsets_of(self),
+                            palette_of(self), w.table);
         if (used >= 0) area = area_new((size_t)used);
         if (area) memcpy(area, w.room, (size_t)used);
     }
@@ -803,7 +827,7 @@ static PyObject *decode(PyObject *Py_UNUSED(module), PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "Onn:decode", &object, &first, &count)) return NULL;
     const Coded *const coded = require_coded(object);
     if (!coded) return NULL;
-    const sealed_block *const b = &coded->block;
+    const coded_block *const b = &coded->block;
     if (first < 0 || count < 0 || first > b->slice_count || count > b->slice_count - first)
         return PyErr_Format(PyExc_IndexError, "Slices %lld to %lld are not among the %lld of the block.", (long long)first,
                             (long long)(first + count - 1), (long long)b->slice_count);

@@ -20,7 +20,7 @@ decoder *decoder_new(void);
 void decoder_free(decoder *d);
 /* Grow the buffers as far as decoding `b` needs. Return 0 if there is no memory; the decoder then stays usable for the
  * blocks that it was fitted to before. */
-int decoder_fit(decoder *d, const sealed_block *b);
+int decoder_fit(decoder *d, const coded_block *b);
 /* Forget which units are in the buffers. Required before the first slice of a batch, because blocks of earlier batches
  * may have been freed and their addresses reused. */
 void decoder_begin_batch(decoder *d);

@@ -1,20 +1,20 @@
-/* Images of few colours: a pixel becomes the number of its colour in a palette of 256, which is undone by looking it up.
+/* Images of few colours: a pixel becomes the number of its colour in a palette of 256.
  *
- * A block has one palette, of the colours that most of its slices show. What a unit shows beyond them stands in front of
- * it: a count, and for each its number and its three bytes. Such a number is none of those that the unit uses already.
- * Where a scene moves sideways, columns repeat and rows do not: numbers may stand column by column. */
+ * A block has one palette, of the colours that most of its slices show. The other colours of a unit precede the unit: a
+ * count, and for each colour its number and its three bytes. Such a number replaces a palette colour that the unit does
+ * not use. Where a scene moves sideways, columns repeat and rows do not, so numbers may be stored column by column. */
 #include "codec.h"
 
 #include <string.h>
 
-enum { TABLE_SLOTS = 1 << 16, MOST_KNOWN = 1 << 15 }; /* as in writing.py */
-static const uint32_t NO_COLOUR = UINT32_MAX; /* of a number that is free */
+enum { TABLE_SLOTS = 1 << 16, MAX_BLOCK_COLOURS = 1 << 15 };
+static const uint32_t NO_COLOUR = UINT32_MAX; /* the palette entry of a free number */
 
 /* ---- columns ----------------------------------------------------------------------- */
 
 #ifdef HAVE_X86
-/* Turn 8 rows of 8 numbers. */
-static void turn_8(const uint8_t *in, int64_t columns, uint8_t *out, int64_t rows) {
+/* Transpose 8 rows of 8 numbers. */
+static void transpose_8(const uint8_t *in, int64_t columns, uint8_t *out, int64_t rows) {
     __m128i pair[4], four[4], eight[4];
     for (int i = 0; i < 4; i++)
         pair[i] = _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)(in + 2 * i * columns)),
@@ -34,13 +34,13 @@ static void turn_8(const uint8_t *in, int64_t columns, uint8_t *out, int64_t row
 }
 #endif
 
-/* Make columns of rows. */
-static void turn(const uint8_t *in, int64_t rows, int64_t columns, uint8_t *out) {
+/* Turn rows into columns. */
+static void transpose(const uint8_t *in, int64_t rows, int64_t columns, uint8_t *out) {
     int64_t y = 0;
 #ifdef HAVE_X86
     for (; y + 8 <= rows; y += 8) {
         int64_t x = 0;
-        for (; x + 8 <= columns; x += 8) turn_8(in + y * columns + x, columns, out + x * rows + y, rows);
+        for (; x + 8 <= columns; x += 8) transpose_8(in + y * columns + x, columns, out + x * rows + y, rows);
         for (; x < columns; x++)
             for (int64_t i = y; i < y + 8; i++) out[x * rows + i] = in[i * columns + x];
     }
@@ -54,10 +54,10 @@ static void turn(const uint8_t *in, int64_t rows, int64_t columns, uint8_t *out)
 /* A colour of a block, in a table with open addressing. */
 struct known_colour {
     uint32_t name;   /* the colour + 1; 0: the slot is free */
-    uint32_t slices; /* that show it */
-    uint32_t last;   /* the slice, and later the unit, that showed it last, + 1 */
-    int16_t number;  /* in the block's palette; -1: it has none */
-    int16_t of_unit; /* in the palette of the unit that showed it last */
+    uint32_t slices; /* number of slices that show the colour */
+    uint32_t last;   /* number + 1 of the last slice, later of the last unit, that shows the colour */
+    int16_t number;  /* in the palette of the block, or -1 */
+    int16_t of_unit; /* in the palette of the last unit that shows the colour */
 };
 
 static inline uint32_t hash_of(uint32_t colour) { return colour * UINT32_C(0x9E3779B1); }
@@ -68,19 +68,20 @@ static inline uint32_t colour_at(const transform *form, const uint8_t *slice, in
     return at[0] | (uint32_t)at[step] << 8 | (uint32_t)at[2 * step] << 16;
 }
 
-/* Where a colour stands in the table, or would. */
+/* Return the slot of a colour, or the free slot where it belongs. */
 static known_colour *find_colour(known_colour *table, uint32_t colour) {
     uint32_t place = hash_of(colour) >> 16;
     while (table[place].name != 0 && table[place].name != colour + 1) place = (place + 1) & (TABLE_SLOTS - 1);
     return &table[place];
 }
 
-/* Whether colour `a` comes before `b`: more slices show it, or it is the smaller number. */
+/* Whether colour `a` comes before `b`: more slices show it, or as many do and it is the smaller number. */
 static int comes_before(const known_colour *a, const known_colour *b) {
     return a->slices != b->slices ? a->slices > b->slices : a->name < b->name;
 }
 
-/* Give numbers to colours: those of the given palette keep theirs, the others get what is left, the most frequent first. */
+/* Number the colours of a block. Colours of the given palette keep their numbers. The most frequent other colours get the
+ * free numbers. */
 static void fill_palette(known_colour *table, uint32_t *palette) {
     const known_colour *best[256];
     int64_t found = 0, number = 0;
@@ -116,7 +117,7 @@ int collect_colours(const transform *form, const uint8_t *slices, int64_t count,
             if (colour == before) continue;
             known_colour *const one = find_colour(table, before = colour);
             if (one->name == 0) {
-                if (++known > MOST_KNOWN) return 0;
+                if (++known > MAX_BLOCK_COLOURS) return 0;
                 *one = (known_colour){.name = colour + 1, .number = -1};
             }
             if (one->last != (uint32_t)s + 1) one->slices++;
@@ -131,8 +132,8 @@ int collect_colours(const transform *form, const uint8_t *slices, int64_t count,
     return 1;
 }
 
-/* Give the colours of a unit that the block's palette lacks a number each, near one that depends on the colour alone, so
- * that it is the same in most units. */
+/* Number the colours of a unit that the palette of the block lacks. The number depends on the colour, so that it is the
+ * same in most units. */
 static void number_missing(known_colour *const *missing, int64_t count, uint8_t *is_used, uint8_t *head) {
     head[0] = (uint8_t)count;
     for (int64_t i = 0; i < count; i++) {
@@ -142,15 +143,17 @@ static void number_missing(known_colour *const *missing, int64_t count, uint8_t 
         is_used[number] = 1;
         missing[i]->of_unit = (int16_t)number;
         uint8_t *const entry = head + 1 + 4 * i;
-        entry[0] = (uint8_t)number, entry[1] = (uint8_t)colour;
-        entry[2] = (uint8_t)(colour >> 8), entry[3] = (uint8_t)(colour >> 16);
+        entry[0] = (uint8_t)number;
+        entry[1] = (uint8_t)colour;
+        entry[2] = (uint8_t)(colour >> 8);
+        entry[3] = (uint8_t)(colour >> 16);
     }
 }
 
 int64_t begin_unit(const transform *form, const uint8_t *const *slices, int64_t count, int64_t unit, known_colour *table,
                    uint8_t *head) {
     const int64_t pixels = coded_bytes(form);
-    known_colour *missing[MOST_NEW_COLOURS];
+    known_colour *missing[MAX_UNIT_COLOURS];
     uint8_t is_used[256] = {0};
     int64_t shown = 0, lacking = 0;
     for (int64_t s = 0; s < count; s++) {
@@ -164,11 +167,12 @@ int64_t begin_unit(const transform *form, const uint8_t *const *slices, int64_t 
             one->of_unit = one->number;
             if (++shown > 256) return -1;
             if (one->number >= 0) is_used[one->number] = 1;
-            else if (lacking == MOST_NEW_COLOURS) return -1;
+            else if (lacking == MAX_UNIT_COLOURS) return -1;
             else missing[lacking++] = one;
         }
     }
-    if (1 + 4 * lacking > 2 * count * pixels) return -1; /* more than numbers spare: two of a pixel's three bytes */
+    /* Numbers save two of the three bytes of a pixel. The colours must not take more than that. */
+    if (1 + 4 * lacking > 2 * count * pixels) return -1;
     number_missing(missing, lacking, is_used, head);
     return 1 + 4 * lacking;
 }
@@ -182,14 +186,14 @@ const uint8_t *number_colours(const transform *form, const uint8_t *slice, known
         if (colour != before) number = (uint8_t)find_colour(table, before = colour)->of_unit;
         a[i] = number;
     }
-    if (form->predictor == COLOURS) return a;
-    turn(a, form->rows, form->columns, b);
+    if (form->kind == TRANSFORM_COLOURS) return a;
+    transpose(a, form->rows, form->columns, b);
     return b;
 }
 
 /* ---- decoding ---------------------------------------------------------------------- */
 
-int64_t read_unit_colours(decoder *d, const sealed_block *b, const uint8_t *from, int64_t length) {
+int64_t read_unit_colours(decoder *d, const coded_block *b, const uint8_t *from, int64_t length) {
     if (length < 1 || 1 + 4 * (int64_t)from[0] > length) return -1;
     const int64_t count = from[0];
     d->unit_palette = b->palette;
@@ -202,12 +206,12 @@ int64_t read_unit_colours(decoder *d, const sealed_block *b, const uint8_t *from
 }
 
 #ifdef HAVE_X86
-/* Up to 16 colours in a table for each byte of them, so that a shuffle of bytes looks 32 up at once. */
+/* Sixteen colours as three tables of bytes, so that one shuffle of bytes looks up 32 numbers. */
 typedef struct {
     __m256i plane[3];
 } colour_table;
 
-__attribute__((target("avx2"))) static void part_palette(const uint8_t *palette, int64_t tables, colour_table *out) {
+__attribute__((target("avx2"))) static void split_palette(const uint8_t *palette, int64_t tables, colour_table *out) {
     const __m128i by_plane = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int64_t t = 0; t < tables; t++) {
         __m128i four[4];
@@ -221,7 +225,7 @@ __attribute__((target("avx2"))) static void part_palette(const uint8_t *palette,
     }
 }
 
-/* Look 32 numbers up in 1, 2, 4 or 8 tables of 16; one in the wrong table is left out by its higher bits. */
+/* Look up 32 numbers in 1, 2, 4 or 8 tables of 16 colours. The higher bits of a number select the table. */
 __attribute__((target("avx2"), always_inline)) static inline __m256i look_up_wide(const colour_table *t, int tables, int p,
                                                                                   __m256i in) {
     __m256i found[8];
@@ -234,24 +238,24 @@ __attribute__((target("avx2"), always_inline)) static inline __m256i look_up_wid
     return found[0];
 }
 
-/* Which of 32 numbers are not in so many tables, a bit each. */
-__attribute__((target("avx2"))) static inline uint32_t beyond(int tables, __m256i in) {
+/* Return a bit for each of 32 numbers that `tables` tables do not have. */
+__attribute__((target("avx2"))) static inline uint32_t find_missing(int tables, __m256i in) {
     const __m256i last = _mm256_set1_epi8((char)(16 * tables - 1));
     return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(in, last), last));
 }
 
-/* Look up 32 at a time, and those that are not in the tables one by one: they are few. */
+/* Look up 32 numbers at a time, and the few that are not in the tables one by one. Return how many were looked up. */
 #define LOOK_UP_IN(tables)                                                                                             \
     __attribute__((target("avx2"))) static int64_t look_up_in_##tables(const uint8_t *palette, const uint8_t *in,      \
                                                                        int64_t plane, uint8_t *out) {                  \
         colour_table t[tables];                                                                                        \
         int64_t i = 0;                                                                                                 \
-        part_palette(palette, tables, t);                                                                              \
+        split_palette(palette, tables, t);                                                                              \
         for (; i + 32 <= plane; i += 32) {                                                                             \
             const __m256i numbers = _mm256_loadu_si256((const __m256i *)(in + i));                                     \
             for (int p = 0; p < 3; p++)                                                                                \
                 _mm256_storeu_si256((__m256i *)(out + p * plane + i), look_up_wide(t, tables, p, numbers));            \
-            for (uint32_t rest = beyond(tables, numbers); rest; rest &= rest - 1) {                                    \
+            for (uint32_t rest = find_missing(tables, numbers); rest; rest &= rest - 1) {                                    \
                 const int64_t at = i + __builtin_ctz(rest);                                                            \
                 for (int p = 0; p < 3; p++) out[p * plane + at] = palette[4 * in[at] + p];                             \
             }                                                                                                          \
@@ -263,22 +267,25 @@ LOOK_UP_IN(2)
 LOOK_UP_IN(4)
 LOOK_UP_IN(8)
 
-/* How many tables it is fastest to look up in, by every fourth 32 of the numbers; 16: in none. What each way takes was
- * measured, in tenths of nanoseconds for 32 numbers, and 25 for each that is not in the tables. */
-__attribute__((target("avx2"))) static int best_tables(const uint8_t *in, int64_t plane) {
+/* Return the number of tables with which a look-up is fastest, by a quarter of the numbers; 16: without tables. The times
+ * were measured, in tenths of nanoseconds: for 32 numbers, and 25 for each number that is not in the tables. */
+__attribute__((target("avx2"))) static int choose_tables(const uint8_t *in, int64_t plane) {
     static const int64_t taken[] = {11, 20, 31, 62};
     int64_t best = 16, least = 125 * (plane / 128);
     for (int k = 0; k < 4; k++) {
         int64_t cost = taken[k] * (plane / 128);
         for (int64_t i = 0; i + 128 <= plane && cost < least; i += 128)
-            for (uint32_t rest = beyond(1 << k, _mm256_loadu_si256((const __m256i *)(in + i))); rest; rest &= rest - 1)
+            for (uint32_t rest = find_missing(1 << k, _mm256_loadu_si256((const __m256i *)(in + i))); rest; rest &= rest - 1)
                 cost += 25;
-        if (cost < least) least = cost, best = 1 << k;
+        if (cost < least) {
+            least = cost;
+            best = 1 << k;
+        }
     }
     return (int)best;
 }
 
-/* Look 16 numbers up one by one, and part what was found into planes at once. */
+/* Look up 16 numbers one by one, and separate the colours into planes at once. */
 __attribute__((target("ssse3"))) static int64_t look_up_words_of_16(const uint8_t *palette, const uint8_t *in,
                                                                     int64_t plane, uint8_t *out) {
     const __m128i by_plane = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -299,9 +306,9 @@ __attribute__((target("ssse3"))) static int64_t look_up_words_of_16(const uint8_
     return i;
 }
 
-/* Look up as many as the registers' length divides; returns how many. */
+/* Look up a multiple of the length of a register. Return how many were looked up. */
 static int64_t look_up_fast(const uint8_t *palette, const uint8_t *in, int64_t plane, uint8_t *out) {
-    switch (has_avx2() ? best_tables(in, plane) : 16) {
+    switch (has_avx2() ? choose_tables(in, plane) : 16) {
     case 1: return look_up_in_1(palette, in, plane, out);
     case 2: return look_up_in_2(palette, in, plane, out);
     case 4: return look_up_in_4(palette, in, plane, out);
@@ -314,11 +321,11 @@ static int64_t look_up_fast(const uint8_t *palette, const uint8_t *in, int64_t p
 void look_up_colours(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *scratch, uint8_t *out) {
     const int64_t plane = form->rows * form->columns;
     int64_t i = 0;
-    if (form->predictor == COLUMNS) {
-        turn(in, form->columns, form->rows, scratch);
+    if (form->kind == TRANSFORM_COLOUR_COLUMNS) {
+        transpose(in, form->columns, form->rows, scratch);
         in = scratch;
     }
-    if (form->interleaved) { /* a fourth byte is written, too, which the next pixel covers */
+    if (form->interleaved) { /* A fourth byte is written, too, which the next pixel overwrites. */
         for (; i + 1 < plane; i++) memcpy(out + 3 * i, palette + 4 * in[i], 4);
         memcpy(out + 3 * i, palette + 4 * in[i], 3);
         return;

@@ -16,16 +16,14 @@ void decoder_free(decoder *d) {
     if (d->unit) free(d->unit - LOOK_BACK_BYTES);
     free(d->read);
     free(d->colours);
-    free(d->decoded);
     free(d);
 }
 
 void decoder_begin_batch(decoder *d) {
     d->unit_of = NULL;
-    d->unit_behind = NULL;
+    d->unit_dictionary = NULL;
     d->read_of = NULL;
     d->error = 0;
-    d->batch++;
 }
 
 /* Replace a buffer by one of `wanted` bytes, whose contents are undefined. Return 0 if there is no memory; the buffer is
@@ -49,7 +47,7 @@ static int grow_unit(decoder *d, int64_t wanted) {
     d->unit = grown + LOOK_BACK_BYTES;
     d->unit_bytes = wanted;
     d->unit_of = NULL;
-    d->unit_behind = NULL;
+    d->unit_dictionary = NULL;
     return 1;
 }
 
@@ -60,7 +58,7 @@ static int grow_read(decoder *d, int64_t wanted) {
     return grow(&d->read, &d->read_bytes, wanted);
 }
 
-int decoder_fit(decoder *d, const sealed_block *b) {
+int decoder_fit(decoder *d, const coded_block *b) {
     const int64_t coded = coded_bytes(&b->form);
     const int64_t unit_bytes = b->group * coded + head_bytes(&b->form);
     const int64_t scratch_bytes = 2 * coded + b->form.slice_bytes;

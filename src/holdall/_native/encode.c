@@ -1,4 +1,4 @@
-/* Encoding of a whole block of slices, as the sealer does it: palettes, predictors, byte shuffle, then LZ4 or Zstandard. */
+/* Encoding of all slices of a block: transforms, then LZ4 or Zstandard. The functions that undo it are in decode.c. */
 #include "codec.h"
 
 #include <lz4.h>
@@ -16,7 +16,7 @@ static void subtract_to(const uint8_t *restrict from, const uint8_t *what, uint8
     for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(from[i] - what[i]);
 }
 
-/* Write the differences of planes of values to `out`; `planes` is written over. */
+/* Write the differences of planes of values to `out`. `planes` is overwritten. */
 static void take_differences(const transform *form, uint8_t *planes, uint8_t *out) {
     const int64_t columns = form->columns, plane = form->rows * columns;
     if (form->green) {
@@ -26,26 +26,22 @@ static void take_differences(const transform *form, uint8_t *planes, uint8_t *ou
     for (int64_t p = 0; p < form->planes; p++) {
         const uint8_t *const first = planes + p * plane;
         uint8_t *const to = out + p * plane;
-        if (form->predictor == PREDICT_LEFT) {
-            /* All rows at once; then the first value of each, which is predicted by the one above. */
-            to[0] = first[0];
-            subtract_to(first + 1, first, to + 1, plane - 1);
-            for (int64_t y = 1; y < form->rows; y++)
-                to[y * columns] = (uint8_t)(first[y * columns] - first[(y - 1) * columns]);
-        } else {
-            memcpy(to, first, (size_t)columns);
-            subtract_to(first + columns, first, to + columns, plane - columns);
-        }
+        to[0] = first[0];
+        subtract_to(first + 1, first, to + 1, plane - 1);
+        /* The first value of a row is a difference to the value above it. */
+        for (int64_t y = 1; y < form->rows; y++)
+            to[y * columns] = (uint8_t)(first[y * columns] - first[(y - 1) * columns]);
     }
 }
 
 /* ---- words ------------------------------------------------------------------------- */
 
-static void shuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out) {
-    const int64_t words = bytes / word;
-    for (int64_t b = 0; b < word; b++)
-        for (int64_t i = 0; i < words; i++) out[b * words + i] = in[i * word + b];
-    memcpy(out + words * word, in + words * word, (size_t)(bytes - words * word));
+/* Write the first bytes of all words, then the second ones, and so on. */
+static void shuffle(int64_t word_bytes, int64_t bytes, const uint8_t *in, uint8_t *out) {
+    const int64_t words = bytes / word_bytes;
+    for (int64_t b = 0; b < word_bytes; b++)
+        for (int64_t i = 0; i < words; i++) out[b * words + i] = in[i * word_bytes + b];
+    memcpy(out + words * word_bytes, in + words * word_bytes, (size_t)(bytes - words * word_bytes));
 }
 
 static uint64_t read_word(const uint8_t *p, int64_t bytes) {
@@ -54,29 +50,19 @@ static uint64_t read_word(const uint8_t *p, int64_t bytes) {
     return word;
 }
 
-/* Where a word stands in the table of 1024 slots, each a palette index + 1 or 0; or where it would. */
-static uint64_t slot_of(const transform *form, const uint8_t *palette, const uint16_t *slots, uint64_t word) {
-    uint64_t place = (word * UINT64_C(0x9E3779B97F4A7C15)) >> 54;
-    while (slots[place] != 0 &&
-           read_word(palette + (slots[place] - 1) * form->word_bytes, form->word_bytes) != word)
-        place = (place + 1) & 1023;
-    return place;
+enum { WORD_SLOTS = WORD_TABLE_BYTES / 2 };
+
+/* Return the slot of a word, or the free slot where it belongs. A slot holds a palette index + 1, or 0. */
+static uint64_t find_word(const transform *form, const uint8_t *palette, const uint16_t *slots, uint64_t word) {
+    uint64_t slot = (word * UINT64_C(0x9E3779B97F4A7C15)) >> 54;
+    while (slots[slot] != 0 && read_word(palette + (slots[slot] - 1) * form->word_bytes, form->word_bytes) != word)
+        slot = (slot + 1) & (WORD_SLOTS - 1);
+    return slot;
 }
 
-/* Collect the words of all slices into the palette; 0 if there are more than 256. They are put in
- * order, so that words which are near to each other, as those of an image are, differ by little. */
-static int collect_words(const transform *form, const uint8_t *slices, int64_t count, uint8_t *palette,
-                         uint16_t *slots) {
-    const int64_t size = form->word_bytes, words = count * (form->slice_bytes / size);
-    int64_t known = 0;
-    for (int64_t i = 0; i < words; i++) {
-        const uint64_t word = read_word(slices + i * size, size);
-        const uint64_t place = slot_of(form, palette, slots, word);
-        if (slots[place] != 0) continue;
-        if (known == 256) return 0;
-        memcpy(palette + known * size, &word, (size_t)size);
-        slots[place] = (uint16_t)(++known);
-    }
+/* Sort the `known` words of a palette, so that similar values get similar numbers, and rebuild its table. */
+static void sort_words(const transform *form, int64_t known, uint8_t *palette, uint16_t *slots) {
+    const int64_t size = form->word_bytes;
     uint64_t sorted[256];
     for (int64_t i = 0; i < known; i++) {
         const uint64_t word = read_word(palette + i * size, size);
@@ -84,11 +70,27 @@ static int collect_words(const transform *form, const uint8_t *slices, int64_t c
         for (; at > 0 && sorted[at - 1] > word; at--) sorted[at] = sorted[at - 1];
         sorted[at] = word;
     }
-    memset(slots, 0, 1024 * sizeof *slots);
+    memset(slots, 0, WORD_TABLE_BYTES);
     for (int64_t i = 0; i < known; i++) {
         memcpy(palette + i * size, &sorted[i], (size_t)size);
-        slots[slot_of(form, palette, slots, sorted[i])] = (uint16_t)(i + 1);
+        slots[find_word(form, palette, slots, sorted[i])] = (uint16_t)(i + 1);
     }
+}
+
+/* Collect the words of all slices in the palette. Return 0 if there are more than 256. */
+static int collect_words(const transform *form, const uint8_t *slices, int64_t count, uint8_t *palette,
+                         uint16_t *slots) {
+    const int64_t size = form->word_bytes, words = count * (form->slice_bytes / size);
+    int64_t known = 0;
+    for (int64_t i = 0; i < words; i++) {
+        const uint64_t word = read_word(slices + i * size, size);
+        const uint64_t slot = find_word(form, palette, slots, word);
+        if (slots[slot] != 0) continue;
+        if (known == 256) return 0;
+        memcpy(palette + known * size, &word, (size_t)size);
+        slots[slot] = (uint16_t)(++known);
+    }
+    sort_words(form, known, palette, slots);
     return 1;
 }
 
@@ -97,119 +99,28 @@ static void number_words(const transform *form, const uint8_t *slice, const uint
     const int64_t words = form->slice_bytes / form->word_bytes;
     for (int64_t i = 0; i < words; i++) {
         const uint64_t word = read_word(slice + i * form->word_bytes, form->word_bytes);
-        out[i] = (uint8_t)(slots[slot_of(form, palette, slots, word)] - 1);
+        out[i] = (uint8_t)(slots[find_word(form, palette, slots, word)] - 1);
     }
 }
 
-/* ---- units ------------------------------------------------------------------------- */
+/* ---- changes ----------------------------------------------------------------------- */
 
-/* Let LZ4 read the dictionary, if there is one. That takes far longer than compressing a unit, so the resulting state is
- * kept and copied for each unit. */
-static void load_dictionary(const encoder *e) {
-    if (e->method != METHOD_LZ4 || !e->common) return;
-    LZ4_resetStreamHC_fast(e->loaded, e->level > 0 ? (int)e->level : 1);
-    LZ4_loadDictHC(e->loaded, (const char *)e->common, (int)e->common_bytes);
-}
+enum { MIN_EQUAL_BYTES = 4 }; /* Changes with fewer equal bytes between them are stored as one. */
 
-/* Compress bytes; returns how many came of them, -1 if that cannot be done in the room. */
-static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint8_t *out, int64_t room) {
-    if (e->method == METHOD_LZ4) {
-        int length;
-        if (e->common) {
-            memcpy(e->stream, e->loaded, sizeof(LZ4_streamHC_t));
-            length = LZ4_compress_HC_continue(e->stream, (const char *)in, (char *)out, (int)bytes, (int)room);
-        } else if (e->level > 0) {
-            length = LZ4_compress_HC((const char *)in, (char *)out, (int)bytes, (int)room, (int)e->level);
-        } else {
-            length = LZ4_compress_default((const char *)in, (char *)out, (int)bytes, (int)room);
-        }
-        return length > 0 ? length : -1;
-    }
-    if (e->method == METHOD_ZSTD) {
-        /* A dictionary is part of the context. */
-        const size_t length = ZSTD_compress2(e->cctx, out, (size_t)room, in, (size_t)bytes);
-        return ZSTD_isError(length) ? -1 : (int64_t)length;
-    }
-    return -1;
-}
-
-/* Transform one slice; returns where the coded bytes stand: in `slice`, `a` or `b`. */
-static const uint8_t *transformed(const transform *form, const uint8_t *slice, const uint8_t *palette,
-                                  uint16_t *slots, uint8_t *a, uint8_t *b) {
-    const int64_t coded = coded_bytes(form);
-    const uint8_t *stage = slice;
-    if (is_of_colours(form)) return number_colours(form, slice, (known_colour *)(void *)slots, a, b);
-    if (form->word_bytes > 0) {
-        number_words(form, stage, palette, slots, a);
-        stage = a;
-    }
-    if (form->predictor == PIXELS) {
-        interleave(form, stage, b);
-        stage = b;
-    } else if (form->predictor == PREDICT_LEFT || form->predictor == PREDICT_UP) {
-        if (form->interleaved) part_pixels(form, stage, b);
-        else memcpy(b, stage, (size_t)coded);
-        take_differences(form, b, a);
-        stage = a;
-    }
-    if (form->shuffle > 0) {
-        uint8_t *const to = stage == b ? a : b;
-        shuffle(form->shuffle, coded, stage, to);
-        stage = to;
-    }
-    return stage;
-}
-
-/* A block that is being coded. */
-typedef struct {
-    const transform *form;
-    const uint8_t *slices;
-    const uint32_t *order; /* which slice comes first, second, ...; NULL: as they stand */
-    uint8_t *palette;
-    uint16_t *slots; /* the palette's table, of words or of colours */
-} block_of_slices;
-
-/* Find what numbers stand for, in all slices: words or colours. 0 if there are too many. */
-static int collect(const block_of_slices *s, int64_t count) {
-    if (is_of_colours(s->form))
-        return collect_colours(s->form, s->slices, count, s->palette, (known_colour *)(void *)s->slots);
-    return s->form->word_bytes == 0 || collect_words(s->form, s->slices, count, s->palette, s->slots);
-}
-
-/* Write what stands in front of unit `u`; returns the bytes of that, -1 if it has too many colours. */
-static int64_t head_of_unit(const block_of_slices *s, int64_t u, int64_t first, int64_t count, uint8_t *head) {
-    const uint8_t *slices[MOST_IN_A_UNIT];
-    if (!is_of_colours(s->form)) return 0;
-    for (int64_t i = 0; i < count; i++)
-        slices[i] = s->slices + (s->order ? s->order[first + i] : first + i) * s->form->slice_bytes;
-    return begin_unit(s->form, slices, count, u, (known_colour *)(void *)s->slots, head);
-}
-
-/* Transform the slices from place `first` on and put them side by side in `unit`; returns where they stand: a single one
- * may be left where it was. */
-static const uint8_t *staged(const block_of_slices *s, int64_t first, int64_t count, uint8_t *a, uint8_t *b,
-                             uint8_t *unit) {
-    const int64_t coded = coded_bytes(s->form);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t number = s->order ? s->order[first + i] : first + i;
-        const uint8_t *const slice = s->slices + number * s->form->slice_bytes;
-        const uint8_t *const done = transformed(s->form, slice, s->palette, s->slots, a, b);
-        if (count == 1) return done;
-        memcpy(unit + i * coded, done, (size_t)coded);
-    }
-    return unit;
-}
-
-enum { EQUAL_BETWEEN = 4 }; /* changes that so many bytes part are two */
-
-static uint8_t *write_count(uint8_t *to, int64_t count) {
-    for (; count > 127; count >>= 7) *to++ = (uint8_t)(count | 128);
-    *to++ = (uint8_t)count;
+static uint8_t *write_number(uint8_t *to, int64_t number) {
+    for (; number > 127; number >>= 7) *to++ = (uint8_t)(number | 128);
+    *to++ = (uint8_t)number;
     return to;
 }
 
-/* Where two slices differ from `at` on, or `bytes`. */
-static int64_t next_difference(const uint8_t *before, const uint8_t *slice, int64_t at, int64_t bytes) {
+static int64_t count_number_bytes(int64_t number) {
+    int64_t bytes = 1;
+    for (; number > 127; number >>= 7) bytes++;
+    return bytes;
+}
+
+/* Return the first position from `at` on where two slices differ, or `bytes`. */
+static int64_t find_difference(const uint8_t *before, const uint8_t *slice, int64_t at, int64_t bytes) {
     uint64_t a, b;
     for (; at + 8 <= bytes; at += 8) {
         memcpy(&a, before + at, 8);
@@ -220,176 +131,197 @@ static int64_t next_difference(const uint8_t *before, const uint8_t *slice, int6
     return at;
 }
 
-static int64_t bytes_of_count(int64_t count) {
-    int64_t bytes = 1;
-    for (; count > 127; count >>= 7) bytes++;
-    return bytes;
-}
-
-/* Write how a slice differs from the one before: the number of changes, and for each the bytes that are skipped, its
- * length, and what stands there now. Returns the end of it, NULL if there is no room. */
-static uint8_t *note_changes(const uint8_t *before, const uint8_t *slice, int64_t bytes, uint8_t *to, const uint8_t *end) {
-    int64_t changes = 0, behind = 0;
+/* Write how a slice differs from the slice before: the number of changes, and for each the number of equal bytes before
+ * it, its length, and the new bytes. Return the end of what was written, NULL if there is no room. */
+static uint8_t *write_changes(const uint8_t *before, const uint8_t *slice, int64_t bytes, uint8_t *to, const uint8_t *end) {
+    int64_t changes = 0, written_up_to = 0;
     if (end - to < 1) return NULL;
-    uint8_t *const counted = to++; /* few have more than 127 */
-    for (int64_t at = next_difference(before, slice, 0, bytes); at < bytes; changes++) {
-        int64_t stop = at + 1, next;
-        while ((next = next_difference(before, slice, stop, bytes)) < bytes && next - stop < EQUAL_BETWEEN) stop = next + 1;
-        if (end - to < bytes_of_count(at - behind) + bytes_of_count(stop - at) + stop - at) return NULL;
-        to = write_count(write_count(to, at - behind), stop - at);
-        memcpy(to, slice + at, (size_t)(stop - at));
-        to += stop - at;
-        behind = stop, at = next;
+    uint8_t *const number_at = to++; /* Few slices have more than 127 changes. */
+    for (int64_t start = find_difference(before, slice, 0, bytes), next; start < bytes; start = next, changes++) {
+        int64_t stop = start + 1;
+        next = find_difference(before, slice, stop, bytes);
+        while (next < bytes && next - stop < MIN_EQUAL_BYTES) {
+            stop = next + 1;
+            next = find_difference(before, slice, stop, bytes);
+        }
+        const int64_t skipped = start - written_up_to, length = stop - start;
+        if (end - to < count_number_bytes(skipped) + count_number_bytes(length) + length) return NULL;
+        to = write_number(write_number(to, skipped), length);
+        memcpy(to, slice + start, (size_t)length);
+        to += length;
+        written_up_to = stop;
     }
-    const int64_t more = bytes_of_count(changes) - 1;
+    const int64_t more = count_number_bytes(changes) - 1;
     if (end - to < more) return NULL;
-    memmove(counted + 1 + more, counted + 1, (size_t)(to - counted - 1));
-    write_count(counted, changes);
+    memmove(number_at + 1 + more, number_at + 1, (size_t)(to - number_at - 1));
+    write_number(number_at, changes);
     return to + more;
 }
 
-/* Turn a unit into its first slice and the changes of the others; returns the bytes of that, 0 if it would not spare a
- * whole slice. */
-static int64_t changes_of(const uint8_t *unit, int64_t count, int64_t coded, uint8_t *out) {
+/* Write the first slice of a unit and the changes of the others. Return the bytes written, 0 if they would not be at
+ * least one slice fewer than the unit has. */
+static int64_t write_unit_changes(const uint8_t *unit, int64_t count, int64_t coded, uint8_t *out) {
     const uint8_t *const end = out + (count - 1) * coded;
     if (count < 2) return 0;
     memcpy(out, unit, (size_t)coded);
     uint8_t *to = out + coded;
-    for (int64_t i = 1; to && i < count; i++) to = note_changes(unit + (i - 1) * coded, unit + i * coded, coded, to, end);
+    for (int64_t i = 1; to && i < count; i++)
+        to = write_changes(unit + (i - 1) * coded, unit + i * coded, coded, to, end);
     return to ? to - out : 0;
 }
 
-/* Code the slices in places [first, end) of `count` into `data`, and write where their units end to `offsets`. With
- * `order`, slice order[i] is coded in place i. The first one begins a unit. `slots` is room for
- * the palette's table, zeroed; a palette is made of all slices, wherever the range. Returns the bytes written; -1: there are
- * more than 256 words, or colours of a unit; -2: the scratch memory or `room` is too small, or `order` or the range name what is not there. */
-EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, const uint32_t *order,
-                              int64_t count, int64_t first, int64_t end, uint8_t *data, int64_t room,
-                              uint32_t *offsets, uint8_t *palette, uint16_t *slots) {
+/* ---- compression ------------------------------------------------------------------- */
+
+/* Let LZ4 read the dictionary, if there is one. That takes far longer than compressing a unit, so the resulting state is
+ * kept and copied for each unit. */
+static void load_dictionary(const encoder *e) {
+    if (e->method != METHOD_LZ4 || !e->common) return;
+    LZ4_resetStreamHC_fast(e->loaded, e->level > 0 ? (int)e->level : 1);
+    LZ4_loadDictHC(e->loaded, (const char *)e->common, (int)e->common_bytes);
+}
+
+static int64_t compress_lz4(const encoder *e, const uint8_t *in, int64_t bytes, uint8_t *out, int64_t room) {
+    int length;
+    if (e->common) {
+        memcpy(e->stream, e->loaded, sizeof(LZ4_streamHC_t));
+        length = LZ4_compress_HC_continue(e->stream, (const char *)in, (char *)out, (int)bytes, (int)room);
+    } else if (e->level > 0) {
+        length = LZ4_compress_HC((const char *)in, (char *)out, (int)bytes, (int)room, (int)e->level);
+    } else {
+        length = LZ4_compress_default((const char *)in, (char *)out, (int)bytes, (int)room);
+    }
+    return length > 0 ? length : -1;
+}
+
+/* Compress bytes. Return the compressed length, -1 if it does not fit into `room`. */
+static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint8_t *out, int64_t room) {
+    if (e->method == METHOD_LZ4) return compress_lz4(e, in, bytes, out, room);
+    /* The context of Zstandard includes the dictionary. */
+    const size_t length = ZSTD_compress2(e->cctx, out, (size_t)room, in, (size_t)bytes);
+    return ZSTD_isError(length) ? -1 : (int64_t)length;
+}
+
+/* ---- units ------------------------------------------------------------------------- */
+
+/* The slices of a block, and scratch memory. */
+typedef struct {
+    const transform *form;
+    const uint8_t *slices;
+    const uint32_t *order; /* slice number by place; NULL: in the order of their numbers */
+    uint8_t *palette;
+    uint16_t *words;       /* table of the words in the palette, or ... */
+    known_colour *colours; /* ... of the colours */
+    uint8_t *a, *b;        /* room for a transformed slice each */
+    uint8_t *unit;         /* room for the transformed slices of a unit */
+    uint8_t *changes;      /* room for as many bytes */
+    uint8_t *packed;       /* room for a compressed unit */
+    int64_t packed_room;
+} encoding;
+
+static const uint8_t *slice_at(const encoding *s, int64_t place) {
+    return s->slices + (s->order ? s->order[place] : place) * s->form->slice_bytes;
+}
+
+/* Transform one slice. Return the transformed bytes, which are in `slice`, `a` or `b`. */
+static const uint8_t *transform_slice(const encoding *s, const uint8_t *slice) {
+    const transform *const form = s->form;
+    const int64_t coded = coded_bytes(form);
+    const uint8_t *stage = slice;
+    if (is_of_colours(form)) return number_colours(form, slice, s->colours, s->a, s->b);
+    if (form->word_bytes > 0) {
+        number_words(form, stage, s->palette, s->words, s->a);
+        stage = s->a;
+    }
+    if (form->kind == TRANSFORM_PIXELS) {
+        interleave(form, stage, s->b);
+        stage = s->b;
+    } else if (form->kind == TRANSFORM_LEFT) {
+        if (form->interleaved) separate_planes(form, stage, s->b);
+        else memcpy(s->b, stage, (size_t)coded);
+        take_differences(form, s->b, s->a);
+        stage = s->a;
+    }
+    if (form->shuffle > 0) {
+        uint8_t *const to = stage == s->b ? s->a : s->b;
+        shuffle(form->shuffle, coded, stage, to);
+        stage = to;
+    }
+    return stage;
+}
+
+/* Transform the slices of a unit. Return them, one after another. */
+static const uint8_t *transform_unit(const encoding *s, int64_t first, int64_t count) {
+    const int64_t coded = coded_bytes(s->form);
+    if (count == 1) return transform_slice(s, slice_at(s, first));
+    for (int64_t i = 0; i < count; i++)
+        memcpy(s->unit + i * coded, transform_slice(s, slice_at(s, first + i)), (size_t)coded);
+    return s->unit;
+}
+
+/* Find the words or colours that numbers stand for. Return 0 if there are too many. */
+static int collect_palette(const encoding *s, int64_t count) {
+    if (is_of_colours(s->form)) return collect_colours(s->form, s->slices, count, s->palette, s->colours);
+    return s->form->word_bytes == 0 || collect_words(s->form, s->slices, count, s->palette, s->words);
+}
+
+/* Write the colours that precede unit `u`. Return the bytes written, -1 if there are too many colours. */
+static int64_t write_head(const encoding *s, int64_t u, int64_t first, int64_t count, uint8_t *head) {
+    const uint8_t *slices[MAX_UNIT_SLICES];
+    if (!is_of_colours(s->form)) return 0;
+    for (int64_t i = 0; i < count; i++) slices[i] = slice_at(s, first + i);
+    return begin_unit(s->form, slices, count, u, s->colours, head);
+}
+
+/* Transform and compress a unit. Return its length; `*out` is where it is stored. */
+static int64_t encode_unit(const encoder *e, const encoding *s, int64_t first, int64_t count, const uint8_t **out) {
+    const int64_t coded = coded_bytes(s->form), bytes = count * coded;
+    const uint8_t *const stage = transform_unit(s, first, count);
+    int64_t length = bytes;
+    *out = stage;
+    if (s->form->kind == TRANSFORM_CHANGES) {
+        const int64_t written = write_unit_changes(stage, count, coded, s->changes);
+        if (written > 0) {
+            length = written;
+            *out = s->changes;
+        }
+    }
+    if (e->method == METHOD_STORED) return length;
+    const int64_t packed = compress(e, *out, length, s->packed, s->packed_room);
+    if (packed >= 0 && packed < bytes) {
+        *out = s->packed;
+        return packed;
+    }
+    *out = stage;
+    return bytes;
+}
+
+int64_t encode_units(const encoder *e, const transform *form, const uint8_t *slices, const uint32_t *order,
+                     int64_t count, uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette, void *table) {
     const int64_t coded = coded_bytes(form), unit_bytes = e->group * coded;
-    uint8_t *const a = e->scratch, *const b = a + coded, *const unit = b + coded, *const changes = unit + unit_bytes;
-    uint8_t *const packed = changes + (form->predictor == CHANGES ? unit_bytes : 0);
-    const int64_t packed_room = e->scratch_bytes - (packed - e->scratch);
-    const block_of_slices block = {form, slices, order, palette, slots};
-    uint8_t head[1 + 4 * MOST_NEW_COLOURS];
+    encoding s = {.form = form, .slices = slices, .order = order, .palette = palette, .words = table, .colours = table};
+    s.a = e->scratch;
+    s.b = s.a + coded;
+    s.unit = s.b + coded;
+    s.changes = s.unit + unit_bytes;
+    s.packed = s.changes + (form->kind == TRANSFORM_CHANGES ? unit_bytes : 0);
+    s.packed_room = e->scratch_bytes - (s.packed - e->scratch);
+    uint8_t head[1 + 4 * MAX_UNIT_COLOURS];
     int64_t used = 0;
     offsets[0] = 0;
-    if (e->group < 1 || e->group > MOST_IN_A_UNIT || packed_room < unit_bytes || first < 0 || end > count) return -2;
-    for (int64_t i = first; order && i < end; i++)
-        if (order[i] >= count) return -2;
-    if (!collect(&block, count)) return -1;
+    if (s.packed_room < unit_bytes) return -2;
+    if (!collect_palette(&s, count)) return -1;
     load_dictionary(e);
-    for (int64_t u = 0; first < end; first += e->group, u++) {
-        const int64_t in_unit = end - first < e->group ? end - first : e->group, bytes = in_unit * coded;
-        const int64_t before = head_of_unit(&block, u, first, in_unit, head);
-        if (before < 0) return -1;
-        const uint8_t *const stage = staged(&block, first, in_unit, a, b, unit);
-        const int64_t noted = form->predictor == CHANGES ? changes_of(stage, in_unit, coded, changes) : 0;
-        const uint8_t *from = noted ? changes : stage;
-        int64_t length = noted ? noted : bytes;
-        if (e->method != METHOD_STORED) {
-            length = compress(e, from, length, packed, packed_room);
-            from = packed;
-        }
-        if (length < 0 || length >= bytes) length = bytes, from = stage;
-        if (used + before + length > room || used + before + length > UINT32_MAX) return -2;
-        memcpy(data + used, head, (size_t)before);
-        used += before;
-        memcpy(data + used, from, (size_t)length);
-        used += length;
+    for (int64_t u = 0; u * e->group < count; u++) {
+        const int64_t first = u * e->group, left = count - first, in_unit = left < e->group ? left : e->group;
+        const int64_t head_length = write_head(&s, u, first, in_unit, head);
+        if (head_length < 0) return -1;
+        const uint8_t *unit;
+        const int64_t length = encode_unit(e, &s, first, in_unit, &unit);
+        if (used + head_length + length > room || used + head_length + length > UINT32_MAX) return -2;
+        memcpy(data + used, head, (size_t)head_length);
+        memcpy(data + used + head_length, unit, (size_t)length);
+        used += head_length + length;
         offsets[u + 1] = (uint32_t)used;
     }
     return used;
-}
-
-/* ---- what decoding will have to do ------------------------------------------------- */
-
-/* What there is to do for a unit: sequences, literals of Huffman's code, tables of that code. */
-typedef struct {
-    int64_t sequences, literals, tables;
-} unit_work;
-
-static int64_t read_number(const uint8_t *p, int64_t bytes, const uint8_t *end) {
-    int64_t number = 0;
-    for (int64_t i = 0; i < bytes && p + i < end; i++) number |= (int64_t)p[i] << (8 * i);
-    return number;
-}
-
-/* The sequences of an LZ4 block: a token, literals, and a match each. */
-static unit_work work_of_lz4(const uint8_t *p, const uint8_t *end) {
-    unit_work work = {0, 0, 0};
-    while (p < end) {
-        const int token = *p++;
-        int64_t literals = token >> 4;
-        work.sequences++;
-        if (literals == 15) {
-            while (p < end && *p == 255) literals += *p++;
-            if (p < end) literals += *p++;
-        }
-        if (literals + 2 > end - p) break;
-        p += literals + 2;
-        if ((token & 15) == 15) {
-            while (p < end && *p == 255) p++;
-            p++;
-        }
-    }
-    return work;
-}
-
-/* The same for a block of a Zstandard frame, by its headers. */
-static unit_work work_of_zstd_block(const uint8_t *p, const uint8_t *end) {
-    static const int64_t plain[4][2] = {{1, 3}, {2, 4}, {1, 3}, {3, 4}}, coded[4][2] = {{3, 10}, {3, 10}, {4, 14}, {5, 18}};
-    unit_work work = {0, 0, 0};
-    if (p >= end) return work;
-    const int kind = *p & 3, form = *p >> 2 & 3;
-    int64_t skipped;
-    if (kind < 2) { /* literals as they are, or one of them repeated */
-        skipped = plain[form][0] + (kind == 0 ? read_number(p, plain[form][0], end) >> plain[form][1] : 1);
-    } else {
-        const int64_t sizes = read_number(p, coded[form][0], end) >> 4, bits = coded[form][1];
-        work.literals = sizes & ((INT64_C(1) << bits) - 1);
-        work.tables = kind == 2;
-        skipped = coded[form][0] + (sizes >> bits);
-    }
-    if (skipped >= end - p) return work;
-    p += skipped;
-    const int64_t first = p[0], second = p + 1 < end ? p[1] : 0, third = p + 2 < end ? p[2] : 0;
-    work.sequences = first < 128 ? first : first < 255 ? ((first - 128) << 8) + second : second + (third << 8) + 0x7F00;
-    return work;
-}
-
-static unit_work work_of_zstd(const uint8_t *p, const uint8_t *end) {
-    static const int64_t of_dictionary[4] = {0, 1, 2, 4}, of_content[4] = {0, 2, 4, 8};
-    unit_work work = {0, 0, 0};
-    if (end - p < 5) return work;
-    const int head = p[4], is_single = head >> 5 & 1;
-    p += 5 + (1 - is_single) + of_dictionary[head & 3] + (head >> 6 ? of_content[head >> 6] : is_single);
-    for (int is_last = 0; !is_last && end - p >= 3;) {
-        const int64_t block = read_number(p, 3, end), kind = block >> 1 & 3, size = kind == 1 ? 1 : block >> 3;
-        is_last = block & 1;
-        p += 3;
-        if (size > end - p) break;
-        if (kind == 2) {
-            const unit_work more = work_of_zstd_block(p, p + size);
-            work.sequences += more.sequences, work.literals += more.literals, work.tables += more.tables;
-        }
-        p += size;
-    }
-    return work;
-}
-
-/* Count what there is to do for some units of a block in memory, three numbers for each: none for a unit that is stored as
- * it was, or is not there. */
-EXPORT void holdall_count_work(const sealed_block *b, const int64_t *units, int64_t count, int64_t *work) {
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t u = units[i];
-        unit_work found = {0, 0, 0};
-        if (u >= 0 && u * b->group < b->slice_count && b->data && is_inside(b, u)) {
-            const uint8_t *start = b->data + b->offsets[u], *const end = b->data + b->offsets[u + 1];
-            if (is_of_colours(&b->form) && start < end) start += 1 + 4 * (int64_t)start[0];
-            if (start < end && end - start < bytes_of_unit(b, u))
-                found = b->method == METHOD_LZ4 ? work_of_lz4(start, end) : work_of_zstd(start, end);
-        }
-        work[3 * i] = found.sequences, work[3 * i + 1] = found.literals, work[3 * i + 2] = found.tables;
-    }
 }

@@ -43,27 +43,32 @@ typedef struct {
     PyObject_HEAD
     uint8_t *data;
     Py_ssize_t capacity_bytes;
+    Py_buffer *source; /* the buffer of another object that `data` belongs to; NULL: `data` is an area */
 } Raw;
 
 /* Compressed slices. codec.h describes the struct; the object owns everything that it points to. */
 typedef struct {
     PyObject_HEAD
-    sealed_block block;
+    coded_block block;
     PyObject *codec; /* the codec that wrote it, for people and files */
     PyObject *owner; /* keeps the arrays, the dictionary and the file alive */
     Py_ssize_t memory_bytes;
+    Py_buffer *source; /* the buffer of another object that the data belongs to; NULL: the data is an area */
 } Coded;
 
 /* The unique slices of one field. `form` is the only thing about a closed block that changes. */
 typedef struct {
     PyObject_HEAD
+    uint64_t serial;     /* never used again, so that checkpoints recognise a block without keeping it alive */
     Py_ssize_t slice_bytes;
     Py_ssize_t used;     /* slices stored */
     Py_ssize_t capacity; /* slices that fit */
+    int64_t first_tick;  /* of the first segment that used the block, while the block is open */
     PyObject *form;      /* Raw or Coded */
     uint64_t *hashes;    /* of each slice; NULL once the block is closed */
     uint32_t *slots;     /* open addressing: slice number + 1, or 0 for an empty slot */
     uint64_t mask;       /* number of slots - 1 */
+    uint32_t *lanes;     /* lane that stored each slice first; NULL: one lane, not known, or no longer needed */
 } Block;
 
 /* How an observation is cut into slices. In memory an observation is `outer` stretches; each stretch has one run of
@@ -91,6 +96,7 @@ enum {
 /* What one segment stores of one column. */
 typedef struct {
     PyObject_HEAD
+    uint64_t serial;          /* never used again, like that of a block */
     int kind;
     int is_frozen;            /* a snapshot refers to this part, so a rewrite must copy it first */
     Py_ssize_t lanes;
@@ -146,6 +152,7 @@ typedef struct {
     Py_ssize_t segment_count;
     Segment **segments;       /* owned */
     int64_t *first_ticks;     /* of each segment, for binary search */
+    int has_invalid;          /* whether a segment but the last has entries that are not transitions */
 } Catalog;
 
 extern PyTypeObject *raw_type, *coded_type, *block_type, *part_type, *segment_type, *catalog_type;
@@ -166,15 +173,16 @@ static inline int64_t catalog_first_tick(const Catalog *c) {
     return first < next ? first : next;
 }
 
-/* The number of the segment that holds `tick`, which must be held. */
+/* The number of the segment that holds `tick`, which must be held. The loop has no branch that depends on the data, because
+ * ids are drawn at random and the processor could not predict it. */
 static inline Py_ssize_t catalog_find(const Catalog *c, int64_t tick) {
-    Py_ssize_t low = 0, high = c->segment_count;
-    while (high - low > 1) {
-        const Py_ssize_t middle = low + (high - low) / 2;
-        if (c->first_ticks[middle] <= tick) low = middle;
-        else high = middle;
+    const int64_t *first = c->first_ticks;
+    for (Py_ssize_t count = c->segment_count; count > 1;) {
+        const Py_ssize_t half = count / 2;
+        first += first[half] <= tick ? half : 0;
+        count -= half;
     }
-    return low;
+    return first - c->first_ticks;
 }
 
 /* Entry `e` of the log of `lane`. */
@@ -200,6 +208,8 @@ static inline const uint8_t *find_exception(const Part *p, Py_ssize_t row) {
 /* Zeroed memory of `bytes` bytes. Large areas take RAM only as they are written to. NULL without an exception if there
  * is none. Thread-safe. */
 void *area_new(size_t bytes);
+/* Count `bytes` more, or fewer if negative, of stored data that was allocated with malloc. Thread-safe. */
+void heap_count(long long bytes);
 void area_free(void *area, size_t bytes);
 /* Let the system use huge pages for an area that is about to be filled completely. */
 void area_use_huge_pages(void *area, size_t bytes);
@@ -216,12 +226,16 @@ void object_free(void *object);
 /* A type of this module from its description, added to the module. NULL with an exception set. */
 PyTypeObject *type_add(PyObject *module, PyType_Spec *spec, const char *name);
 
+/* Room for `bytes` bytes of slices, with undefined content. */
 Raw *raw_new(Py_ssize_t bytes);
-Block *block_new(Py_ssize_t slice_bytes, Py_ssize_t capacity);
+/* Return the memory of freed Raw objects, which is kept for the next ones, to the system. */
+void spare_areas_free(void);
+/* Make an open block for slices of `lanes` lanes. NULL with an exception set. */
+Block *block_new(Py_ssize_t slice_bytes, Py_ssize_t capacity, Py_ssize_t lanes);
 /* Free the index of a block: no slice will be added. */
 void block_close(Block *block);
-/* Return the number of a slice, and store it if it is new. The caller made sure that one more slice fits. */
-uint32_t block_intern(Block *block, const uint8_t *slice);
+/* Return the number of a slice of `lane`, and store it if it is new. The caller made sure that one more slice fits. */
+uint32_t block_intern(Block *block, const uint8_t *slice, Py_ssize_t lane);
 
 /* A part with room for `capacity` ticks. `cut` and `block` are those of a sliced part; a reference to `block` is taken.
  * NULL with an exception set. */
@@ -238,18 +252,12 @@ Py_ssize_t part_bytes(const Part *part);
 
 /* A segment without ticks, whose parts are still NULL. */
 Segment *segment_new(int64_t first_tick, Py_ssize_t lanes, int part_count);
-/* Count the invalid entries among the first `ticks` ticks of a segment. */
+/* Count the invalid entries of the ticks `from_tick` to `end_tick` - 1 of a segment, counted from its first. */
 Py_ssize_t segment_count_invalid(const Segment *segment, Py_ssize_t from_tick, Py_ssize_t end_tick);
 
 /* A catalog of the same columns, with room for `segment_count` segments, all NULL. */
 Catalog *catalog_new(const Catalog *like, Py_ssize_t segment_count);
 /* Parse a layout: ("shared",), ("paired",) or ("sliced", count, outer, run_bytes, shift). -1 with an exception set. */
 int layout_parse(PyObject *layout, Py_ssize_t row_bytes, int *kind, window *cut);
-
-int add_objects(PyObject *module);
-int add_writer(PyObject *module);
-int add_reader(PyObject *module);
-int add_coded(PyObject *module);
-int add_packed(PyObject *module);
 
 #endif

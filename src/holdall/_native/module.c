@@ -5,12 +5,16 @@
 
 static int module_exec(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
-    if (add_contexts(module) < 0) return -1;
     if (add_objects(module) < 0) return -1;
     if (add_coded(module) < 0) return -1;
     if (add_packed(module) < 0) return -1;
     if (add_writer(module) < 0) return -1;
-    return add_reader(module);
+    if (add_recycler(module) < 0) return -1;
+    if (add_reader(module) < 0) return -1;
+    if (add_sum_tree(module) < 0) return -1;
+    if (add_drawing(module) < 0) return -1;
+    if (add_advantages(module) < 0) return -1;
+    return add_observation_log(module);
 }
 
 static PyModuleDef_Slot module_slots[] = {

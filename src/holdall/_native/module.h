@@ -5,6 +5,15 @@
 
 #include "python_api.h"
 
-int add_contexts(PyObject *module);
+int add_objects(PyObject *module);
+int add_coded(PyObject *module);
+int add_packed(PyObject *module);
+int add_writer(PyObject *module);
+int add_reader(PyObject *module);
+int add_recycler(PyObject *module);
+int add_sum_tree(PyObject *module);
+int add_drawing(PyObject *module);
+int add_advantages(PyObject *module);
+int add_observation_log(PyObject *module);
 
 #endif

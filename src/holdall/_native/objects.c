@@ -1,8 +1,10 @@
 /* The types Raw, Block, Part, Segment and Catalog: memory, construction, and what Python sees of them. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS, madvise */
 #include "engine.h"
+#include "module.h"
 #include "packed.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #ifndef _WIN32
@@ -16,18 +18,43 @@ PyTypeObject *raw_type, *block_type, *part_type, *segment_type, *catalog_type;
 
 enum {
     MAPPED_BYTES = 1 << 18, /* Larger areas are mapped, so that freeing them returns them to the system. */
-    HUGE_BYTES = 1 << 22,   /* Larger areas may use huge pages, which need fewer page faults. */
+    HUGE_BYTES = 1 << 21,   /* The size of a huge page. Larger areas begin at a multiple of it, to use such pages. */
 };
+
+/* Bytes of all areas that the C library's allocator was asked for. */
+static atomic_llong heap_bytes;
+
+void heap_count(long long bytes) { atomic_fetch_add_explicit(&heap_bytes, bytes, memory_order_relaxed); }
+
+#ifndef _WIN32
+/* Map `bytes` bytes. NULL if there are none. */
+static void *map_pages(size_t bytes) {
+    void *const area = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return area == MAP_FAILED ? NULL : area;
+}
+
+/* Map `bytes` bytes that begin at a multiple of HUGE_BYTES. NULL if there are none. */
+static void *map_aligned(size_t bytes) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    bytes = (bytes + page - 1) / page * page;
+    uint8_t *const area = map_pages(bytes + HUGE_BYTES);
+    if (!area) return map_pages(bytes);
+    const size_t before = (HUGE_BYTES - (uintptr_t)area % HUGE_BYTES) % HUGE_BYTES;
+    if (before > 0) (void)munmap(area, before);
+    if (before < HUGE_BYTES) (void)munmap(area + before + bytes, HUGE_BYTES - before);
+    return area + before;
+}
+#endif
 
 void *area_new(size_t bytes) {
     if (bytes == 0) bytes = 1;
 #ifndef _WIN32
-    if (bytes >= MAPPED_BYTES) {
-        void *const area = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        return area == MAP_FAILED ? NULL : area;
-    }
+    if (bytes >= HUGE_BYTES) return map_aligned(bytes);
+    if (bytes >= MAPPED_BYTES) return map_pages(bytes);
 #endif
-    return calloc(1, bytes);
+    void *const area = calloc(1, bytes);
+    if (area) heap_count((long long)bytes);
+    return area;
 }
 
 void area_free(void *area, size_t bytes) {
@@ -38,7 +65,7 @@ void area_free(void *area, size_t bytes) {
         return;
     }
 #endif
-    (void)bytes;
+    heap_count(-(long long)(bytes == 0 ? 1 : bytes));
     free(area);
 }
 
@@ -84,20 +111,75 @@ PyTypeObject *type_add(PyObject *module, PyType_Spec *spec, const char *name) {
     return (PyTypeObject *)type;
 }
 
-/* Return a new uint8 or other array with a copy of `count` items; NULL with an exception set. */
-static PyObject *array_copy(const void *data, Py_ssize_t count, int type_number) {
+/* Return a number that no other object has. The GIL is held. */
+static uint64_t next_serial(void) {
+    static uint64_t last;
+    return ++last;
+}
+
+/* Return a new uint8 or other array with a copy of `count` items; NULL with an exception set. `is_frozen` says that the
+ * data never changes or moves while the caller keeps its owner alive, so that large copies can release the GIL. */
+static PyObject *array_copy(const void *data, Py_ssize_t count, int type_number, int is_frozen) {
     npy_intp shape[1] = {count};
     PyObject *const array = PyArray_SimpleNew(1, shape, type_number);
-    if (array && count) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
+    if (!array || count == 0) return array;
+    void *const to = PyArray_DATA((PyArrayObject *)array);
+    const size_t bytes = (size_t)PyArray_NBYTES((PyArrayObject *)array);
+    if (is_frozen && bytes >= MAPPED_BYTES) {
+        Py_BEGIN_ALLOW_THREADS
+        memcpy(to, data, bytes);
+        Py_END_ALLOW_THREADS
+    } else {
+        memcpy(to, data, bytes);
+    }
     return array;
 }
 
 /* ---- Raw ----------------------------------------------------------------------------- */
 
+/* Areas of freed Raw objects, for the next ones. A memory that is full frees one block for every block that it fills, and
+ * fresh memory would cost a page fault for every 4 KiB. Guarded by the GIL. */
+enum { MAX_SPARE_AREAS = 2 };
+static struct {
+    uint8_t *data;
+    Py_ssize_t bytes;
+} spare_areas[MAX_SPARE_AREAS];
+
+/* Return a spare area of exactly `bytes` bytes with undefined content, or NULL. */
+static uint8_t *spare_take(Py_ssize_t bytes) {
+    for (int i = 0; i < MAX_SPARE_AREAS; i++) {
+        if (!spare_areas[i].data || spare_areas[i].bytes != bytes) continue;
+        uint8_t *const data = spare_areas[i].data;
+        spare_areas[i].data = NULL;
+        return data;
+    }
+    return NULL;
+}
+
+/* Keep an area if there is room for it. Return whether it was kept. */
+static int spare_keep(uint8_t *data, Py_ssize_t bytes) {
+    if (bytes < MAPPED_BYTES) return 0;
+    for (int i = 0; i < MAX_SPARE_AREAS; i++) {
+        if (spare_areas[i].data) continue;
+        spare_areas[i].data = data;
+        spare_areas[i].bytes = bytes;
+        return 1;
+    }
+    return 0;
+}
+
+void spare_areas_free(void) {
+    for (int i = 0; i < MAX_SPARE_AREAS; i++) {
+        area_free(spare_areas[i].data, (size_t)spare_areas[i].bytes);
+        spare_areas[i].data = NULL;
+    }
+}
+
 Raw *raw_new(Py_ssize_t bytes) {
     Raw *const raw = object_new(raw_type);
     if (!raw) return NULL;
-    raw->data = area_new((size_t)bytes);
+    raw->data = spare_take(bytes);
+    if (!raw->data) raw->data = area_new((size_t)bytes);
     raw->capacity_bytes = bytes;
     if (!raw->data) {
         Py_DECREF(raw);
@@ -107,9 +189,31 @@ Raw *raw_new(Py_ssize_t bytes) {
     return raw;
 }
 
+/* Return slices in the memory of another object. Takes the buffer over. NULL with an exception set. */
+static Raw *raw_share(Py_buffer *view) {
+    Raw *const raw = object_new(raw_type);
+    if (raw) raw->source = malloc(sizeof *raw->source);
+    if (!raw || !raw->source) {
+        PyBuffer_Release(view);
+        Py_XDECREF((PyObject *)raw);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *raw->source = *view;
+    raw->data = view->buf;
+    raw->capacity_bytes = view->len;
+    return raw;
+}
+
 static void raw_dealloc(PyObject *self) {
     Raw *const raw = (Raw *)self;
-    area_free(raw->data, (size_t)raw->capacity_bytes);
+    if (raw->source) {
+        PyBuffer_Release(raw->source);
+        free(raw->source);
+        object_free(self);
+        return;
+    }
+    if (!raw->data || !spare_keep(raw->data, raw->capacity_bytes)) area_free(raw->data, (size_t)raw->capacity_bytes);
     object_free(self);
 }
 
@@ -133,18 +237,20 @@ static PyType_Spec raw_spec = {
 
 /* ---- Block --------------------------------------------------------------------------- */
 
-Block *block_new(Py_ssize_t slice_bytes, Py_ssize_t capacity) {
+Block *block_new(Py_ssize_t slice_bytes, Py_ssize_t capacity, Py_ssize_t lanes) {
     Block *const block = object_new(block_type);
     if (!block) return NULL;
     uint64_t slots = 16;
     while (slots < 2 * (uint64_t)capacity) slots *= 2;
+    block->serial = next_serial();
     block->slice_bytes = slice_bytes;
     block->capacity = capacity;
     block->mask = slots - 1;
     block->form = (PyObject *)raw_new(slice_bytes * capacity);
     block->hashes = area_new((size_t)capacity * sizeof *block->hashes);
     block->slots = area_new(slots * sizeof *block->slots);
-    if (!block->form || !block->hashes || !block->slots) {
+    if (lanes > 1) block->lanes = area_new((size_t)capacity * sizeof *block->lanes);
+    if (!block->form || !block->hashes || !block->slots || (lanes > 1 && !block->lanes)) {
         if (!PyErr_Occurred()) PyErr_NoMemory();
         Py_DECREF(block);
         return NULL;
@@ -157,6 +263,11 @@ static void block_free_index(Block *block) {
     area_free(block->slots, (size_t)(block->mask + 1) * sizeof *block->slots);
     block->hashes = NULL;
     block->slots = NULL;
+}
+
+static void block_free_lanes(Block *block) {
+    if (block->lanes) area_free(block->lanes, (size_t)block->capacity * sizeof *block->lanes);
+    block->lanes = NULL;
 }
 
 void block_close(Block *block) {
@@ -195,7 +306,7 @@ static uint64_t hash_slice(const uint8_t *p, Py_ssize_t bytes) {
     return sums[0];
 }
 
-uint32_t block_intern(Block *block, const uint8_t *slice) {
+uint32_t block_intern(Block *block, const uint8_t *slice, Py_ssize_t lane) {
     uint8_t *const slices = ((Raw *)block->form)->data;
     const uint64_t hash = hash_slice(slice, block->slice_bytes);
     uint64_t slot = hash & block->mask;
@@ -209,6 +320,7 @@ uint32_t block_intern(Block *block, const uint8_t *slice) {
     memcpy(slices + block->used * block->slice_bytes, slice, (size_t)block->slice_bytes);
     block->hashes[number] = hash;
     block->slots[slot] = number + 1;
+    if (block->lanes) block->lanes[number] = (uint32_t)lane;
     block->used++;
     return number;
 }
@@ -218,7 +330,7 @@ static int check_form(PyObject *form, Py_ssize_t slice_bytes, Py_ssize_t used) {
     if (Py_TYPE(form) == raw_type) {
         if (((Raw *)form)->capacity_bytes / slice_bytes >= used) return 0;
     } else if (Py_TYPE(form) == coded_type) {
-        const sealed_block *const coded = &((Coded *)form)->block;
+        const coded_block *const coded = &((Coded *)form)->block;
         if (coded->form.slice_bytes == slice_bytes && coded->slice_count == used) return 0;
     } else {
         PyErr_Format(PyExc_TypeError, "form must be Raw or Coded, not %R", Py_TYPE(form));
@@ -233,11 +345,12 @@ static int block_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(k
     Block *const block = (Block *)self;
     Py_ssize_t slice_bytes, slice_count;
     PyObject *form;
+    int is_shared = 0;
     if (block->form) {
         PyErr_SetString(PyExc_TypeError, "a block is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTuple(arguments, "nnO", &slice_bytes, &slice_count, &form)) return -1;
+    if (!PyArg_ParseTuple(arguments, "nnO|p", &slice_bytes, &slice_count, &form, &is_shared)) return -1;
     if (slice_bytes < 1 || slice_count < 0 || slice_count > UINT32_MAX || slice_count > PY_SSIZE_T_MAX / slice_bytes) {
         PyErr_Format(PyExc_ValueError, "a block cannot have %zd slices of %zd bytes", slice_count, slice_bytes);
         return -1;
@@ -253,12 +366,13 @@ static int block_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(k
             PyBuffer_Release(&view);
             return -1;
         }
-        Raw *const raw = raw_new(view.len);
-        if (raw) memcpy(raw->data, view.buf, (size_t)view.len);
-        PyBuffer_Release(&view);
+        Raw *const raw = is_shared ? raw_share(&view) : raw_new(view.len);
+        if (raw && !is_shared) memcpy(raw->data, view.buf, (size_t)view.len);
+        if (!is_shared) PyBuffer_Release(&view);
         if (!raw) return -1;
         form = (PyObject *)raw;
     }
+    block->serial = next_serial();
     block->slice_bytes = slice_bytes;
     block->capacity = slice_count;
     block->used = slice_count;
@@ -269,10 +383,14 @@ static int block_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(k
 static void block_dealloc(PyObject *self) {
     Block *const block = (Block *)self;
     if (block->hashes || block->slots) block_free_index(block);
+    block_free_lanes(block);
     Py_XDECREF(block->form);
     object_free(self);
 }
 
+static PyObject *block_serial(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromUnsignedLongLong(((Block *)self)->serial);
+}
 static PyObject *block_slice_bytes(PyObject *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSsize_t(((Block *)self)->slice_bytes);
 }
@@ -299,19 +417,34 @@ static int block_set_form(PyObject *self, PyObject *form, void *Py_UNUSED(closur
     if (check_form(form, block->slice_bytes, block->used) < 0) return -1;
     PyObject *const old = block->form;
     block->form = Py_NewRef(form);
+    if (Py_TYPE(form) == coded_type) block_free_lanes(block);
     Py_DECREF(old);
     return 0;
 }
 
 /* read(first, count) -> uint8 array (count, slice_bytes) */
+static PyObject *refuse_compressed(void) {
+    PyErr_SetString(PyExc_ValueError, "the block is compressed; decode its form instead");
+    return NULL;
+}
+
+/* share() -> uint8 array (slice_count, slice_bytes) in the memory of the block, which the array keeps alive. */
+static PyObject *block_share(PyObject *self, PyObject *Py_UNUSED(none)) {
+    const Block *const block = (Block *)self;
+    if (Py_TYPE(block->form) != raw_type) return refuse_compressed();
+    npy_intp shape[2] = {block->used, block->slice_bytes};
+    PyObject *const array = PyArray_SimpleNewFromData(2, shape, NPY_UINT8, ((Raw *)block->form)->data);
+    if (!array) return NULL;
+    PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
+    PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(block->form)); /* takes the reference over */
+    return array;
+}
+
 static PyObject *block_read(PyObject *self, PyObject *arguments) {
     const Block *const block = (Block *)self;
     Py_ssize_t first, count;
     if (!PyArg_ParseTuple(arguments, "nn", &first, &count)) return NULL;
-    if (Py_TYPE(block->form) != raw_type) {
-        PyErr_SetString(PyExc_ValueError, "the block is compressed; decode its form instead");
-        return NULL;
-    }
+    if (Py_TYPE(block->form) != raw_type) return refuse_compressed();
     if (first < 0 || count < 0 || first > block->used - count) {
         PyErr_Format(PyExc_ValueError, "slices %zd to %zd are not in a block of %zd", first, first + count, block->used);
         return NULL;
@@ -324,11 +457,39 @@ static PyObject *block_read(PyObject *self, PyObject *arguments) {
     return array;
 }
 
+/* Sort the slices of a block by lane, and by number within a lane. Return 0 if there is no memory. */
+static int sort_by_lane(const Block *block, uint32_t *order) {
+    uint32_t max_lane = 0;
+    for (Py_ssize_t i = 0; i < block->used; i++)
+        if (block->lanes[i] > max_lane) max_lane = block->lanes[i];
+    uint32_t *const starts = calloc((size_t)max_lane + 2, sizeof *starts);
+    if (!starts) return 0;
+    for (Py_ssize_t i = 0; i < block->used; i++) starts[block->lanes[i] + 1]++;
+    for (uint32_t lane = 1; lane <= max_lane; lane++) starts[lane] += starts[lane - 1];
+    for (Py_ssize_t i = 0; i < block->used; i++) order[starts[block->lanes[i]]++] = (uint32_t)i;
+    free(starts);
+    return 1;
+}
+
+/* lane_order() -> uint32 array (slice_count,) or None */
+static PyObject *block_lane_order(PyObject *self, PyObject *Py_UNUSED(none)) {
+    const Block *const block = (Block *)self;
+    if (!block->lanes || block->used == 0) Py_RETURN_NONE;
+    npy_intp shape[1] = {block->used};
+    PyObject *const order = PyArray_SimpleNew(1, shape, NPY_UINT32);
+    if (!order || sort_by_lane(block, PyArray_DATA((PyArrayObject *)order))) return order;
+    Py_DECREF(order);
+    return PyErr_NoMemory();
+}
+
 static PyMethodDef block_methods[] = {
     {"read", block_read, METH_VARARGS, "Return a copy of raw slices."},
+    {"share", block_share, METH_NOARGS, "Return all raw slices as a read-only array that shares their memory."},
+    {"lane_order", block_lane_order, METH_NOARGS, "Return the numbers of the slices, sorted by lane, or None."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef block_properties[] = {
+    {"serial", block_serial, NULL, "A number that no other block has, even after this one is gone.", NULL},
     {"slice_bytes", block_slice_bytes, NULL, "Bytes of one slice.", NULL},
     {"slice_count", block_slice_count, NULL, "Slices stored.", NULL},
     {"is_open", block_is_open, NULL, "Whether slices may still be added.", NULL},
@@ -373,6 +534,7 @@ static size_t log_bytes(const Part *part) { return (size_t)(part->log_rows * par
 Part *part_new(int kind, Py_ssize_t lanes, Py_ssize_t row_bytes, Py_ssize_t capacity, const window *cut, Block *block) {
     Part *const part = object_new(part_type);
     if (!part) return NULL;
+    part->serial = next_serial();
     part->kind = kind;
     part->lanes = lanes;
     part->row_bytes = row_bytes;
@@ -468,6 +630,7 @@ Part *part_trim(const Part *part, Py_ssize_t ticks, Py_ssize_t log_rows) {
         copy->packed_leaf = part->packed_leaf;
         failed = part_copy_exceptions(part, copy);
     } else {
+        area_use_huge_pages(copy->rows, rows_bytes(copy));
         memcpy(copy->rows, part->rows, rows_bytes(copy));
         failed = part_copy_exceptions(part, copy);
     }
@@ -486,6 +649,12 @@ static PyObject *part_layout(PyObject *self, void *Py_UNUSED(closure)) {
     return Py_BuildValue("(snnnn)", "sliced", cut->count, cut->outer, cut->run_bytes, cut->shift);
 }
 
+static PyObject *part_serial(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromUnsignedLongLong(((Part *)self)->serial);
+}
+static PyObject *part_row_bytes(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSsize_t(((Part *)self)->row_bytes);
+}
 static PyObject *part_kind(PyObject *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromString(kind_names[((Part *)self)->kind]);
 }
@@ -526,28 +695,29 @@ static int put_array(PyObject *arrays, const char *name, PyObject *array) {
 static int put_run(PyObject *arrays, const Part *part) {
     const PackedRun *const run = (const PackedRun *)part->packed;
     const uint32_t leaf = (uint32_t)part->packed_leaf;
-    return put_array(arrays, "run", array_copy(run->image, (Py_ssize_t)run->image_bytes, NPY_UINT8)) ||
-           put_array(arrays, "leaf", array_copy(&leaf, 1, NPY_UINT32));
+    return put_array(arrays, "run", array_copy(run->image, (Py_ssize_t)run->image_bytes, NPY_UINT8, 1)) ||
+           put_array(arrays, "leaf", array_copy(&leaf, 1, NPY_UINT32, 1));
 }
 
 /* arrays() -> {"rows": ..., "exception_rows": ..., "exceptions": ...} or {"cursors": ..., "log": ...}. Packed parts have
  * "run" and "leaf" instead of "rows". */
 static PyObject *part_arrays(PyObject *self, PyObject *Py_UNUSED(none)) {
     const Part *const part = (Part *)self;
+    const int frozen = part->is_frozen;
     PyObject *const arrays = PyDict_New();
     if (!arrays) return NULL;
     int failed = 0;
     if (part->kind == PART_SLICED) {
         const int type_number = part->log_width == 2 ? NPY_UINT16 : NPY_UINT32;
-        failed = put_array(arrays, "cursors", array_copy(part->cursors, part->capacity * part->lanes, NPY_UINT32)) ||
-                 put_array(arrays, "log", array_copy(part->log, part->log_rows * part->lanes, type_number));
+        failed = put_array(arrays, "cursors", array_copy(part->cursors, part->capacity * part->lanes, NPY_UINT32, frozen)) ||
+                 put_array(arrays, "log", array_copy(part->log, part->log_rows * part->lanes, type_number, frozen));
     } else {
         const Py_ssize_t exceptions = part->exception_count;
         if (part->kind == PART_PACKED) failed = put_run(arrays, part);
-        else failed = put_array(arrays, "rows", array_copy(part->rows, (Py_ssize_t)rows_bytes(part), NPY_UINT8));
+        else failed = put_array(arrays, "rows", array_copy(part->rows, (Py_ssize_t)rows_bytes(part), NPY_UINT8, frozen));
         if (!failed && exceptions)
-            failed = put_array(arrays, "exception_rows", array_copy(part->exception_rows, exceptions, NPY_UINT32)) ||
-                     put_array(arrays, "exceptions", array_copy(part->exceptions, exceptions * part->row_bytes, NPY_UINT8));
+            failed = put_array(arrays, "exception_rows", array_copy(part->exception_rows, exceptions, NPY_UINT32, frozen)) ||
+                     put_array(arrays, "exceptions", array_copy(part->exceptions, exceptions * part->row_bytes, NPY_UINT8, frozen));
     }
     if (failed) {
         Py_DECREF(arrays);
@@ -773,6 +943,8 @@ static PyMethodDef part_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef part_properties[] = {
+    {"serial", part_serial, NULL, "A number that no other part has, even after this one is gone.", NULL},
+    {"row_bytes", part_row_bytes, NULL, "Bytes of one lane's row, or observation.", NULL},
     {"kind", part_kind, NULL, "How rows are stored.", NULL},
     {"layout", part_layout, NULL, "The layout of an observation column.", NULL},
     {"nbytes", part_nbytes, NULL, "Bytes in memory, without the block.", NULL},
@@ -964,11 +1136,32 @@ static PyObject *catalog_get_segments(PyObject *self, void *Py_UNUSED(closure)) 
     return segments;
 }
 
+static PyObject *catalog_get_last(PyObject *self, void *Py_UNUSED(closure)) {
+    const Catalog *const catalog = (Catalog *)self;
+    if (catalog->segment_count == 0) Py_RETURN_NONE;
+    return Py_NewRef((PyObject *)catalog->segments[catalog->segment_count - 1]);
+}
+
+/* closed_segments(first_tick) -> tuple of all segments but the last that begin with this tick or later */
+static PyObject *catalog_closed_segments(PyObject *self, PyObject *arguments) {
+    const Catalog *const catalog = (Catalog *)self;
+    long long first_tick;
+    if (!PyArg_ParseTuple(arguments, "L", &first_tick)) return NULL;
+    const Py_ssize_t end = catalog->segment_count > 0 ? catalog->segment_count - 1 : 0;
+    Py_ssize_t first = end;
+    while (first > 0 && catalog->first_ticks[first - 1] >= first_tick) first--;
+    PyObject *const segments = PyTuple_New(end - first);
+    for (Py_ssize_t i = first; segments && i < end; i++)
+        PyTuple_SetItem(segments, i - first, Py_NewRef((PyObject *)catalog->segments[i]));
+    return segments;
+}
+
 static PyObject *catalog_get_invalid(PyObject *self, void *Py_UNUSED(closure)) {
     const Catalog *const catalog = (Catalog *)self;
     const int64_t first = catalog_first_tick(catalog);
     Py_ssize_t count = 0;
-    for (Py_ssize_t i = 0; i < catalog->segment_count; i++) {
+    const Py_ssize_t start = catalog->has_invalid || catalog->segment_count == 0 ? 0 : catalog->segment_count - 1;
+    for (Py_ssize_t i = start; i < catalog->segment_count; i++) {
         const Segment *const segment = catalog->segments[i];
         if (segment->invalid_count == 0) continue;
         if (segment->first_tick >= first) count += segment->invalid_count;
@@ -978,7 +1171,12 @@ static PyObject *catalog_get_invalid(PyObject *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSsize_t(count);
 }
 
+static PyMethodDef catalog_methods[] = {
+    {"closed_segments", catalog_closed_segments, METH_VARARGS, "Return all segments but the last from a tick on."},
+    {NULL, NULL, 0, NULL},
+};
 static PyGetSetDef catalog_properties[] = {
+    {"last_segment", catalog_get_last, NULL, "The newest segment, or None.", NULL},
     {"first_tick", catalog_get_first_tick, NULL, "The oldest tick that is held.", NULL},
     {"next_tick", catalog_get_next_tick, NULL, "The tick after the newest one.", NULL},
     {"lanes", catalog_get_lanes, NULL, "The number of lanes.", NULL},
@@ -989,6 +1187,7 @@ static PyGetSetDef catalog_properties[] = {
 static PyType_Slot catalog_slots[] = {
     {Py_tp_doc, "The segments that are held."},
     {Py_tp_dealloc, (void *)catalog_dealloc},
+    {Py_tp_methods, catalog_methods},
     {Py_tp_getset, catalog_properties},
     {0, NULL},
 };
@@ -998,7 +1197,18 @@ static PyType_Spec catalog_spec = {
 
 /* ---- the module ---------------------------------------------------------------------- */
 
+static PyObject *get_heap_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    return PyLong_FromLongLong(atomic_load_explicit(&heap_bytes, memory_order_relaxed));
+}
+
+static PyMethodDef memory_functions[] = {
+    {"get_heap_bytes", get_heap_bytes, METH_NOARGS,
+     "get_heap_bytes()\n--\n\nReturn the bytes of stored data that the C library's allocator was asked for."},
+    {NULL, NULL, 0, NULL},
+};
+
 int add_objects(PyObject *module) {
+    if (PyModule_AddFunctions(module, memory_functions) < 0) return -1;
     if (!(raw_type = type_add(module, &raw_spec, "Raw"))) return -1;
     if (!(block_type = type_add(module, &block_spec, "Block"))) return -1;
     if (!(part_type = type_add(module, &part_spec, "Part"))) return -1;

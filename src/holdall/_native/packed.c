@@ -2,6 +2,7 @@
  *
  * Images that are loaded are not trusted: `lay_out` and the functions named check_* together guarantee that
  * `packed_read` stays inside the image and fills every byte of its output. Plans are checked by the same functions. */
+#include "module.h"
 #include "packed.h"
 
 #include <stdlib.h>
@@ -607,8 +608,15 @@ static PackedRun *new_run(void) {
     return (PackedRun *)((allocfunc)PyType_GetSlot(packed_run_type, Py_tp_alloc))(packed_run_type, 0);
 }
 
+/* Count the memory of a run that is complete, until it is freed. */
+static void count_image(PackedRun *run) {
+    run->counted_bytes = run->image_bytes;
+    heap_count((long long)run->counted_bytes);
+}
+
 static void run_dealloc(PyObject *self) {
     PyTypeObject *const type = Py_TYPE(self);
+    heap_count(-(long long)((PackedRun *)self)->counted_bytes);
     free(((PackedRun *)self)->image);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -653,6 +661,7 @@ static PyObject *pack_list(PackedRun *run, PyObject *list, const uint8_t *is_cop
     Py_BEGIN_ALLOW_THREADS
     status = pack_rows(&p);
     Py_END_ALLOW_THREADS
+    if (status == PACKED) count_image(run);
     if (status == OUT_OF_MEMORY) PyErr_NoMemory();
     else result = Py_NewRef(status == PACKED ? (PyObject *)run : Py_None);
 release:
@@ -720,7 +729,10 @@ PyObject *packed_from_bytes(PyObject *data) {
     error = check_image(run, run->image, (size_t)buffer.len);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&buffer);
-    if (!error) return (PyObject *)run;
+    if (!error) {
+        count_image(run);
+        return (PyObject *)run;
+    }
     refuse("packed run", error);
 failed:
     Py_DECREF((PyObject *)run);

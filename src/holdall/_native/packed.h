@@ -74,6 +74,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     uint8_t *image; /* malloc */
+    size_t counted_bytes; /* what `heap_count` was told of the image */
     size_t image_bytes;
     packed_header *header;
     packed_leaf *leaves;

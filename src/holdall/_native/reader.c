@@ -5,27 +5,27 @@
  * forms of the blocks that it reads, so that they stay alive when a block is compressed, moved or evicted meanwhile.
  */
 #include "coded.h"
+#include "module.h"
 #include "packed.h"
+#include "recycler.h"
 #include "threads.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-thread_pool *holdall_threads_new(void);
-void holdall_threads_help(thread_pool *pool);
-void holdall_threads_dismiss(thread_pool *pool);
-void holdall_threads_free(thread_pool *pool);
-
 enum {
     MAX_THREADS = 16,
     KNOWN_SLOTS = 4096,           /* slices that a thread remembers to have decoded in this batch; a power of two */
-    PIECE_BYTES = 1 << 16,        /* what a thread takes at once, about */
-    BYTES_PER_THREAD = 1 << 19,   /* a thread is woken for at least this much work */
-    ROWS_AHEAD = 8,
-    MAX_KEPT = 16,                /* arrays whose memory is kept for the next ones */
-    MIN_RECYCLED_BYTES = 1 << 17, /* smaller arrays are left to NumPy */
+    BYTES_PER_THREAD = 1 << 19,   /* default of the bytes of a batch for which another thread is woken */
+    PIECES_PER_THREAD = 8,        /* a thread takes the bytes above divided by this number at once */
+    PIECE_ROWS = 64,              /* rows that are loaded into the cache before they are copied */
+    MIN_OWN_BYTES = 1 << 17,      /* smaller arrays of a batch share one area */
 };
+
+/* Further outputs, after two for each column: the flags as they are stored, and whether a transition ended its episode by
+ * termination alone, as a float32 of shape (1,). */
+enum { OUTPUT_FLAGS = 0, OUTPUT_ENDED = 1, EXTRA_OUTPUTS = 2 };
 
 /* A slice that was decoded for the batch with number `batch`. */
 typedef struct {
@@ -42,34 +42,13 @@ typedef struct {
     known_slice known[KNOWN_SLOTS];
 } workspace;
 
-/* Memory of large arrays whose last reference was dropped, for the next ones. Fresh memory would cost a page fault for
- * every 4 KiB, which takes longer than copying the rows. Owned by the reader and by all arrays in such memory. */
-typedef struct {
-    Py_ssize_t references;
-    Py_ssize_t max_kept_bytes;
-    Py_ssize_t kept_bytes;
-    int kept_count;
-    struct {
-        void *data;
-        Py_ssize_t bytes;
-    } kept[MAX_KEPT];
-} recycler;
-
-/* The memory of one large array. */
-typedef struct {
-    PyObject_HEAD
-    recycler *recycler;
-    void *data;
-    Py_ssize_t bytes;
-} Recycled;
-
-static PyTypeObject *recycled_type;
-
 typedef struct {
     PyObject_HEAD
     recycler *recycler;
     thread_pool *pool;
+    Py_ssize_t bytes_per_thread;
     int helpers; /* calls of `help` that are waiting for work */
+    int wanted;  /* the most helpers that a gather could have used */
     int is_busy; /* a gather uses the pool and the workspaces */
     workspace *workspaces[MAX_THREADS];
 } Reader;
@@ -201,6 +180,20 @@ static void gather_pieces(void *given, int64_t thread) {
     }
 }
 
+/* Ask the system to fetch all slices that are in files, so that the disk serves several requests at once. */
+static void expect_files(const gather_job *job) {
+    for (Py_ssize_t i = 0; i < job->count; i++) {
+        const observation *const v = &job->observations[i];
+        if (Py_TYPE(v->form) == raw_type || ((const Coded *)v->form)->block.data) continue;
+        const uint32_t *const numbers = job->numbers + v->first;
+        const Py_ssize_t entries = v->cut->count + v->step;
+        for (Py_ssize_t s = 0, run; s < entries; s += run) {
+            run = run_length(numbers + s, entries - s);
+            announce_slices(&((const Coded *)v->form)->block, numbers[s], (int64_t)numbers[s] + run);
+        }
+    }
+}
+
 /* ---- workspaces ------------------------------------------------------------------------- */
 
 static void workspace_free(workspace *space) {
@@ -226,9 +219,10 @@ static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
     const int has_pool = !self->is_busy;
     int helpers = 0;
     if (has_pool) {
-        helpers = (int)(bytes / BYTES_PER_THREAD);
+        const Py_ssize_t useful = bytes / self->bytes_per_thread;
+        helpers = useful < MAX_THREADS - 1 ? (int)useful : MAX_THREADS - 1;
+        if (helpers > self->wanted) self->wanted = helpers;
         if (helpers > self->helpers) helpers = self->helpers;
-        if (helpers > MAX_THREADS - 1) helpers = MAX_THREADS - 1;
     }
     workspace **const workspaces = has_pool ? self->workspaces : own;
     for (int i = 0; i <= helpers; i++) {
@@ -240,9 +234,11 @@ static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
         workspaces[i]->batch++;
     }
     job->workspaces = workspaces;
-    job->piece = bytes > 0 ? job->count * PIECE_BYTES / bytes + 1 : 1;
+    const Py_ssize_t piece_bytes = self->bytes_per_thread / PIECES_PER_THREAD;
+    job->piece = bytes > 0 ? (Py_ssize_t)((double)job->count * (double)piece_bytes / (double)bytes) + 1 : 1;
     if (has_pool) self->is_busy = 1;
     Py_BEGIN_ALLOW_THREADS
+    expect_files(job);
     threads_begin(helpers ? self->pool : NULL, gather_pieces, job, helpers);
     gather_pieces(job, 0);
     threads_end(helpers ? self->pool : NULL);
@@ -275,10 +271,10 @@ typedef struct {
     Py_ssize_t lane;
 } location;
 
-/* Find all transitions. -1 with an IndexError if one is not held. */
-static int locate(const Catalog *catalog, const int64_t *ids, Py_ssize_t count, location *locations) {
+/* Find all transitions from `first_tick` on. -1 with an IndexError if one is older, or not in the catalog. */
+static int locate(const Catalog *catalog, int64_t first_tick, const int64_t *ids, Py_ssize_t count, location *locations) {
     const int64_t lanes = catalog->lanes;
-    const int64_t first_id = catalog_first_tick(catalog) * lanes, next_id = catalog_next_tick(catalog) * lanes;
+    const int64_t first_id = first_tick * lanes, next_id = catalog_next_tick(catalog) * lanes;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (ids[i] < first_id || ids[i] >= next_id) {
             PyErr_Format(PyExc_IndexError, "id %lld is not held; ids %lld to %lld are", (long long)ids[i],
@@ -307,37 +303,76 @@ static const uint8_t *next_row_at(const Part *part, Py_ssize_t row) {
     return part->rows + (row + part->lanes) * part->row_bytes;
 }
 
-static void copy_row(const Part *part, Py_ssize_t row, int is_next, uint8_t *out) {
-    if (part->kind == PART_PACKED) {
-        const uint8_t *const exception = is_next ? next_row_at(part, row) : NULL;
-        if (exception) memcpy(out, exception, (size_t)part->row_bytes);
-        else packed_read((const PackedRun *)part->packed, part->packed_leaf, row + (is_next ? part->lanes : 0), out);
-        return;
-    }
-    memcpy(out, is_next ? next_row_at(part, row) : row_at(part, row), (size_t)part->row_bytes);
+static void copy_packed_row(const Part *part, Py_ssize_t row, int is_next, uint8_t *out) {
+    const uint8_t *const exception = is_next ? next_row_at(part, row) : NULL;
+    if (exception) memcpy(out, exception, (size_t)part->row_bytes);
+    else packed_read((const PackedRun *)part->packed, part->packed_leaf, row + (is_next ? part->lanes : 0), out);
 }
 
-/* Load the row that is copied soon. */
+/* Load the row that is copied soon, and the next observation after it. */
 static inline void prefetch_row(const Part *part, Py_ssize_t row) {
-    if (part->kind == PART_PACKED) packed_prefetch((const PackedRun *)part->packed, row);
-    else if (part->rows) FETCH_SOON(row_at(part, row));
+    if (part->kind == PART_PACKED) {
+        packed_prefetch((const PackedRun *)part->packed, row);
+    } else if (part->rows) {
+        const uint8_t *const from = row_at(part, row);
+        FETCH_SOON(from);
+        if (part->row_bytes > 1) FETCH_SOON(from + part->row_bytes - 1);
+    } else if (part->cursors) {
+        FETCH_SOON(&part->cursors[row]);
+    }
 }
 
+/* Load the rows of all wanted columns. Packed rows refer to frames, which are loaded once the rows are there. */
+static void prefetch_rows(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+    for (int column = 0; column < catalog->column_count; column++) {
+        const int is_flags = column == catalog->column_count - 1;
+        if (!is_flags && !wanted[2 * column] && !wanted[2 * column + 1]) continue;
+        for (Py_ssize_t i = 0; i < count; i++) prefetch_row(locations[i].segment->parts[column], locations[i].row);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            const Part *const part = locations[i].segment->parts[column];
+            if (part->kind != PART_PACKED) continue;
+            if (wanted[2 * column]) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
+            if (wanted[2 * column + 1]) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
+        }
+    }
+}
+
+/* Copy `bytes` bytes. Most rows are short, and a call of memcpy takes longer than copying them. */
+static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
+    if (bytes == 4) memcpy(to, from, 4);
+    else if (bytes == 8) memcpy(to, from, 8);
+    else if (bytes >= 16 && bytes <= 32) {
+        memcpy(to, from, 16);
+        memcpy(to + bytes - 16, from + bytes - 16, 16);
+    } else if (bytes > 32 && bytes <= 128) {
+        size_t done = 0;
+        for (; done + 32 <= bytes; done += 32) memcpy(to + done, from + done, 32);
+        memcpy(to + bytes - 32, from + bytes - 32, 32);
+    } else memcpy(to, from, bytes);
+}
+
+/* Copy the rows of a column that is not sliced there. */
 static void copy_rows(int column, const location *locations, Py_ssize_t count, int is_next, uint8_t *out) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (i + ROWS_AHEAD < count) {
-            const location *const ahead = &locations[i + ROWS_AHEAD];
-            prefetch_row(ahead->segment->parts[column], ahead->row);
-        }
         const Part *const part = locations[i].segment->parts[column];
+        const Py_ssize_t row_bytes = part->row_bytes;
+        uint8_t *const to = out + i * row_bytes;
         if (part->kind == PART_SLICED) continue;
-        copy_row(part, locations[i].row, is_next, out + i * part->row_bytes);
+        if (part->kind == PART_PACKED) copy_packed_row(part, locations[i].row, is_next, to);
+        else copy_bytes(to, is_next ? next_row_at(part, locations[i].row) : row_at(part, locations[i].row), (size_t)row_bytes);
     }
 }
 
 static void copy_flags(int column, const location *locations, Py_ssize_t count, int flag, uint8_t *out) {
     for (Py_ssize_t i = 0; i < count; i++)
         out[i] = (locations[i].segment->parts[column]->rows[locations[i].row] & flag) != 0;
+}
+
+static void copy_ended(int column, const location *locations, Py_ssize_t count, float *out) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const uint8_t flags = locations[i].segment->parts[column]->rows[locations[i].row];
+        out[i] = (flags & (FLAG_TERMINATED | FLAG_TRUNCATED)) == FLAG_TERMINATED ? 1.0F : 0.0F;
+    }
 }
 
 /* Return how many observations of a column are sliced, and add their slices to `*numbers`. */
@@ -376,109 +411,131 @@ static Py_ssize_t list_slices(int column, const location *locations, Py_ssize_t 
     return used;
 }
 
-/* ---- recycled memory --------------------------------------------------------------------- */
-
-static void recycler_release(recycler *r) {
-    if (!r || --r->references > 0) return;
-    for (int i = 0; i < r->kept_count; i++) area_free(r->kept[i].data, (size_t)r->kept[i].bytes);
-    free(r);
-}
-
-/* Take out kept memory of at least `bytes` bytes, but not far more; NULL if there is none. */
-static void *recycler_take(recycler *r, Py_ssize_t *bytes) {
-    for (int i = 0; i < r->kept_count; i++) {
-        if (r->kept[i].bytes < *bytes || r->kept[i].bytes / 2 > *bytes) continue;
-        void *const data = r->kept[i].data;
-        *bytes = r->kept[i].bytes;
-        r->kept_bytes -= r->kept[i].bytes;
-        r->kept[i] = r->kept[--r->kept_count];
-        return data;
-    }
-    return NULL;
-}
-
-static void recycled_dealloc(PyObject *self) {
-    Recycled *const memory = (Recycled *)self;
-    recycler *const r = memory->recycler;
-    if (memory->data && r->kept_count < MAX_KEPT && r->kept_bytes + memory->bytes <= r->max_kept_bytes) {
-        r->kept[r->kept_count].data = memory->data;
-        r->kept[r->kept_count++].bytes = memory->bytes;
-        r->kept_bytes += memory->bytes;
-    } else {
-        area_free(memory->data, (size_t)memory->bytes);
-    }
-    recycler_release(r);
-    object_free(self);
-}
-
-static PyType_Slot recycled_slots[] = {
-    {Py_tp_doc, "The memory of a large array, which is used again when the array is freed."},
-    {Py_tp_dealloc, (void *)recycled_dealloc},
-    {0, NULL},
-};
-static PyType_Spec recycled_spec = {
-    "holdall._native.Recycled", sizeof(Recycled), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, recycled_slots,
-};
-
-/* Return memory for an array, kept or new. NULL with an exception set. */
-static Recycled *recycled_new(recycler *r, Py_ssize_t bytes) {
-    Recycled *const memory = object_new(recycled_type);
-    if (!memory) return NULL;
-    memory->recycler = r;
-    r->references++;
-    memory->bytes = bytes;
-    memory->data = recycler_take(r, &memory->bytes);
-    if (!memory->data) {
-        memory->data = area_new((size_t)bytes);
-        if (memory->data) area_use_huge_pages(memory->data, (size_t)bytes);
-    }
-    if (!memory->data) {
-        Py_DECREF((PyObject *)memory);
-        PyErr_NoMemory();
-        return NULL;
-    }
-    return memory;
-}
-
 /* ---- gather ------------------------------------------------------------------------------ */
 
-/* Return a new array for an output: (count, *shape) of the column's dtype, or bool for flags. */
-static PyObject *output_array(recycler *r, const column *c, Py_ssize_t count) {
-    npy_intp shape[MAX_NDIM + 1] = {count};
-    const int type_number = c->role == ROLE_FLAGS ? NPY_BOOL : c->type_number;
-    for (int i = 0; i < c->ndim; i++) shape[i + 1] = c->shape[i];
-    if (count * c->row_bytes < MIN_RECYCLED_BYTES) return PyArray_SimpleNew(c->ndim + 1, shape, type_number);
-    Recycled *const memory = recycled_new(r, count * c->row_bytes);
-    if (!memory) return NULL;
-    PyObject *const array = PyArray_SimpleNewFromData(c->ndim + 1, shape, type_number, memory->data);
-    if (!array) {
-        Py_DECREF((PyObject *)memory);
-        return NULL;
+/* What an output looks like: (count, *shape) of a dtype. */
+typedef struct {
+    int type_number;
+    int ndim; /* without the first axis */
+    const Py_ssize_t *shape;
+    Py_ssize_t row_bytes;
+} output_form;
+
+/* Find the form of output `number`. -1 with an exception set if there is no such output. */
+static int find_output(const Catalog *catalog, long number, output_form *form) {
+    static const Py_ssize_t one[1] = {1};
+    const int columns = catalog->column_count;
+    if (number == 2 * columns + OUTPUT_FLAGS) {
+        *form = (output_form){NPY_UINT8, 0, NULL, 1};
+        return 0;
     }
-    PyArray_SetBaseObject((PyArrayObject *)array, (PyObject *)memory); /* takes the reference over */
+    if (number == 2 * columns + OUTPUT_ENDED) {
+        *form = (output_form){NPY_FLOAT32, 1, one, (Py_ssize_t)sizeof(float)};
+        return 0;
+    }
+    const column *const c = number >= 0 && number < 2 * columns ? &catalog->columns[number / 2] : NULL;
+    if (!c || (number % 2 == 1 && c->role == ROLE_ROW)) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "output %ld does not exist", number);
+        return -1;
+    }
+    /* Before the first reward, whose dtype is not known, a batch can only have no rows. */
+    const int type_number = c->type_number < 0 ? NPY_FLOAT64 : c->type_number;
+    *form = (output_form){c->role == ROLE_FLAGS ? NPY_BOOL : type_number, c->ndim, c->shape, c->row_bytes};
+    return 0;
+}
+
+/* Return an array of `count` rows at `data`, which `owner` keeps alive. NULL with an exception set. */
+static PyObject *output_array(const output_form *form, Py_ssize_t count, uint8_t *data, PyObject *owner) {
+    npy_intp shape[MAX_NDIM + 1] = {count};
+    for (int i = 0; i < form->ndim; i++) shape[i + 1] = form->shape[i];
+    PyObject *const array = PyArray_SimpleNewFromData(form->ndim + 1, shape, form->type_number, data);
+    if (array) PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner)); /* takes the reference */
     return array;
 }
 
-/* Make the arrays of all outputs. `wanted` gets the place of each output in the tuple, plus 1. NULL with an exception. */
-static PyObject *make_outputs(recycler *r, const Catalog *catalog, PyObject *outputs, Py_ssize_t count, Py_ssize_t *wanted) {
-    const Py_ssize_t output_count = PyTuple_Size(outputs);
-    PyObject *const arrays = PyTuple_New(output_count);
-    if (!arrays) return NULL;
-    for (Py_ssize_t k = 0; k < output_count; k++) {
+/* Bytes of `count` rows, rounded up so that the next array is aligned. */
+static Py_ssize_t output_bytes(const output_form *form, Py_ssize_t count) {
+    return (count * form->row_bytes + RECYCLED_ALIGNMENT - 1) / RECYCLED_ALIGNMENT * RECYCLED_ALIGNMENT;
+}
+
+/* Check the numbers of all outputs. `wanted` gets the place of each output in the tuple, plus 1. Return the bytes of all
+ * small arrays together, or -1 with an exception set. */
+static Py_ssize_t check_outputs(const Catalog *catalog, PyObject *outputs, Py_ssize_t count, Py_ssize_t *wanted,
+                                output_form *forms) {
+    Py_ssize_t small_bytes = 0;
+    for (Py_ssize_t k = 0; k < PyTuple_Size(outputs); k++) {
         const long number = PyLong_AsLong(PyTuple_GetItem(outputs, k));
-        const column *const c = number >= 0 && number < 2 * catalog->column_count ? &catalog->columns[number / 2] : NULL;
-        if (!c || wanted[number] || c->type_number < 0 || (number % 2 == 1 && c->role == ROLE_ROW)) {
-            if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "output %ld does not exist, or is asked for twice", number);
-            Py_DECREF(arrays);
-            return NULL;
+        if (find_output(catalog, number, &forms[k]) < 0) return -1;
+        if (wanted[number]) {
+            PyErr_Format(PyExc_ValueError, "output %ld is asked for twice", number);
+            return -1;
         }
-        PyObject *const array = output_array(r, c, count);
+        wanted[number] = k + 1;
+        const Py_ssize_t bytes = output_bytes(&forms[k], count);
+        if (bytes < MIN_OWN_BYTES) small_bytes += bytes;
+    }
+    return small_bytes;
+}
+
+/* Make the arrays of all outputs in the memory of `into`, one after another. NULL with an exception set. */
+static PyObject *place_outputs(PyArrayObject *into, const output_form *forms, Py_ssize_t output_count, Py_ssize_t count) {
+    Py_ssize_t bytes = 0;
+    for (Py_ssize_t k = 0; k < output_count; k++) bytes += output_bytes(&forms[k], count);
+    uint8_t *next = PyArray_DATA(into);
+    if (PyArray_TYPE(into) != NPY_UINT8 || !PyArray_ISCARRAY(into) || PyArray_NBYTES(into) < bytes ||
+        (uintptr_t)next % RECYCLED_ALIGNMENT != 0) {
+        PyErr_Format(PyExc_ValueError, "into must be a writable array of at least %zd bytes at a multiple of %d", bytes,
+                     (int)RECYCLED_ALIGNMENT);
+        return NULL;
+    }
+    PyObject *const arrays = PyTuple_New(output_count);
+    for (Py_ssize_t k = 0; arrays && k < output_count; k++) {
+        PyObject *const array = output_array(&forms[k], count, next, (PyObject *)into);
         if (!array) {
             Py_DECREF(arrays);
             return NULL;
         }
         PyTuple_SetItem(arrays, k, array);
-        wanted[number] = k + 1;
+        next += output_bytes(&forms[k], count);
+    }
+    return arrays;
+}
+
+/* Make the arrays of all outputs, in the memory of `into` if that is not NULL. `wanted` gets the place of each output in
+ * the tuple, plus 1. NULL with an exception. */
+static PyObject *make_outputs(recycler *r, const Catalog *catalog, PyObject *outputs, Py_ssize_t count,
+                              PyArrayObject *into, Py_ssize_t *wanted) {
+    output_form forms[2 * MAX_COLUMNS + EXTRA_OUTPUTS];
+    const Py_ssize_t output_count = PyTuple_Size(outputs);
+    if (output_count > 2 * catalog->column_count + EXTRA_OUTPUTS) {
+        PyErr_SetString(PyExc_ValueError, "an output is asked for twice");
+        return NULL;
+    }
+    const Py_ssize_t small_bytes = check_outputs(catalog, outputs, count, wanted, forms);
+    if (small_bytes < 0) return NULL;
+    if (into) return place_outputs(into, forms, output_count, count);
+    Recycled *const shared = recycled_new(r, small_bytes);
+    PyObject *const arrays = shared ? PyTuple_New(output_count) : NULL;
+    uint8_t *next = shared ? recycled_start(shared) : NULL;
+    int failed = !arrays;
+    for (Py_ssize_t k = 0; !failed && k < output_count; k++) {
+        const Py_ssize_t bytes = output_bytes(&forms[k], count);
+        PyObject *array = NULL;
+        if (bytes < MIN_OWN_BYTES) {
+            array = output_array(&forms[k], count, next, (PyObject *)shared);
+            next += bytes;
+        } else {
+            Recycled *const own = recycled_new(r, bytes);
+            if (own) array = output_array(&forms[k], count, recycled_start(own), (PyObject *)own);
+            Py_XDECREF((PyObject *)own);
+        }
+        failed = !array;
+        if (array) PyTuple_SetItem(arrays, k, array);
+    }
+    Py_XDECREF((PyObject *)shared);
+    if (failed) {
+        Py_XDECREF(arrays);
+        return NULL;
     }
     return arrays;
 }
@@ -487,26 +544,46 @@ static uint8_t *output_data(PyObject *arrays, Py_ssize_t place) {
     return place ? PyArray_DATA((PyArrayObject *)PyTuple_GetItem(arrays, place - 1)) : NULL;
 }
 
+/* Copy the rows `from` to `end` - 1 of everything that is not sliced. */
+static void copy_piece(const Catalog *catalog, const location *locations, Py_ssize_t from, Py_ssize_t end,
+                       PyObject *arrays, const Py_ssize_t *wanted) {
+    const location *const some = locations + from;
+    const Py_ssize_t count = end - from;
+    const int flags = catalog->column_count - 1;
+    for (int i = 0; i < flags; i++) {
+        const Py_ssize_t skipped = from * catalog->columns[i].row_bytes;
+        uint8_t *const first = output_data(arrays, wanted[2 * i]), *const second = output_data(arrays, wanted[2 * i + 1]);
+        if (first) copy_rows(i, some, count, 0, first + skipped);
+        if (second) copy_rows(i, some, count, 1, second + skipped);
+    }
+    const Py_ssize_t *const others = wanted + 2 * catalog->column_count;
+    uint8_t *const terminated = output_data(arrays, wanted[2 * flags]);
+    uint8_t *const truncated = output_data(arrays, wanted[2 * flags + 1]);
+    uint8_t *const stored = output_data(arrays, others[OUTPUT_FLAGS]);
+    float *const ended = (float *)output_data(arrays, others[OUTPUT_ENDED]);
+    if (terminated) copy_flags(flags, some, count, FLAG_TERMINATED, terminated + from);
+    if (truncated) copy_flags(flags, some, count, FLAG_TRUNCATED, truncated + from);
+    if (stored) copy_rows(flags, some, count, 0, stored + from);
+    if (ended) copy_ended(flags, some, count, ended + from);
+}
+
 /* Copy everything that is not sliced, and list the slices of the rest. Return the bytes to copy and decode, -1 with an
  * exception set. */
 static Py_ssize_t copy_small(const Catalog *catalog, const location *locations, Py_ssize_t count, PyObject *arrays,
                              const Py_ssize_t *wanted, gather_job *job) {
     Py_ssize_t observations = 0, numbers = 0, used = 0, bytes = 0;
+    for (Py_ssize_t from = 0; from < count; from += PIECE_ROWS) {
+        const Py_ssize_t end = from + PIECE_ROWS < count ? from + PIECE_ROWS : count;
+        prefetch_rows(catalog, locations + from, end - from, wanted);
+        copy_piece(catalog, locations, from, end, arrays, wanted);
+    }
     for (int i = 0; i < catalog->column_count; i++) {
         const column *const c = &catalog->columns[i];
-        uint8_t *const first = output_data(arrays, wanted[2 * i]), *const second = output_data(arrays, wanted[2 * i + 1]);
-        if (c->role == ROLE_FLAGS) {
-            if (first) copy_flags(i, locations, count, FLAG_TERMINATED, first);
-            if (second) copy_flags(i, locations, count, FLAG_TRUNCATED, second);
-            continue;
-        }
-        if (first) copy_rows(i, locations, count, 0, first);
-        if (second) copy_rows(i, locations, count, 1, second);
-        if (c->role == ROLE_OBSERVATION && (first || second)) {
-            const Py_ssize_t sliced = count_sliced(i, locations, count, &numbers);
-            observations += sliced;
-            bytes += sliced * c->row_bytes * ((first != NULL) + (second != NULL));
-        }
+        const int outputs = (wanted[2 * i] != 0) + (wanted[2 * i + 1] != 0);
+        if (c->role != ROLE_OBSERVATION || outputs == 0) continue;
+        const Py_ssize_t sliced = count_sliced(i, locations, count, &numbers);
+        observations += sliced;
+        bytes += sliced * c->row_bytes * outputs;
     }
     if (observations == 0) return 0;
     job->observations = malloc((size_t)observations * sizeof *job->observations);
@@ -523,24 +600,37 @@ static Py_ssize_t copy_small(const Catalog *catalog, const location *locations, 
     return bytes;
 }
 
-/* gather(catalog, ids, outputs) -> tuple of arrays */
+/* Find the first tick that `gather` may read: the first one that is held, or an older one if `given` names it and its
+ * segment is in the catalog. -1 with an exception set. */
+static int64_t find_first_tick(const Catalog *catalog, PyObject *given) {
+    if (!given) return catalog_first_tick(catalog);
+    const int64_t first_tick = PyLong_AsLongLong(given);
+    if (first_tick == -1 && PyErr_Occurred()) return -1;
+    const int64_t oldest = catalog->segment_count > 0 ? catalog->first_ticks[0] : catalog->floor_tick;
+    return first_tick > oldest ? first_tick : oldest;
+}
+
+/* gather(catalog, ids, outputs, first_tick=catalog.first_tick, into=None) -> tuple of arrays */
 static PyObject *reader_gather(PyObject *self, PyObject *const *arguments, Py_ssize_t argument_count) {
-    if (argument_count != 3 || Py_TYPE(arguments[0]) != catalog_type || !PyArray_Check(arguments[1]) ||
-        !PyTuple_Check(arguments[2])) {
-        PyErr_SetString(PyExc_TypeError, "gather takes a catalog, an array of ids and a tuple of outputs");
+    PyObject *const into = argument_count == 5 && arguments[4] != Py_None ? arguments[4] : NULL;
+    if (argument_count < 3 || argument_count > 5 || Py_TYPE(arguments[0]) != catalog_type ||
+        !PyArray_Check(arguments[1]) || !PyTuple_Check(arguments[2]) || (into && !PyArray_Check(into))) {
+        PyErr_SetString(PyExc_TypeError, "gather takes a catalog, an array of ids, a tuple of outputs, a tick and an array");
         return NULL;
     }
     Catalog *const catalog = (Catalog *)arguments[0];
+    PyObject *const given_tick = argument_count > 3 ? arguments[3] : NULL;
     PyArrayObject *const ids = (PyArrayObject *)arguments[1];
     if (PyArray_TYPE(ids) != NPY_INT64 || PyArray_NDIM(ids) != 1 || !PyArray_IS_C_CONTIGUOUS(ids)) {
         PyErr_SetString(PyExc_TypeError, "ids must be a contiguous array of int64");
         return NULL;
     }
     const Py_ssize_t count = PyArray_SIZE(ids);
-    Py_ssize_t wanted[2 * MAX_COLUMNS] = {0};
+    Py_ssize_t wanted[2 * MAX_COLUMNS + EXTRA_OUTPUTS] = {0};
     gather_job job = {0};
     Py_INCREF((PyObject *)catalog); /* keeps segments and parts alive without the GIL */
-    PyObject *arrays = make_outputs(((Reader *)self)->recycler, catalog, arguments[2], count, wanted);
+    PyObject *arrays =
+        make_outputs(((Reader *)self)->recycler, catalog, arguments[2], count, (PyArrayObject *)into, wanted);
     location *const locations = malloc(((size_t)count + 1) * sizeof *locations);
     int failed = !arrays;
     if (!failed && !locations) {
@@ -548,7 +638,8 @@ static PyObject *reader_gather(PyObject *self, PyObject *const *arguments, Py_ss
         failed = 1;
     }
     /* Allocating arrays can run the garbage collector and with it any code, so ids are checked after that. */
-    if (!failed) failed = locate(catalog, PyArray_DATA(ids), count, locations) < 0;
+    const int64_t first_tick = failed ? -1 : find_first_tick(catalog, given_tick);
+    if (!failed) failed = first_tick < 0 || locate(catalog, first_tick, PyArray_DATA(ids), count, locations) < 0;
     const Py_ssize_t bytes = failed ? -1 : copy_small(catalog, locations, count, arrays, wanted, &job);
     if (bytes < 0) failed = 1;
     if (!failed && job.count > 0) failed = run_job((Reader *)self, &job, bytes) < 0;
@@ -564,69 +655,205 @@ static PyObject *reader_gather(PyObject *self, PyObject *const *arguments, Py_ss
     return arrays;
 }
 
+/* ---- slices of windows -------------------------------------------------------------------- */
+
+static int is_same_window(const window *a, const window *b) {
+    return a->count == b->count && a->outer == b->outer && a->run_bytes == b->run_bytes && a->shift == b->shift;
+}
+
+/* Return the part of the first transition that is stored as slices of a window, or NULL. */
+static const Part *find_windowed(int column, const location *locations, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = locations[i].segment->parts[column];
+        if (part->kind == PART_SLICED && part->cut.count > 1) return part;
+    }
+    return NULL;
+}
+
+/* List the slices of all transitions, one transition after another, to be written to `out`. A slice that an observation
+ * and the next one share is listed once. `starts` gets the number of the first slice of every observation, and then of
+ * every next observation; -1 for transitions that are stored in another form. `cuts` are windows of as many slices as a
+ * transition has if its observations overlap, or if they do not. Return the number of slices. */
+static Py_ssize_t list_windows(int column, const location *locations, Py_ssize_t count, const window *cut,
+                               const window *cuts, uint8_t *out, int32_t *starts, gather_job *job) {
+    Py_ssize_t used = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = locations[i].segment->parts[column];
+        if (part->kind != PART_SLICED || !is_same_window(&part->cut, cut)) {
+            starts[i] = starts[count + i] = -1;
+            continue;
+        }
+        const uint32_t cursor = part->cursors[locations[i].row];
+        const int follows = (cursor & NEXT_FOLLOWS) != 0;
+        const Py_ssize_t entries = cuts[follows].count;
+        observation *const v = &job->observations[job->count++];
+        *v = (observation){.form = Py_NewRef(part->block->form), .cut = &cuts[follows], .slice_bytes = part->block->slice_bytes};
+        v->obs = out + used * v->slice_bytes;
+        v->first = used;
+        for (Py_ssize_t s = 0; s < entries; s++)
+            job->numbers[used + s] = log_entry(part, (cursor & ~NEXT_FOLLOWS) + s, locations[i].lane);
+        starts[i] = (int32_t)used;
+        starts[count + i] = (int32_t)(used + entries - cut->count);
+        used += entries;
+    }
+    return used;
+}
+
+/* Copy or decode the slices of windows. Return the number of slices, or -2 with an exception set. */
+static Py_ssize_t copy_windows(Reader *self, int column, const location *locations, Py_ssize_t count, const window *cut,
+                               uint8_t *out, int32_t *starts) {
+    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes;
+    const window cuts[2] = {
+        {.count = cut->count + cut->shift, .outer = 1, .run_bytes = slice_bytes, .shift = 1},
+        {.count = 2 * cut->count, .outer = 1, .run_bytes = slice_bytes, .shift = 1},
+    };
+    gather_job job = {0};
+    job.observations = malloc((size_t)count * sizeof *job.observations);
+    job.numbers = malloc((size_t)(count * 2 * cut->count) * sizeof *job.numbers);
+    Py_ssize_t used = -2;
+    if (!job.observations || !job.numbers) {
+        PyErr_NoMemory();
+    } else {
+        used = list_windows(column, locations, count, cut, cuts, out, starts, &job);
+        if (used > 0 && run_job(self, &job, used * slice_bytes) < 0) used = -2;
+    }
+    for (Py_ssize_t i = 0; i < job.count; i++) Py_DECREF(job.observations[i].form);
+    free(job.observations);
+    free(job.numbers);
+    return used;
+}
+
+/* gather_windows(catalog, ids, column, first_tick, into) -> (slices, starts, count, outer, run_bytes) or None */
+static PyObject *reader_gather_windows(PyObject *self, PyObject *const *arguments, Py_ssize_t argument_count) {
+    if (argument_count != 5 || Py_TYPE(arguments[0]) != catalog_type || !PyArray_Check(arguments[1]) ||
+        !PyArray_Check(arguments[4])) {
+        PyErr_SetString(PyExc_TypeError, "gather_windows takes a catalog, an array of ids, a column, a tick and an array");
+        return NULL;
+    }
+    Catalog *const catalog = (Catalog *)arguments[0];
+    PyArrayObject *const ids = (PyArrayObject *)arguments[1], *const into = (PyArrayObject *)arguments[4];
+    const long column = PyLong_AsLong(arguments[2]);
+    if (column == -1 && PyErr_Occurred()) return NULL;
+    if (PyArray_TYPE(ids) != NPY_INT64 || PyArray_NDIM(ids) != 1 || !PyArray_IS_C_CONTIGUOUS(ids) || column < 0 ||
+        column >= catalog->column_count || catalog->columns[column].role != ROLE_OBSERVATION) {
+        PyErr_SetString(PyExc_ValueError, "ids must be a contiguous array of int64, and column the number of an observation");
+        return NULL;
+    }
+    const Py_ssize_t count = PyArray_SIZE(ids);
+    if (PyArray_TYPE(into) != NPY_UINT8 || !PyArray_ISCARRAY(into) ||
+        PyArray_NBYTES(into) < 2 * count * catalog->columns[column].row_bytes) {
+        PyErr_SetString(PyExc_ValueError, "into must be a writable array with room for all observations");
+        return NULL;
+    }
+    if (count == 0) Py_RETURN_NONE;
+    npy_intp shape[2] = {2, count};
+    PyObject *const starts = PyArray_SimpleNew(2, shape, NPY_INT32);
+    location *const locations = malloc((size_t)count * sizeof *locations);
+    Py_INCREF((PyObject *)catalog); /* keeps segments and parts alive without the GIL */
+    Py_ssize_t slices = -2;
+    window cut = {0};
+    if (!starts || !locations) {
+        PyErr_NoMemory();
+    } else {
+        const int64_t first_tick = find_first_tick(catalog, arguments[3]);
+        if (first_tick >= 0 && locate(catalog, first_tick, PyArray_DATA(ids), count, locations) == 0) {
+            const Part *const part = find_windowed((int)column, locations, count);
+            slices = -1;
+            if (part) cut = part->cut;
+            if (part)
+                slices = copy_windows((Reader *)self, (int)column, locations, count, &cut, PyArray_DATA(into),
+                                      PyArray_DATA((PyArrayObject *)starts));
+        }
+    }
+    PyObject *result = NULL;
+    if (slices >= 0) result = Py_BuildValue("nOnnn", slices, starts, cut.count, cut.outer, cut.run_bytes);
+    else if (slices == -1) result = Py_NewRef(Py_None);
+    Py_XDECREF(starts);
+    free(locations);
+    Py_DECREF((PyObject *)catalog);
+    return result;
+}
+
 /* ---- threads ----------------------------------------------------------------------------- */
 
 static PyObject *reader_help(PyObject *object, PyObject *Py_UNUSED(none)) {
     Reader *const self = (Reader *)object;
     self->helpers++;
     Py_BEGIN_ALLOW_THREADS
-    holdall_threads_help(self->pool);
+    threads_help(self->pool);
     Py_END_ALLOW_THREADS
     self->helpers--;
     Py_RETURN_NONE;
 }
 
 static PyObject *reader_dismiss(PyObject *object, PyObject *Py_UNUSED(none)) {
-    holdall_threads_dismiss(((Reader *)object)->pool);
+    threads_dismiss(((Reader *)object)->pool);
     Py_RETURN_NONE;
 }
 
-/* Reader(max_kept_bytes=0) */
+/* Reader(max_kept_bytes=0, bytes_per_thread=BYTES_PER_THREAD) */
 static int reader_init(PyObject *object, PyObject *arguments, PyObject *keywords) {
-    static char *names[] = {"max_kept_bytes", NULL};
+    static char *names[] = {"max_kept_bytes", "bytes_per_thread", NULL};
     Reader *const self = (Reader *)object;
-    Py_ssize_t max_kept_bytes = 0;
+    Py_ssize_t max_kept_bytes = 0, bytes_per_thread = BYTES_PER_THREAD;
     if (self->pool) {
         PyErr_SetString(PyExc_TypeError, "a reader is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|n", names, &max_kept_bytes)) return -1;
-    self->recycler = calloc(1, sizeof *self->recycler);
-    self->pool = holdall_threads_new();
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|nn", names, &max_kept_bytes, &bytes_per_thread)) return -1;
+    if (max_kept_bytes < 0 || bytes_per_thread < 1) {
+        PyErr_SetString(PyExc_ValueError, "max_kept_bytes must be at least 0, and bytes_per_thread at least 1");
+        return -1;
+    }
+    self->bytes_per_thread = bytes_per_thread;
+    self->recycler = recycler_new(max_kept_bytes);
+    self->pool = threads_new();
     if (!self->pool || !self->recycler) {
         PyErr_NoMemory();
         return -1;
     }
-    self->recycler->references = 1;
-    self->recycler->max_kept_bytes = max_kept_bytes;
     return 0;
 }
 
 static void reader_dealloc(PyObject *object) {
     Reader *const self = (Reader *)object;
     for (int i = 0; i < MAX_THREADS; i++) workspace_free(self->workspaces[i]);
-    if (self->pool) holdall_threads_free(self->pool);
+    if (self->pool) threads_free(self->pool);
     recycler_release(self->recycler);
     object_free(object);
 }
 
 static PyMethodDef reader_methods[] = {
     {"gather", (PyCFunction)(void (*)(void))reader_gather, METH_FASTCALL, "Return one array per output."},
+    {"gather_windows", (PyCFunction)(void (*)(void))reader_gather_windows, METH_FASTCALL, "Return the slices of observations."},
     {"help", reader_help, METH_NOARGS, "Work on the gathers of other threads until `dismiss` is called."},
     {"dismiss", reader_dismiss, METH_NOARGS, "Make all calls of `help` return."},
     {NULL, NULL, 0, NULL},
+};
+static PyObject *reader_kept_bytes(PyObject *object, void *Py_UNUSED(closure)) {
+    return PyLong_FromSsize_t(((Reader *)object)->recycler->kept_bytes);
+}
+
+static PyObject *reader_wanted_helpers(PyObject *object, void *Py_UNUSED(closure)) {
+    return PyLong_FromLong(((Reader *)object)->wanted);
+}
+
+static PyGetSetDef reader_properties[] = {
+    {"wanted_helpers", reader_wanted_helpers, NULL, "The most helpers that a gather could have used.", NULL},
+    {"kept_bytes", reader_kept_bytes, NULL, "Memory of freed arrays that is kept for the next ones.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot reader_slots[] = {
     {Py_tp_doc, "Copies rows out of a catalog."},
     {Py_tp_init, (void *)reader_init},
     {Py_tp_dealloc, (void *)reader_dealloc},
     {Py_tp_methods, reader_methods},
+    {Py_tp_getset, reader_properties},
     {0, NULL},
 };
 static PyType_Spec reader_spec = {"holdall._native.Reader", sizeof(Reader), 0, Py_TPFLAGS_DEFAULT, reader_slots};
 
 int add_reader(PyObject *module) {
-    if (!(recycled_type = (PyTypeObject *)PyType_FromSpec(&recycled_spec))) return -1;
     PyTypeObject *const type = type_add(module, &reader_spec, "Reader");
     Py_XDECREF((PyObject *)type);
     return type ? 0 : -1;

@@ -1,20 +1,20 @@
 /* Copies of arrays whose elements are not stored in C order. */
 #include "strided.h"
 
-#include "holdall.h"
+#include "processor.h"
 
 #include <string.h>
 
 /* ---- images with interleaved channels ------------------------------------------------ */
 
 #ifdef HAVE_X86
-/* Separate three interleaved channels, 16 pixels at a time; returns how many pixels that were. */
+/* Separate three interleaved channels, 16 pixels at a time. Return the number of pixels that are done. */
 __attribute__((target("ssse3"))) static int64_t separate_three(uint8_t *to, const uint8_t *from, int64_t pixels) {
     const __m128i low = _mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     const __m128i mid = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1);
     const __m128i high = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13);
     int64_t i = 0;
-    for (; i + 17 <= pixels; i += 16) /* the last channel's loads reach two bytes further */
+    for (; i + 17 <= pixels; i += 16) /* the loads of the last channel reach two bytes further */
         for (int64_t c = 0; c < 3; c++) {
             const __m128i *const at = (const __m128i *)(from + 3 * i + c);
             const __m128i channel =
@@ -26,14 +26,14 @@ __attribute__((target("ssse3"))) static int64_t separate_three(uint8_t *to, cons
     return i;
 }
 
-/* Separate four neighbouring channels, 16 pixels at a time, which takes a quarter of the time of single bytes; `from` is
- * the first of them. Returns how many pixels that were. */
+/* Separate four neighbouring channels, 16 pixels at a time, which takes a quarter of the time of single bytes. `from` is
+ * the first of the channels. Return the number of pixels that are done. */
 __attribute__((target("ssse3"))) static int64_t separate_four(uint8_t *to, const uint8_t *from, int64_t pixels,
                                                                int64_t channels) {
     const __m128i by_channel = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int64_t i = 0;
     for (; i + 16 <= pixels; i += 16) {
-        __m128i rows[4]; /* of four pixels each: four words, one a channel */
+        __m128i rows[4]; /* four pixels each, as four words: one word for every channel */
         for (int64_t k = 0; k < 4; k++) {
             int32_t words[4];
             for (int64_t j = 0; j < 4; j++) memcpy(&words[j], from + (i + 4 * k + j) * channels, sizeof words[j]);
@@ -50,7 +50,6 @@ __attribute__((target("ssse3"))) static int64_t separate_four(uint8_t *to, const
 }
 #endif
 
-/* Write an image channel by channel that lies pixel by pixel, of one byte a channel. */
 void part_channels(uint8_t *to, const uint8_t *from, int64_t pixels, int64_t channels) {
     for (int64_t c = 0; c < channels;) {
         const int64_t left = channels - c, together = channels == 3 ? 3 : left < 4 ? left : 4;
@@ -76,7 +75,7 @@ uint8_t *strided_copy(uint8_t *to, const uint8_t *from, int ndim, const intptr_t
         part_channels(to, from, shape[1], shape[0]);
         return to + shape[0] * shape[1];
     }
-    /* The rows and columns of an image are one dimension if no bytes lie between the rows. */
+    /* The rows and columns of an image are one dimension if there are no bytes between the rows. */
     if (ndim == 3 && item_bytes == 1 && strides[0] == 1 && strides[1] == strides[2] * shape[2]) {
         const intptr_t flat_shape[2] = {shape[0], shape[1] * shape[2]}, flat_strides[2] = {strides[0], strides[2]};
         return strided_copy(to, from, 2, flat_shape, flat_strides, item_bytes);

@@ -1,10 +1,8 @@
-/* The thread pool: Python starts, names and joins its threads; they wait here, without the GIL. */
+/* The thread pool. Python starts, names and joins the threads. They wait here, without the GIL. */
 #ifdef __linux__
 #define _GNU_SOURCE /* for the cores that a thread may use */
 #endif
 #include "threads.h"
-
-#include "holdall.h"
 
 #include <stdlib.h>
 
@@ -19,7 +17,6 @@ typedef CONDITION_VARIABLE condition;
 #define WAIT(c, m) SleepConditionVariableSRW(c, m, INFINITE, 0)
 #define WAKE_ONE(c) WakeConditionVariable(c)
 #define WAKE_ALL(c) WakeAllConditionVariable(c)
-#define YIELD() SwitchToThread()
 #else
 #include <pthread.h>
 #include <sched.h>
@@ -32,10 +29,9 @@ typedef pthread_cond_t condition;
 #define WAIT(c, m) pthread_cond_wait(c, m)
 #define WAKE_ONE(c) pthread_cond_signal(c)
 #define WAKE_ALL(c) pthread_cond_broadcast(c)
-#define YIELD() sched_yield()
 #endif
 
-#define MOST_PLACED 64
+#define MAX_PLACED 64
 
 struct thread_pool {
     mutex lock;
@@ -44,31 +40,31 @@ struct thread_pool {
     work_on work;
     void *job;
     int64_t wanted; /* helpers that may still begin the job */
-    int64_t begun;  /* helpers that began it, and ... */
-    int64_t busy;   /* those that work on it still */
+    int64_t begun;  /* helpers that began the job */
+    int64_t busy;   /* helpers that work on the job */
     int dismissed;
 #ifdef __linux__
-    pthread_t helpers[MOST_PLACED];
+    pthread_t helpers[MAX_PLACED];
     int helper_count;
-    int caller_core; /* that the helpers keep off, and 1; 0 at first */
+    int caller_core; /* number of the core that the helpers avoid, plus 1; 0: none */
 #endif
 };
 
 #ifdef __linux__
-/* Note a helper, so that it can be kept off the caller's core. */
+/* Record a helper, so that `place_helpers` can place it. */
 static void join_pool(thread_pool *pool) {
-    if (pool->helper_count < MOST_PLACED) pool->helpers[pool->helper_count++] = pthread_self();
+    if (pool->helper_count < MAX_PLACED) pool->helpers[pool->helper_count++] = pthread_self();
     pool->caller_core = 0;
 }
 
-/* Keep all helpers off the core that the caller runs on, and on those that it may use. Otherwise the kernel wakes a
- * helper on that very core if all others are busy, if only with threads that spin after a step of the trainer: then
- * they take turns on one core, and sharing gains nothing. */
+/* Let helpers run on all cores of the caller, except for the one that it runs on now. Otherwise the kernel wakes helpers
+ * on that core while all other cores are busy, for example with threads of torch that spin after a training step. The
+ * helpers and the caller would then take turns on one core. */
 static void place_helpers(thread_pool *pool) {
     const int core = sched_getcpu();
     cpu_set_t cores;
     if (core < 0 || core >= CPU_SETSIZE || core + 1 == pool->caller_core) return;
-    if (sched_getaffinity(0, sizeof cores, &cores) != 0) return; /* more cores than the set has room for */
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0) return; /* The set has too little room for all cores. */
     CPU_CLR(core, &cores);
     if (CPU_COUNT(&cores) == 0) return;
     for (int i = 0; i < pool->helper_count; i++) pthread_setaffinity_np(pool->helpers[i], sizeof cores, &cores);
@@ -79,7 +75,7 @@ static void join_pool(thread_pool *pool) { (void)pool; }
 static void place_helpers(thread_pool *pool) { (void)pool; }
 #endif
 
-EXPORT thread_pool *holdall_threads_new(void) {
+thread_pool *threads_new(void) {
     thread_pool *const pool = calloc(1, sizeof *pool);
     if (pool) {
         MUTEX_NEW(&pool->lock);
@@ -89,9 +85,9 @@ EXPORT thread_pool *holdall_threads_new(void) {
     return pool;
 }
 
-/* What a helper's thread runs until the pool is dismissed. For a job it has the number with which it came to it: any of
- * the pool's may be the ones that come, and who asked for `helpers` has memory for so many. */
-EXPORT void holdall_threads_help(thread_pool *pool) {
+/* Helpers are numbered in the order in which they begin a job, because any of the threads may be the ones that do, and
+ * the caller has memory for as many as it asked for. */
+void threads_help(thread_pool *pool) {
     LOCK(&pool->lock);
     join_pool(pool);
     for (;;) {
@@ -110,16 +106,14 @@ EXPORT void holdall_threads_help(thread_pool *pool) {
     UNLOCK(&pool->lock);
 }
 
-/* Let every helper's thread end. */
-EXPORT void holdall_threads_dismiss(thread_pool *pool) {
+void threads_dismiss(thread_pool *pool) {
     LOCK(&pool->lock);
     pool->dismissed = 1;
     WAKE_ALL(&pool->has_work);
     UNLOCK(&pool->lock);
 }
 
-/* Free a pool that was dismissed, after its threads were joined. */
-EXPORT void holdall_threads_free(thread_pool *pool) { free(pool); }
+void threads_free(thread_pool *pool) { free(pool); }
 
 void threads_begin(thread_pool *pool, work_on work, void *job, int64_t helpers) {
     if (!pool || helpers < 1) return;
@@ -140,5 +134,3 @@ void threads_end(thread_pool *pool) {
     while (pool->busy > 0) WAIT(&pool->all_left, &pool->lock);
     UNLOCK(&pool->lock);
 }
-
-void threads_pause(void) { YIELD(); }

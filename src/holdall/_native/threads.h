@@ -1,4 +1,4 @@
-/* Threads that wait in C for work, so that sharing it among them needs no lock of Python's. */
+/* Threads that wait in C for work, so that sharing work among them does not need the GIL. */
 #ifndef HOLDALL_THREADS_H
 #define HOLDALL_THREADS_H
 
@@ -6,15 +6,22 @@
 
 typedef struct thread_pool thread_pool;
 
-/* What a thread does with a job: it takes pieces until none are left. Thread 0 is the caller, the helpers that begin
- * are 1, 2, ... up to as many as were asked for. */
+/* What a thread does with a job: it takes pieces until none are left. Thread 0 is the caller. Helpers are numbered from 1
+ * on, up to as many as were asked for. */
 typedef void (*work_on)(void *job, int64_t thread);
 
-/* Let up to `helpers` threads begin a job, and return at once; `pool` may be NULL if there are none. */
+/* A pool without threads. NULL if there is no memory. */
+thread_pool *threads_new(void);
+/* What the thread of a helper runs until the pool is dismissed. */
+void threads_help(thread_pool *pool);
+/* Let the threads of all helpers end. */
+void threads_dismiss(thread_pool *pool);
+/* Free a pool without threads. */
+void threads_free(thread_pool *pool);
+
+/* Let up to `helpers` threads begin a job, and return at once. `pool` may be NULL if `helpers` is 0. */
 void threads_begin(thread_pool *pool, work_on work, void *job, int64_t helpers);
-/* Return when no helper works on the job any more; one that did not begin yet never does. */
+/* Wait until no helper works on the job. Helpers that did not begin it yet never will. */
 void threads_end(thread_pool *pool);
-/* Let another thread use the core for a moment. */
-void threads_pause(void);
 
 #endif

@@ -1,17 +1,13 @@
-/* What was done to slices before they were compressed is undone: differences, planes and pixels, byte shuffle, palettes. */
+/* Undoing transforms: differences, planes and pixels, shuffled bytes, palettes of words, changes. */
 #include "codec.h"
 
-#include <stdatomic.h>
 #include <string.h>
-#ifdef HAVE_X86
-#include <cpuid.h>
-#endif
 
 /* ---- differences ------------------------------------------------------------------- */
 
 #ifdef HAVE_X86
-/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to, which is left in every
- * byte of `before` for the next 16. */
+/* Replace 16 bytes by their running sums, in four shifted additions. All bytes of `before` are the sum up to here; they
+ * become the sum up to the next 16 bytes. */
 __attribute__((target("ssse3"))) static inline void sum_on(uint8_t *at, __m128i *before) {
     __m128i v = _mm_loadu_si128((const __m128i *)at);
     v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
@@ -34,8 +30,8 @@ __attribute__((target("ssse3"))) static inline void sum_four_on(uint8_t *at, __m
     *before = _mm_shuffle_epi8(v, _mm_set1_epi8(3));
 }
 
-/* Sum up four neighbouring rows as far as 4 divides them; side by side, since each addition waits for the one before in
- * its own row only. */
+/* Sum up four neighbouring rows from column `x` on, up to a multiple of 4 columns. Return that column. The rows are summed
+ * side by side, because an addition waits for the one before in its own row only. */
 __attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, int64_t columns, int64_t x) {
     uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
     const __m128i zero = _mm_setzero_si128();
@@ -56,19 +52,6 @@ __attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, i
     return x;
 }
 
-/* Whether the processor has AVX2 and BMI2, and the system keeps its registers; asked once. */
-int has_avx2(void) {
-    static _Atomic int known; /* 0: not asked yet, 1: no, 2: yes */
-    int answer = atomic_load_explicit(&known, memory_order_relaxed);
-    if (answer == 0) {
-        unsigned a, b, c = 0, d, kept = 0;
-        if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
-        answer = (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) && (b & bit_BMI2) ? 2 : 1;
-        atomic_store_explicit(&known, answer, memory_order_relaxed);
-    }
-    return answer == 2;
-}
-
 /* As `sum_on`, for 16 bytes each of two rows. */
 __attribute__((target("avx2"))) static inline void sum_two_on(uint8_t *at, uint8_t *other, __m256i *before) {
     __m256i v = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at)),
@@ -82,7 +65,7 @@ __attribute__((target("avx2"))) static inline void sum_two_on(uint8_t *at, uint8
     *before = _mm256_shuffle_epi8(v, _mm256_set1_epi8(15));
 }
 
-/* Sum up four neighbouring rows as far as 16 divides them. */
+/* Sum up four neighbouring rows, up to a multiple of 16 columns. Return that column. */
 __attribute__((target("avx2"))) static int64_t undo_left_wide(uint8_t *first, int64_t columns) {
     __m256i ab = _mm256_setzero_si256(), cd = ab;
     int64_t x = 0;
@@ -94,7 +77,7 @@ __attribute__((target("avx2"))) static int64_t undo_left_wide(uint8_t *first, in
 }
 #endif
 
-/* Sum up `rows` neighbouring rows from their first bytes on. */
+/* Sum up `rows` neighbouring rows. The first byte of each row is a sum already. */
 static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
     int64_t x = 0;
 #ifdef HAVE_X86
@@ -106,29 +89,28 @@ static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
     }
 }
 
-static void add_row(uint8_t *restrict row, const uint8_t *restrict above, int64_t columns) {
-    for (int64_t x = 0; x < columns; x++) row[x] = (uint8_t)(row[x] + above[x]);
+static void add_plane(uint8_t *restrict plane, const uint8_t *restrict other, int64_t count) {
+    for (int64_t i = 0; i < count; i++) plane[i] = (uint8_t)(plane[i] + other[i]);
 }
 
-/* Turn planes of differences back into planes of values, in place. */
-void undo_differences(const transform *form, uint8_t *planes) {
-    const int64_t columns = form->columns, plane = form->rows * columns;
-    for (int64_t p = 0; p < form->planes; p++) {
-        uint8_t *const first = planes + p * plane;
-        if (form->predictor == PREDICT_LEFT) {
-            uint8_t sum = 0; /* what stands in memory would be waited for in every row */
-            for (int64_t y = 0; y < form->rows; y++) first[y * columns] = sum = (uint8_t)(sum + first[y * columns]);
-            int64_t y = 0;
-            for (; y + 4 <= form->rows; y += 4) undo_left_rows(first + y * columns, columns, 4);
-            for (; y < form->rows; y++) undo_left_rows(first + y * columns, columns, 1);
-        } else {
-            for (int64_t y = 1; y < form->rows; y++)
-                add_row(first + y * columns, first + (y - 1) * columns, columns);
-        }
+/* Sum up the rows of a plane. */
+static void undo_left_plane(uint8_t *plane, int64_t rows, int64_t columns) {
+    uint8_t sum = 0; /* A sum in memory would be waited for in every row. */
+    for (int64_t y = 0; y < rows; y++) {
+        sum = (uint8_t)(sum + plane[y * columns]);
+        plane[y * columns] = sum;
     }
+    int64_t y = 0;
+    for (; y + 4 <= rows; y += 4) undo_left_rows(plane + y * columns, columns, 4);
+    for (; y < rows; y++) undo_left_rows(plane + y * columns, columns, 1);
+}
+
+void undo_differences(const transform *form, uint8_t *planes) {
+    const int64_t plane = form->rows * form->columns;
+    for (int64_t p = 0; p < form->planes; p++) undo_left_plane(planes + p * plane, form->rows, form->columns);
     if (form->green) {
-        add_row(planes, planes + plane, plane);
-        add_row(planes + 2 * plane, planes + plane, plane);
+        add_plane(planes, planes + plane, plane);
+        add_plane(planes + 2 * plane, planes + plane, plane);
     }
 }
 
@@ -172,9 +154,9 @@ void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
 }
 
 #ifdef HAVE_X86
-/* 32 pixels at a time, 16 in each half of the registers: in three of them, the bytes of a plane stand in different places,
- * so that they are put together before they are put in order. Returns how many pixels are done. */
-__attribute__((target("avx2"))) static int64_t part_pixels_wide(const uint8_t *in, int64_t plane, uint8_t *planes) {
+/* Separate 32 pixels at a time, 16 in each half of the registers. The bytes of a plane have different positions in three
+ * registers, so they are collected in one register first and then put in order. Return the number of pixels done. */
+__attribute__((target("avx2"))) static int64_t separate_planes_wide(const uint8_t *in, int64_t plane, uint8_t *planes) {
     const __m128i every_third = _mm_setr_epi8(-1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1);
     const __m256i first = _mm256_broadcastsi128_si256(every_third);
     const __m256i second = _mm256_broadcastsi128_si256(_mm_slli_si128(every_third, 1));
@@ -198,7 +180,7 @@ __attribute__((target("avx2"))) static int64_t part_pixels_wide(const uint8_t *i
     return i;
 }
 
-__attribute__((target("ssse3"))) static int64_t part_pixels_fast(const uint8_t *in, int64_t plane, uint8_t *planes) {
+__attribute__((target("ssse3"))) static int64_t separate_planes_fast(const uint8_t *in, int64_t plane, uint8_t *planes) {
     const __m128i from_a[3] = {_mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
                                _mm_setr_epi8(1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
                                _mm_setr_epi8(2, 5, 8, 11, 14, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)};
@@ -221,12 +203,12 @@ __attribute__((target("ssse3"))) static int64_t part_pixels_fast(const uint8_t *
 }
 #endif
 
-void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes) {
+void separate_planes(const transform *form, const uint8_t *in, uint8_t *planes) {
     const int64_t plane = form->rows * form->columns;
     int64_t i = 0;
 #ifdef HAVE_X86
     if (form->planes == 3 && has_ssse3())
-        i = has_avx2() ? part_pixels_wide(in, plane, planes) : part_pixels_fast(in, plane, planes);
+        i = has_avx2() ? separate_planes_wide(in, plane, planes) : separate_planes_fast(in, plane, planes);
 #endif
     for (; i < plane; i++)
         for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
@@ -263,8 +245,8 @@ void look_up_words(const transform *form, const uint8_t *palette, const uint8_t 
 
 /* ---- changes ----------------------------------------------------------------------- */
 
-/* Read a number of seven bits a byte, the lowest first; returns what stands behind it, NULL if it does not end. */
-static inline const uint8_t *read_count(const uint8_t *p, const uint8_t *end, int64_t *count) {
+/* Read a number of seven bits per byte, the lowest first. Return its end, NULL if it does not end before `end`. */
+static inline const uint8_t *read_number(const uint8_t *p, const uint8_t *end, int64_t *count) {
     if (p < end && *p < 128) {
         *count = *p;
         return p + 1;
@@ -279,8 +261,8 @@ static inline const uint8_t *read_count(const uint8_t *p, const uint8_t *end, in
 
 enum { AT_ONCE = 16 };
 
-/* Copy at most AT_ONCE bytes where that many can be read and written on either side: the others are put back as they were,
- * since a branch on how many there are would be guessed wrong each time. */
+/* Copy `count` bytes, at most AT_ONCE, without a branch on `count`, which the processor would predict wrongly each time.
+ * AT_ONCE bytes must be readable and writable on both sides; the bytes after `count` keep their values. */
 static inline void copy_few(uint8_t *to, const uint8_t *from, int64_t count) {
     static const uint8_t kept[2 * AT_ONCE] = {[AT_ONCE] = 255, 255, 255, 255, 255, 255, 255, 255,
                                               255, 255, 255, 255, 255, 255, 255, 255};
@@ -294,9 +276,9 @@ static inline void copy_few(uint8_t *to, const uint8_t *from, int64_t count) {
 
 const uint8_t *apply_changes(const uint8_t *p, const uint8_t *end, uint8_t *slice, int64_t bytes) {
     int64_t changes, skipped, length, at = 0;
-    p = read_count(p, end, &changes);
+    p = read_number(p, end, &changes);
     for (; p && changes > 0; changes--) {
-        if (!(p = read_count(p, end, &skipped)) || !(p = read_count(p, end, &length))) return NULL;
+        if (!(p = read_number(p, end, &skipped)) || !(p = read_number(p, end, &length))) return NULL;
         if (skipped > bytes - at || length > bytes - at - skipped || length > end - p) return NULL;
         at += skipped;
         if (length <= AT_ONCE && bytes - at >= AT_ONCE && end - p >= AT_ONCE) copy_few(slice + at, p, length);

@@ -4,6 +4,7 @@
  * no Python code, so that a signal handler or another thread sees the change completely or not at all.
  */
 #include "engine.h"
+#include "module.h"
 #include "strided.h"
 
 #include <stdlib.h>
@@ -11,7 +12,7 @@
 
 enum { WRITTEN = 0, FULL = 1, UNCHECKED = 2 };
 enum { GROUP_OBS = 0, GROUP_ACTION = 1, GROUP_EXTRAS = 2, GROUP_COUNT = 3 };
-enum { FIRST_LOG_ROWS = 64, MIN_BLOCK_TICKS = 16, MIN_ROOM_SHARE = 8 };
+enum { FIRST_LOG_ROWS = 64, MIN_BLOCK_TICKS = 2, MIN_ROOM_SHARE = 8, BLOCKS_PER_CAPACITY = 4 };
 
 /* One column of the open segment. */
 typedef struct {
@@ -83,7 +84,7 @@ static void push_slices(open_column *c, const uint8_t *obs, Py_ssize_t lane, Py_
                 memcpy(c->slice + o * cut->run_bytes, obs + (o * cut->count + s) * cut->run_bytes, (size_t)cut->run_bytes);
             slice = c->slice;
         }
-        ((uint32_t *)part->log)[c->ends[lane] * part->lanes + lane] = block_intern(part->block, slice);
+        ((uint32_t *)part->log)[c->ends[lane] * part->lanes + lane] = block_intern(part->block, slice, lane);
         c->ends[lane]++;
     }
     if (c->ends[lane] > c->longest) c->longest = c->ends[lane];
@@ -287,12 +288,61 @@ static const uint8_t *find_flags(const Writer *w, PyObject *value) {
 }
 
 /* The arguments of `append`, in their order. */
-enum { OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, EXTRAS, VALID, MAX_ARGUMENTS };
+enum { OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, EXTRAS, VALID, INFOS, MAX_ARGUMENTS };
+
+/* Lanes whose time limits are collected without allocating memory. */
+enum { FEW_LANES = 64 };
+
+/* The flags of a tick whose time limits are in info dicts, as Gymnasium's TimeLimit and Stable-Baselines3 write them. */
+typedef struct {
+    uint8_t *truncated;  /* one byte per lane; NULL if `append` was given `truncated` */
+    uint8_t *terminated; /* done and not truncated; if a step was truncated without being done, also set */
+    uint8_t few[2 * FEW_LANES];
+} time_limits;
+
+/* Return whether an info dict says that a time limit ended the step; 2 if it says something else than True or False, or
+ * is no dict; -1 with an exception set. */
+static int is_truncated(PyObject *info, PyObject *key) {
+    if (!PyDict_Check(info)) return 2;
+    PyObject *const value = PyDict_GetItemWithError(info, key);
+    if (!value) return PyErr_Occurred() ? -1 : 0;
+    if (value == Py_False) return 0;
+    return value == Py_True ? 1 : 2;
+}
+
+/* Collect the flags from `infos`, a list or tuple with one dict per lane, and from `done`. Return 1, or 0 if an argument is
+ * something else; -1 with an exception set. This can run Python code. */
+static int collect_time_limits(const Writer *w, PyObject *infos, PyObject *done, time_limits *limits) {
+    static PyObject *key;
+    if (!key && !(key = PyUnicode_InternFromString("TimeLimit.truncated"))) return -1;
+    const int is_list = PyList_CheckExact(infos);
+    if (!is_list && !PyTuple_CheckExact(infos)) return 0;
+    if ((is_list ? PyList_Size(infos) : PyTuple_Size(infos)) != w->lanes) return 0;
+    limits->truncated = w->lanes <= FEW_LANES ? limits->few : malloc(2 * (size_t)w->lanes);
+    if (!limits->truncated) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    limits->terminated = limits->truncated + w->lanes;
+    for (Py_ssize_t lane = 0; lane < w->lanes; lane++) {
+        /* Looking up a key can run code that shortens the list. */
+        if (is_list && lane >= PyList_Size(infos)) return 0;
+        PyObject *const info = Py_NewRef(is_list ? PyList_GetItem(infos, lane) : PyTuple_GetItem(infos, lane));
+        const int truncated = is_truncated(info, key);
+        Py_DECREF(info);
+        if (truncated < 0 || truncated > 1) return truncated < 0 ? -1 : 0;
+        limits->truncated[lane] = (uint8_t)truncated;
+    }
+    const uint8_t *const ended = find_flags(w, done);
+    for (Py_ssize_t lane = 0; ended && lane < w->lanes; lane++)
+        limits->terminated[lane] = (uint8_t)((ended[lane] != 0) ^ limits->truncated[lane]);
+    return ended != NULL;
+}
 
 /* Find all rows of a tick. `leaves` has the leaves of obs, next_obs, action and extras by column. Return 0 if an argument
  * does not fit. */
 static int find_tick(Writer *w, PyObject *const *leaves, PyObject *const *next_leaves, PyObject *const *given,
-                     double *number, tick *t) {
+                     const time_limits *limits, double *number, tick *t) {
     for (int i = 0; i < w->flags; i++) {
         if (i == w->reward) continue;
         open_column *const c = &w->columns[i];
@@ -306,19 +356,19 @@ static int find_tick(Writer *w, PyObject *const *leaves, PyObject *const *next_l
     } else if (!(t->rows[w->reward] = find_rows(w, w->reward, given[REWARD], &w->columns[w->reward].copy))) {
         return 0;
     }
-    t->terminated = find_flags(w, given[TERMINATED]);
-    t->truncated = find_flags(w, given[TRUNCATED]);
+    t->terminated = limits->truncated ? limits->terminated : find_flags(w, given[TERMINATED]);
+    t->truncated = limits->truncated ? limits->truncated : find_flags(w, given[TRUNCATED]);
     t->valid = NULL;
     if (given[VALID] && given[VALID] != Py_None && !(t->valid = find_flags(w, given[VALID]))) return 0;
     return t->terminated && t->truncated;
 }
 
-/* append(obs, action, reward, next_obs, terminated, truncated, extras=None, valid=None) -> int */
+/* append(obs, action, reward, next_obs, terminated, truncated, extras=None, valid=None, infos=None) -> int */
 static PyObject *writer_append(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     Writer *const w = (Writer *)self;
     PyObject *leaves[MAX_COLUMNS], *next_leaves[MAX_COLUMNS], *given[MAX_ARGUMENTS] = {NULL};
     if (count < EXTRAS || count > MAX_ARGUMENTS) {
-        PyErr_Format(PyExc_TypeError, "append takes 6 to 8 arguments, got %zd", count);
+        PyErr_Format(PyExc_TypeError, "append takes 6 to 9 arguments, got %zd", count);
         return NULL;
     }
     memcpy(given, arguments, (size_t)count * sizeof *given);
@@ -333,17 +383,22 @@ static PyObject *writer_append(PyObject *self, PyObject *const *arguments, Py_ss
         fits = has_extras ? collect_leaves(&groups[GROUP_EXTRAS], given[EXTRAS], leaves + groups[GROUP_EXTRAS].first) : 0;
     else if (fits == 1 && has_extras)
         fits = 0;
+    time_limits limits;
+    limits.truncated = NULL;
+    if (fits == 1 && given[INFOS] && given[INFOS] != Py_None)
+        fits = collect_time_limits(w, given[INFOS], given[TERMINATED], &limits);
 
     /* No Python code runs from here on. */
     tick t;
     double number;
     int outcome = fits;
     if (fits == 1) {
-        outcome = find_tick(w, leaves, next_leaves, given, &number, &t) ? make_room(w) : UNCHECKED;
+        outcome = find_tick(w, leaves, next_leaves, given, &limits, &number, &t) ? make_room(w) : UNCHECKED;
         if (outcome == WRITTEN) write_tick(w, &t);
     } else if (fits == 0) {
         outcome = UNCHECKED;
     }
+    if (limits.truncated != limits.few) free(limits.truncated);
     for (int i = 0; i < column_count(w); i++) {
         Py_XDECREF(leaves[i]);
         Py_XDECREF(next_leaves[i]);
@@ -389,14 +444,18 @@ static void advance_tick(const Writer *w, tick *t, Py_ssize_t steps) {
     if (t->valid) t->valid += steps * w->lanes;
 }
 
-/* extend((obs, action, reward, next_obs, terminated, truncated, extras, valid), first) -> int */
+/* extend((obs, action, reward, next_obs, terminated, truncated, extras, valid), progress) -> int */
 static PyObject *writer_extend(PyObject *self, PyObject *arguments) {
     Writer *const w = (Writer *)self;
-    PyObject *given[MAX_ARGUMENTS];
-    Py_ssize_t first;
-    if (!PyArg_ParseTuple(arguments, "(OOOOOOOO)n", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                          &given[6], &given[7], &first))
+    PyObject *given[VALID + 1];
+    PyArrayObject *progress;
+    if (!PyArg_ParseTuple(arguments, "(OOOOOOOO)O!", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
+                          &given[6], &given[7], &PyArray_Type, &progress))
         return NULL;
+    if (PyArray_TYPE(progress) != NPY_INT64 || PyArray_SIZE(progress) != 1 || !PyArray_ISCARRAY(progress)) {
+        PyErr_SetString(PyExc_ValueError, "progress must be a writable array with one int64");
+        return NULL;
+    }
     if (!PyArray_CheckExact(given[REWARD]) || PyArray_NDIM((PyArrayObject *)given[REWARD]) < 2) {
         PyErr_SetString(PyExc_ValueError, "reward must be an array with a time axis and a lane axis");
         return NULL;
@@ -414,20 +473,22 @@ static PyObject *writer_extend(PyObject *self, PyObject *arguments) {
         !(t.truncated = find_steps(w, &flag, given[TRUNCATED], steps)) ||
         (given[VALID] != Py_None && !(t.valid = find_steps(w, &flag, given[VALID], steps))))
         return NULL;
+    int64_t *const next = PyArray_DATA(progress);
+    const int64_t first = *next;
     if (first < 0 || first > steps) {
-        PyErr_Format(PyExc_ValueError, "first (%zd) must be from 0 to the number of steps, %zd", first, steps);
+        PyErr_Format(PyExc_ValueError, "progress (%lld) must be from 0 to the number of steps, %zd", (long long)first, steps);
         return NULL;
     }
-    Py_ssize_t written = 0;
-    advance_tick(w, &t, first);
-    for (; first + written < steps; written++) {
+    advance_tick(w, &t, (Py_ssize_t)first);
+    while (*next < steps) {
         const int room = make_room(w);
         if (room < 0) return NULL;
         if (room == FULL) break;
         write_tick(w, &t);
         advance_tick(w, &t, 1);
+        *next += 1;
     }
-    return PyLong_FromSsize_t(written);
+    return PyLong_FromLongLong(*next - first);
 }
 
 /* ---- segments -------------------------------------------------------------------------- */
@@ -446,17 +507,27 @@ static void free_open_columns(open_column *columns, int count) {
     free(columns);
 }
 
-/* The block of the next segment: the one before if it has enough room left, else a new one. New reference. */
-static Block *next_block(const Writer *w, const open_column *before, const window *cut) {
-    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes, tick_slices = 2 * cut->count * w->lanes;
+/* Whether the next segment, which begins with `first_tick`, may add slices to a block. A block is freed whole. So that
+ * the slices of evicted ticks take little memory, a block is used for a share of the capacity at most. If everything was
+ * evicted, a new block lets the old one be freed. */
+static int can_continue(const Writer *w, const Block *block, const window *cut, int64_t first_tick) {
+    const Py_ssize_t room = block->capacity - block->used;
+    return block->slice_bytes == cut->outer * cut->run_bytes && room >= 2 * cut->count * w->lanes &&
+           room >= block->capacity / MIN_ROOM_SHARE &&
+           first_tick - block->first_tick < w->catalog->capacity_ticks / BLOCKS_PER_CAPACITY &&
+           catalog_first_tick(w->catalog) < catalog_next_tick(w->catalog);
+}
+
+/* The block of the next segment: the one before if it can be continued, else a new one. New reference. */
+static Block *next_block(const Writer *w, const open_column *before, const window *cut, int64_t first_tick) {
     Block *const block = before && before->kind == PART_SLICED ? before->part->block : NULL;
-    if (block && block->slice_bytes == slice_bytes) {
-        const Py_ssize_t room = block->capacity - block->used;
-        if (room >= tick_slices && room >= block->capacity / MIN_ROOM_SHARE) return (Block *)Py_NewRef((PyObject *)block);
-    }
+    if (block && can_continue(w, block, cut, first_tick)) return (Block *)Py_NewRef((PyObject *)block);
+    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes, tick_slices = 2 * cut->count * w->lanes;
     Py_ssize_t capacity = w->block_bytes / slice_bytes;
     if (capacity < MIN_BLOCK_TICKS * tick_slices) capacity = MIN_BLOCK_TICKS * tick_slices;
-    return block_new(slice_bytes, capacity);
+    Block *const opened = block_new(slice_bytes, capacity, w->lanes);
+    if (opened) opened->first_tick = first_tick;
+    return opened;
 }
 
 /* Fill in the open column `to` and its part. -1 with an exception set. */
@@ -467,7 +538,7 @@ static int open_one(const Writer *w, int i, int kind, const window *cut, const o
     to->kind = kind;
     to->cut = *cut;
     if (kind == PART_SLICED) {
-        block = next_block(w, before, cut);
+        block = next_block(w, before, cut, segment->first_tick);
         if (!block) return -1;
         to->ends = calloc((size_t)w->lanes, sizeof *to->ends);
         to->slice = malloc((size_t)(cut->outer * cut->run_bytes));
@@ -536,6 +607,7 @@ static Segment *close_copy(const Writer *w) {
 static void put_segment(Catalog *catalog, Py_ssize_t i, Segment *segment) {
     catalog->segments[i] = (Segment *)Py_NewRef((PyObject *)segment);
     catalog->first_ticks[i] = segment->first_tick;
+    if (i < catalog->segment_count - 1 && segment->invalid_count > 0) catalog->has_invalid = 1;
 }
 
 /* Publish a catalog, whose reference is taken over. The old one is released last, because that can run any code. */
@@ -590,7 +662,8 @@ static PyObject *writer_roll(PyObject *self, PyObject *arguments) {
     const Segment *const open = open_segment(w);
     Segment *closed = NULL, *opened = NULL;
     open_column *columns = NULL;
-    if (open->ticks > 0 && !(closed = close_copy(w))) goto failed;
+    const int is_held = catalog_first_tick(w->catalog) < open->first_tick + open->ticks;
+    if (is_held && !(closed = close_copy(w))) goto failed;
     opened = open_new(w, open->first_tick + open->ticks, given, &columns);
     if (!opened) goto failed;
     PyObject *const result = closed ? Py_NewRef((PyObject *)closed) : Py_NewRef(Py_None);
@@ -709,12 +782,14 @@ static PyObject *writer_adopt(PyObject *self, PyObject *arguments) {
         return NULL;
     }
     Segment *const adopted = segment_copy(segment), *const reopened = segment_copy(open);
-    const Py_ssize_t kept = w->catalog->segment_count - 1;
+    /* Segments that the capacity evicts with this one are dropped at once. */
+    const int64_t next_tick = open->first_tick + segment->ticks, first_tick = next_tick - w->catalog->capacity_ticks;
+    const Py_ssize_t dropped = count_before(w->catalog, first_tick), kept = w->catalog->segment_count - 1 - dropped;
     Catalog *const catalog = adopted && reopened ? catalog_new(w->catalog, kept + 2) : NULL;
     if (catalog) {
         adopted->first_tick = open->first_tick;
-        reopened->first_tick = open->first_tick + segment->ticks;
-        for (Py_ssize_t i = 0; i < kept; i++) put_segment(catalog, i, w->catalog->segments[i]);
+        reopened->first_tick = next_tick;
+        for (Py_ssize_t i = 0; i < kept; i++) put_segment(catalog, i, w->catalog->segments[dropped + i]);
         put_segment(catalog, kept, adopted);
         put_segment(catalog, kept + 1, reopened);
         publish(w, catalog);
@@ -739,6 +814,7 @@ static PyObject *writer_snapshot(PyObject *self, PyObject *Py_UNUSED(none)) {
             for (int k = 0; k < segment->part_count; k++) segment->parts[k]->is_frozen = 1;
             put_segment(catalog, i, segment);
         }
+        for (int k = 0; closed && k < closed->part_count; k++) closed->parts[k]->is_frozen = 1;
         if (closed) put_segment(catalog, kept, closed);
         /* Without segments, the floor says which tick comes next. */
         if (catalog->segment_count == 0) catalog->floor_tick = catalog_next_tick(w->catalog);
@@ -785,44 +861,68 @@ static int thaw_column(Writer *w, int column, const int64_t *ids, Py_ssize_t cou
     return 0;
 }
 
-/* rewrite(ids, column, rows) */
-static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
-    Writer *const w = (Writer *)self;
-    PyArrayObject *ids, *rows;
-    int number;
-    if (!PyArg_ParseTuple(arguments, "O!iO!", &PyArray_Type, &ids, &number, &PyArray_Type, &rows)) return NULL;
-    if (number < 0 || number >= column_count(w) || is_observation(w, number)) {
-        PyErr_Format(PyExc_ValueError, "column %d cannot be rewritten", number);
-        return NULL;
+/* Check that `rows` has one row of column `number` per id. -1 with an exception set. */
+static int check_rewrite(const Writer *w, PyObject *number_object, PyObject *rows, Py_ssize_t count) {
+    const long number = PyLong_AsLong(number_object);
+    if (number == -1 && PyErr_Occurred()) return -1;
+    if (number < 0 || number >= column_count(w) || is_observation(w, (int)number)) {
+        PyErr_Format(PyExc_ValueError, "column %ld cannot be rewritten", number);
+        return -1;
     }
-    if (PyArray_TYPE(ids) != NPY_INT64 || PyArray_NDIM(ids) != 1 || !PyArray_IS_C_CONTIGUOUS(ids)) {
-        PyErr_SetString(PyExc_ValueError, "ids must be a contiguous array of int64");
-        return NULL;
+    if (!PyArray_CheckExact(rows) || !fits_column(&w->catalog->columns[number], (PyArrayObject *)rows, 1, &count) ||
+        !PyArray_IS_C_CONTIGUOUS((PyArrayObject *)rows)) {
+        PyErr_Format(PyExc_ValueError, "rows do not have the dtype and shape of column %ld", number);
+        return -1;
     }
-    const column *const c = &w->catalog->columns[number];
-    const Py_ssize_t count = PyArray_SIZE(ids);
-    if (!fits_column(c, rows, 1, &count) || !PyArray_IS_C_CONTIGUOUS(rows)) {
-        PyErr_Format(PyExc_ValueError, "rows do not have the dtype and shape of column %d", number);
-        return NULL;
-    }
-    const int64_t *const numbers = PyArray_DATA(ids);
-    const Py_ssize_t missing = find_missing(w->catalog, numbers, count);
-    if (missing >= 0) {
-        PyErr_Format(PyExc_IndexError, "id %lld is not held", (long long)numbers[missing]);
-        return NULL;
-    }
-    Catalog *old;
-    const Py_ssize_t row_bytes = c->row_bytes;
-    if (thaw_column(w, number, numbers, count, &old) < 0) return NULL;
-    const uint8_t *from = PyArray_DATA(rows);
+    return (int)number;
+}
+
+/* Overwrite rows of one column in parts that no snapshot refers to. */
+static void rewrite_column(const Writer *w, int number, const int64_t *ids, Py_ssize_t count, const uint8_t *from) {
+    const Py_ssize_t row_bytes = w->catalog->columns[number].row_bytes;
     for (Py_ssize_t i = 0; i < count; i++, from += row_bytes) {
-        const int64_t at = numbers[i] / w->lanes, lane = numbers[i] - at * w->lanes;
+        const int64_t at = ids[i] / w->lanes, lane = ids[i] - at * w->lanes;
         const Segment *const segment = w->catalog->segments[catalog_find(w->catalog, at)];
         uint8_t *const to = segment->parts[number]->rows + ((at - segment->first_tick) * w->lanes + lane) * row_bytes;
         if (number == w->flags) *to = (uint8_t)((*from & (FLAG_TERMINATED | FLAG_TRUNCATED)) | (*to & FLAG_INVALID));
         else memcpy(to, from, (size_t)row_bytes);
     }
-    Py_XDECREF((PyObject *)old);
+}
+
+/* rewrite(ids, columns, rows) */
+static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
+    Writer *const w = (Writer *)self;
+    PyArrayObject *ids;
+    PyObject *columns, *rows;
+    if (!PyArg_ParseTuple(arguments, "O!O!O!", &PyArray_Type, &ids, &PyTuple_Type, &columns, &PyTuple_Type, &rows)) return NULL;
+    if (PyArray_TYPE(ids) != NPY_INT64 || PyArray_NDIM(ids) != 1 || !PyArray_IS_C_CONTIGUOUS(ids)) {
+        PyErr_SetString(PyExc_ValueError, "ids must be a contiguous array of int64");
+        return NULL;
+    }
+    const Py_ssize_t count = PyArray_SIZE(ids), changed = PyTuple_Size(columns);
+    int numbers[MAX_COLUMNS];
+    if (changed > column_count(w) || changed != PyTuple_Size(rows)) {
+        PyErr_Format(PyExc_ValueError, "%zd columns cannot be rewritten with %zd arrays", changed, PyTuple_Size(rows));
+        return NULL;
+    }
+    for (Py_ssize_t k = 0; k < changed; k++) {
+        numbers[k] = check_rewrite(w, PyTuple_GetItem(columns, k), PyTuple_GetItem(rows, k), count);
+        if (numbers[k] < 0) return NULL;
+    }
+    const int64_t *const named = PyArray_DATA(ids);
+    const Py_ssize_t missing = find_missing(w->catalog, named, count);
+    if (missing >= 0) {
+        PyErr_Format(PyExc_IndexError, "id %lld is not held", (long long)named[missing]);
+        return NULL;
+    }
+    /* Copies of parts change nothing that is held, so it does not matter if only some of them can be made. */
+    Catalog *old[MAX_COLUMNS];
+    Py_ssize_t thawed = 0;
+    while (thawed < changed && thaw_column(w, numbers[thawed], named, count, &old[thawed]) == 0) thawed++;
+    for (Py_ssize_t k = 0; thawed == changed && k < changed; k++)
+        rewrite_column(w, numbers[k], named, count, PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, k)));
+    for (Py_ssize_t k = 0; k < thawed; k++) Py_XDECREF((PyObject *)old[k]);
+    if (thawed < changed) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -967,6 +1067,7 @@ static void writer_dealloc(PyObject *self) {
     if (w->catalog) free_open_columns(w->columns, column_count(w));
     for (int g = 0; g < GROUP_COUNT; g++) Py_XDECREF(w->groups[g].keys);
     Py_XDECREF((PyObject *)w->catalog);
+    spare_areas_free();
     object_free(self);
 }
 
@@ -976,6 +1077,8 @@ static PyObject *writer_set_type(PyObject *self, PyObject *arguments) {
     int number, type_number;
     if (!PyArg_ParseTuple(arguments, "ii", &number, &type_number)) return NULL;
     const Segment *const open = open_segment(w);
+    if (number >= 0 && number < w->flags && type_number >= 0 && w->catalog->columns[number].type_number == type_number)
+        Py_RETURN_NONE;
     if (number < 0 || number >= w->flags || w->catalog->columns[number].type_number >= 0 || type_number < 0 ||
         open->ticks > 0 || w->catalog->segment_count > 1) {
         PyErr_Format(PyExc_ValueError, "the type of column %d cannot be set to %d now", number, type_number);
@@ -1015,7 +1118,7 @@ static PyMethodDef writer_methods[] = {
     {"replace", writer_replace, METH_VARARGS, "Publish a catalog in which a segment has other parts."},
     {"adopt", writer_adopt, METH_VARARGS, "Append a closed segment that was built elsewhere."},
     {"snapshot", writer_snapshot, METH_NOARGS, "Return a catalog that never changes."},
-    {"rewrite", writer_rewrite, METH_VARARGS, "Overwrite rows of a column that is not an observation."},
+    {"rewrite", writer_rewrite, METH_VARARGS, "Overwrite rows of columns that are not observations."},
     {"set_type", writer_set_type, METH_VARARGS, "Set the dtype of a column whose type was not known."},
     {NULL, NULL, 0, NULL},
 };
@@ -1046,6 +1149,9 @@ int add_writer(PyObject *module) {
         {"ROLE_OBSERVATION", ROLE_OBSERVATION},
         {"ROLE_ROW", ROLE_ROW},
         {"ROLE_FLAGS", ROLE_FLAGS},
+        {"FLAG_TERMINATED", FLAG_TERMINATED},
+        {"FLAG_TRUNCATED", FLAG_TRUNCATED},
+        {"FLAG_INVALID", FLAG_INVALID},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;

@@ -1,7 +1,6 @@
-"""Attached files: a trainer's own, saved with a memory: checked, written in pieces, read back when they are asked for.
+"""Attached files: a trainer's own files, saved in the same commit as a memory and read when they are requested.
 
-In:  bytes, or paths of files, by name.  Out: pieces that become records; and of these the bytes again.
-Invariant: names can be those of files below a folder, whatever program wrote them, and lead nowhere else.
+Guarantee: a name is that of a file below a folder. It never leads outside the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, Ref
 from holdall.errors import ArgumentError
-from holdall.storage import Buffer, Read, Record, pack, require_kind
+from holdall.store.records import MAX_RECORD_BYTES, Buffer, Read, Record, pack_record
 
 if TYPE_CHECKING:
     from holdall.checkpoint.load import RecordFiles
@@ -25,7 +24,7 @@ _FILE = "file"
 
 
 def checked_files(attach: Any) -> dict[str, Path | bytes]:
-    """Check the files that are to be saved with a memory; return them by name."""
+    """Return the files to attach by name. Raise ArgumentError if a name or a content cannot be saved."""
     if not isinstance(attach, Mapping):
         raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
     return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
@@ -52,7 +51,7 @@ def _checked_content(name: str, content: Any) -> Path | bytes:
 
 
 def file_pieces(content: Path | bytes) -> Iterator[bytes]:
-    """Yield a file in pieces; one if it is empty."""
+    """Yield a file in pieces. An empty file has one piece."""
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         yield file.read(_PIECE_BYTES)
         while piece := file.read(_PIECE_BYTES):
@@ -60,19 +59,19 @@ def file_pieces(content: Path | bytes) -> Iterator[bytes]:
 
 
 def pack_file(content: bytes) -> list[Buffer]:
-    """Return a piece of a trainer's own file as a record."""
-    return pack(_FILE, {}, {"content": content}, frozenset())
+    """Return a piece of an attached file as a record."""
+    return pack_record(_FILE, {}, {"content": content}, is_compressed=False)
 
 
 def unpack_file(record: Record, read: Read) -> bytes:
-    """Read a piece of a trainer's own file."""
-    require_kind(record, _FILE, read)
-    return record.part("content", read)
+    """Return the piece of an attached file that a record has."""
+    record.require_kind(_FILE)
+    return record.read_bytes("content", read, MAX_RECORD_BYTES)
 
 
 @dataclass(eq=False)
 class Attached(Mapping[str, bytes]):
-    """A trainer's own files, as they were saved with the memory; read when they are asked for."""
+    """The files that were saved with a memory, by name. Each is read when it is requested."""
 
     files: RecordFiles | None = None
     refs: Mapping[str, tuple[Ref, ...]] = field(default_factory=dict)
@@ -87,7 +86,7 @@ class Attached(Mapping[str, bytes]):
         return len(self.refs)
 
     def extract(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Write a file out, piece by piece."""
+        """Write an attached file to `path`, piece by piece."""
         with Path(path).open("wb") as file:
             for piece in self._pieces(name):
                 file.write(piece)
@@ -95,13 +94,14 @@ class Attached(Mapping[str, bytes]):
     def _pieces(self, name: str) -> Iterator[bytes]:
         for ref in self.refs[name]:
             if self.files is not None:
-                record, file = self.files.record(ref)
-                yield unpack_file(record, file.read)
+                record, ahead = self.files.read_record(ref)
+                yield unpack_file(record, ahead.read)
 
 
 def attached_files(url: str | os.PathLike[str]) -> Attached:
-    """Return the files that were saved with the newest memory, without loading it."""
-    from holdall.checkpoint.load import RecordFiles, newest, open_reader  # noqa: PLC0415  reading comes after this
+    """Return the files that were saved with the newest checkpoint, without loading the memory."""
+    from holdall.checkpoint.load import RecordFiles, load_newest  # noqa: PLC0415  load.py imports this module
+    from holdall.checkpoint.places import open_reader  # noqa: PLC0415
 
     reader = open_reader(url)
-    return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))
+    return load_newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))

@@ -1,19 +1,22 @@
-"""Damage: find it in a checkpoint, and load what is left.
+"""Damaged checkpoints: find the damage, and load what is readable.
 
-In:  a checkpoint whose files are damaged or gone.  Out: which records are not as they were written; or a memory in
-which ticks that touch them hold no transition.
-Invariant: everything is read, so that what is not said to be lost is as it was written.
+`find_damage` reads everything that a checkpoint names and returns the records that are damaged. `Salvage` loads a
+checkpoint in which every transition that needs a damaged record is marked as invalid.
+
+Guarantee: everything is read, so a transition that is not marked is as it was saved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from holdall._native import Block, Coded, Part, Segment, decode
 from holdall.checkpoint.load import RecordFiles, Restored
 from holdall.checkpoint.manifest import (
     CheckpointReader,
@@ -25,137 +28,201 @@ from holdall.checkpoint.manifest import (
     shard_manifest,
 )
 from holdall.errors import CheckpointError, DamageError
-from holdall.schema import Leaf, malformed_refused
-from holdall.storage import SLICES, ClosedPart, Coder, KeptBlock, Like, Record, RowChunk, Window, numbers, unit_of
+from holdall.schema import malformed_refused
+from holdall.store.format import BLOCK, FLAG_INVALID, find_damaged_slices, mark_invalid, read_block, read_dictionary
+from holdall.store.records import MAX_RECORD_BYTES, Record
+from holdall.store.windows import Window
 
-_INVALID = "invalid.0"
+_NEXT_FOLLOWS = np.uint32(0x80000000)
+"""Bit of a cursor whose next observation follows the observation in the log."""
 
 _LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One record that is not as it was written."""
+    """A record that is not as it was written."""
 
     file: str
     start: int
     reason: str
 
 
-def damages(
-    reader: CheckpointReader, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
+def find_damage(
+    reader: CheckpointReader, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
-    """Read everything that a checkpoint names; `read` is called with every record's bytes."""
+    """Read everything that a checkpoint names. `progress` is called with the bytes of every record."""
     sizes = reader.file_sizes()
     try:
         require_files(manifest, sizes)
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
-    files = RecordFiles(reader)
+    checking = _Checking(RecordFiles(reader), manifest)
     found = []
     for ref in dict.fromkeys(manifest.refs):
-        with Losses() as lost, malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
-            _require_whole(files, ref, coder)
+        with Losses() as lost, malformed_refused(f"The record at byte {ref.start} of {ref.file}"):
+            checking.check(ref)
         found += [Damage(ref.file, ref.start, str(error)) for error in lost]
-        read(ref.nbytes)
+        progress(ref.nbytes)
     for shard in manifest.shards:
         below = reader.below(shard.folder)
         with Losses() as lost:
-            of_shard = damages(below, shard_manifest(below, shard), coder, read)
+            of_shard = find_damage(below, shard_manifest(below, shard), progress)
         of_shard = [Damage("", 0, str(error)) for error in lost] or of_shard
         found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
     return found
 
 
-def _require_whole(files: RecordFiles, ref: Ref, coder: Coder) -> None:
-    record, file = files.record(ref)
-    parts = {name: record.part(name, file.read) for name in record.parts}
-    if record.kind == SLICES:
-        _require_units(record, parts, coder)
+class _Checking:
+    """Reads records completely."""
 
+    def __init__(self, files: RecordFiles, manifest: Manifest) -> None:
+        self._files = files
+        self._dictionaries: dict[str, Any] = {}
+        for ref in manifest.dictionaries.values():
+            with Losses():
+                record, ahead = files.read_record(ref, ref.nbytes)
+                name, dictionary = read_dictionary(record, ahead.read)
+                self._dictionaries[name] = dictionary
 
-def _require_units(record: Record, parts: dict[str, bytes], coder: Coder) -> None:
-    """Sum every unit of a block up: these have no sum of their own in the head."""
-    offsets, checks = numbers(parts["offsets"], "u4"), numbers(parts["checks"], "u4")
-    data = np.frombuffer(parts["units"], np.uint8)
-    ascending = bool((np.diff(offsets.astype(np.int64)) >= 0).all()) and int(offsets[-1]) <= data.size
-    if len(checks) != len(offsets) - 1 or not ascending:
-        raise DamageError(f"the block at byte {record.start} has offsets that make no sense")
-    wrong = np.flatnonzero(coder.checksums(data, offsets) != checks)
-    if wrong.size:
-        raise DamageError(
-            f"{wrong.size} of {len(checks)} units of the block at byte {record.start} are damaged, the first is "
-            f"{int(wrong[0])}"
-        )
+    def check(self, ref: Ref) -> None:
+        """Raise DamageError if a record is damaged."""
+        record, ahead = self._files.read_record(ref)
+        if record.kind == BLOCK:
+            read_block(record, ahead.read, self._dictionaries)
+            return
+        for name in record.arrays:
+            record.read_bytes(name, ahead.read, MAX_RECORD_BYTES)
 
 
 class Salvage(Restored):
-    """Reads what is left of a checkpoint that may be damaged; blocks are read whole, to know."""
-
-    keeps_all = False
+    """The readable part of a checkpoint that may be damaged. Blocks are read completely."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._lost: list[tuple[int, int, str]] = []  # runs of ticks: first tick, ticks, reason
-        self._checked: set[int] = set()  # blocks, by number
+        self._damaged: dict[int, NDArray[np.bool_]] = {}  # By number of a block: which slices are damaged.
+        self._reasons: dict[int, str] = {}
+
+    def read(self) -> None:
+        """Read everything that is readable."""
+        super().read()
+        self.saved = None  # The next save writes everything again.
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
-        """Read a dictionary; blocks that name one that is lost are lost."""
+        """Read a dictionary. Blocks that refer to a damaged one are damaged."""
         with Losses():
             super().read_dictionary(name, ref)
 
-    def parts(self, entry: SegmentEntry, leaves: list[Leaf]) -> list[ClosedPart]:
-        """Read a segment's logs and blocks, or stand in for them."""
+    def read_segment(self, entry: SegmentEntry) -> Segment:
+        """Read a segment. Mark the transitions that need damaged slices, or all if the segment is not readable."""
         with Losses() as lost:
-            parts = super().parts(entry, leaves)
-            for number in set(entry.blocks) - self._checked:
-                self._require_units(self.blocks[number])
-                self._checked.add(number)
-            return parts
-        self._lost.append((entry.first_tick, entry.ticks, str(lost[0])))
-        return _blank_parts(leaves, self.schema.num_envs)
+            segment = super().read_segment(entry)
+            is_lost = self._find_lost(entry, segment)
+            if not is_lost.any():
+                return segment
+            reasons = [self._reasons[number] for number in entry.blocks if number in self._reasons]
+            self._log_lost(entry, is_lost, reasons[0])
+            return mark_invalid(segment, is_lost)
+        self._log_lost(entry, np.ones(entry.ticks * self.schema.num_envs, np.bool_), str(lost[0]))
+        return self._make_blank(entry)
 
-    @staticmethod
-    def _require_units(block: KeptBlock) -> None:
-        """Read a block whole and hold every unit against its sum."""
-        if block.sealed is not None and block.extent is not None:
-            block.extent.bring()
-            for unit in range(len(block.sealed.coded.offsets) - 1):
-                unit_of(block.sealed.coded, unit)
+    def read_block(self, number: int) -> Block:
+        """Read a block completely. Damaged slices are replaced by zeros."""
+        if number in self.blocks:
+            return self.blocks[number]
+        block = super().read_block(number)
+        entry = self.manifest.blocks[number]
+        record, ahead = self.files.read_record(entry.ref, entry.ref.nbytes)
+        form = block.form
+        assert isinstance(form, Coded)  # Blocks of checkpoints are compressed.
+        is_damaged = _find_damaged(record, ahead.read, form)
+        if is_damaged.any():
+            self._damaged[number] = is_damaged
+            self._reasons[number] = (
+                f"{int(is_damaged.sum())} of {form.slice_count} slices at byte {entry.ref.start} of {entry.ref.file} "
+                "are damaged"
+            )
+            self.blocks[number] = _replace_damaged(form, is_damaged)
+        return self.blocks[number]
 
-    def rows(self, like: Like) -> Iterator[RowChunk]:
-        """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
-        self.require_rows()
-        blank: set[int] = set()
-        for chunk in self.chunks:  # once to know what is lost, since a chunk may be lost to the one before it
-            with Losses() as lost:
-                self.chunk(chunk, like)
-            if lost:
-                self._lost.append((chunk.first_tick - 1, chunk.ticks + 1, str(lost[0])))
-                blank.add(chunk.first_tick)
-        for chunk in self.chunks:
-            if chunk.first_tick in blank:
-                columns = {name: np.zeros((chunk.ticks, *shape), dtype) for name, (shape, dtype) in like.items()}
-                yield self._marked(RowChunk(chunk.first_tick, chunk.ticks, columns, {}))
-            else:
-                yield self._marked(self.chunk(chunk, like))
-        where = f"{self.url}, checkpoint {self.manifest.number}"
-        for first, ticks, reason in self._lost:
-            _LOG.warning("%s: ticks %d to %d are lost (%s)", where, first, first + ticks - 1, reason)
+    def _find_lost(self, entry: SegmentEntry, segment: Segment) -> NDArray[np.bool_]:
+        """Return which transitions of a segment need a damaged slice, numbered by tick and lane."""
+        is_lost = np.zeros(segment.ticks * segment.lanes, np.bool_)
+        numbers = {self.blocks[number].serial: number for number in entry.blocks}
+        for part in segment.parts:
+            number = None if part.block is None else numbers[part.block.serial]
+            if number is not None and number in self._damaged:
+                is_lost |= _find_dependent(part, self._damaged[number], segment.lanes)
+        return is_lost
 
-    def _marked(self, chunk: RowChunk) -> RowChunk:
-        """Mark the ticks of a chunk that are lost as holding no transition."""
-        invalid = chunk.columns.get(_INVALID, np.zeros((chunk.ticks, self.schema.num_envs), np.bool_)).copy()
-        for first, ticks, _ in self._lost:
-            start = max(0, first - chunk.first_tick)
-            invalid[start : max(start, first + ticks - chunk.first_tick)] = True
-        return replace(chunk, columns=chunk.columns | {_INVALID: invalid})
+    def _make_blank(self, entry: SegmentEntry) -> Segment:
+        """Return a segment of the same ticks without any valid transition."""
+        lanes = self.schema.num_envs
+        ticks = entry.ticks
+        parts = []
+        for leaf in self.schema.observation.leaves:
+            if leaf.nbytes == 0:
+                empty = {"rows": np.zeros(0, np.uint8)}
+                parts.append(Part.restore("paired", ticks, lanes, 0, empty, ("paired",), None))
+                continue
+            block = Block(leaf.nbytes, 1, bytes(leaf.nbytes))
+            arrays = {"cursors": np.zeros(ticks * lanes, np.uint32), "log": np.zeros(2 * lanes, np.uint16)}
+            layout = Window.whole(leaf).layout()
+            parts.append(Part.restore("sliced", ticks, lanes, leaf.nbytes, arrays, layout, block))
+        for column in range(self.columns.observations, self.columns.flags + 1):
+            row_bytes = self.columns.leaf_bytes(column, self.reward_dtype) or 0
+            rows = np.zeros(ticks * lanes * row_bytes, np.uint8)
+            if column == self.columns.flags:
+                rows[:] = FLAG_INVALID
+            parts.append(Part.restore("rows", ticks, lanes, row_bytes, {"rows": rows}, None, None))
+        return Segment(entry.first_tick, ticks, lanes, parts)
+
+    def _log_lost(self, entry: SegmentEntry, is_lost: NDArray[np.bool_], reason: str) -> None:
+        """Log which ticks have lost transitions."""
+        ticks = np.unique(np.flatnonzero(is_lost) // self.schema.num_envs) + entry.first_tick
+        _LOG.warning(
+            "%s, checkpoint %d: %d transitions of ticks %d to %d are lost: %s",
+            self.url,
+            self.manifest.number,
+            int(is_lost.sum()),
+            int(ticks[0]),
+            int(ticks[-1]),
+            reason,
+        )
 
 
-def _blank_parts(leaves: list[Leaf], lanes: int) -> list[ClosedPart]:
-    """Stand in for a segment that cannot be read."""
-    parts = []
-    for leaf in leaves:
-        block = KeptBlock(leaf.nbytes, 1, np.zeros(leaf.nbytes, np.uint8))
-        parts.append(ClosedPart(Window.whole(leaf), np.zeros((1, lanes), np.uint16), 1, block, 1, 0, 0))
-    return parts
+def _find_damaged(record: Record, read: Any, coded: Coded) -> NDArray[np.bool_]:
+    """Return which slices of a block are damaged. All are if the units cannot be read."""
+    with Losses():
+        return find_damaged_slices(record, read, coded)
+    return np.ones(coded.slice_count, np.bool_)
+
+
+def _replace_damaged(coded: Coded, is_damaged: NDArray[np.bool_]) -> Block:
+    """Return an uncompressed block with zeros in place of damaged slices."""
+    slices = np.zeros((coded.slice_count, coded.slice_bytes), np.uint8)
+    for number in np.flatnonzero(~is_damaged).tolist():
+        try:
+            slices[number] = decode(coded, number, 1)[0]
+        except ValueError as error:
+            raise DamageError(f"A slice cannot be decoded: {error}") from error
+    return Block(coded.slice_bytes, coded.slice_count, slices.reshape(-1))
+
+
+def _find_dependent(part: Part, is_damaged: NDArray[np.bool_], lanes: int) -> NDArray[np.bool_]:
+    """Return which transitions of a sliced part use a damaged slice."""
+    arrays = part.arrays()
+    layout = part.layout
+    assert layout is not None
+    assert len(layout) == 5  # Only sliced parts have blocks.
+    _, window, _, _, shift = layout
+    log = arrays["log"].reshape(-1, lanes)
+    # counts[e, lane] is the number of damaged entries before entry e.
+    counts = np.zeros((len(log) + 1, lanes), np.int64)
+    np.cumsum(is_damaged[log], axis=0, out=counts[1:])
+    cursors = arrays["cursors"]
+    starts = (cursors & ~_NEXT_FOLLOWS).astype(np.int64)
+    next_starts = starts + np.where(cursors & _NEXT_FOLLOWS, window, shift)
+    lane = np.arange(len(cursors)) % lanes
+    dependent: NDArray[np.bool_] = counts[starts + window, lane] > counts[starts, lane]
+    return dependent | (counts[next_starts + window, lane] > counts[next_starts, lane])

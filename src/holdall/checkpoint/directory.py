@@ -1,10 +1,11 @@
-"""Checkpoints in a directory of this machine: the disk below, and how a checkpoint becomes durable on it.
+"""Checkpoints in a directory of this machine.
 
-In:  files of records and manifests, written and read through `FileSystem`.  Out: a checkpoint, complete or not at all.
-Invariant: checkpoints touch a disk through that class alone, so that a simulated disk can take its place, lose what
-was not synced, and fail at any call. Only names of the format's own pattern are read and removed; no link is followed,
-and what is no regular file is refused. What is acknowledged was there in full, in the directory that bears the name.
-Damage, what may not be read and what is not there are three different errors.
+All access to the disk goes through `FileSystem`, so that tests can use a simulated disk that loses data which was not
+synced and fails at any call.
+
+Guarantee: a committed checkpoint survives a power cut. Only files with names of the format are read and removed. Links
+are not followed, and anything but a regular file is refused. Damage, missing files and missing permissions are three
+different errors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from holdall.checkpoint.files import NO_LINKS, CheckpointWriter, has_linked
+from holdall.checkpoint.data_file import DataFile
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
@@ -34,32 +35,35 @@ from holdall.checkpoint.manifest import (
     new_writer_id,
     require_whole,
 )
+from holdall.checkpoint.retention import CheckpointWriter
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
-from holdall.storage import Buffer, SegmentFile
+from holdall.store.records import Buffer
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
 
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+"""Errors of `link` on a file system without hard links."""
 _TEMPORARY = ".tmp"
 _LEFT_BEHIND = re.compile(rf"({DATA_NAME.pattern}|(FORMAT|{MANIFEST_NAME.pattern})\.[0-9a-f]{{16}})\.tmp")
 _BYTES_AT_ONCE = 4 * 2**20
-"""A write to a slow disk can be watched, and given up, at this grain; what is read may be much less than was asked."""
+"""Bytes of one write or read call, so that progress is visible on a slow disk."""
 _ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_TRAPS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Opening a link fails, and opening a FIFO does not wait for its other end."""
+"""Flags with which opening a link fails, and opening a FIFO does not wait for its other end."""
 _NO_FILE = {errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR}
-"""What opening a link, a socket or a folder ends with."""
+"""Errors of opening a link, a socket or a folder."""
 _UNREADABLE = {errno.EIO, *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "EILSEQ", "ENODATA", "EUCLEAN"))}
-"""What a disk says of sectors that it cannot read, or a file system of sums that do not fit."""
+"""Errors of sectors that cannot be read, and of file systems whose checksums do not match."""
 
 
 class FileSystem:
     """The disk of this machine."""
 
     def make_directory(self, path: Path) -> bool:
-        """Make a directory; say whether it was not there before."""
+        """Make a directory. Return whether it did not exist."""
         try:
             path.mkdir()
         except FileExistsError:
@@ -67,11 +71,11 @@ class FileSystem:
         return True
 
     def create(self, path: Path) -> int:
-        """Create a file that must not exist yet, and open it for writing."""
+        """Create a file that does not exist, and open it for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _ALWAYS, 0o644)
 
     def write(self, file: int, data: Buffer) -> None:
-        """Write all of `data` at the end of what was written before."""
+        """Append `data`."""
         left = memoryview(data).cast("B")
         while left.nbytes:
             left = left[os.write(file, left[:_BYTES_AT_ONCE]) :]
@@ -80,7 +84,7 @@ class FileSystem:
         """Wait until the file's bytes are on the disk."""
         _sync(file)
         if hasattr(os, "posix_fadvise"):
-            # What a checkpoint wrote is not read again soon; a container would count its pages.
+            # Checkpoints are not read again soon, and containers count cached pages.
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self, file: int) -> None:
@@ -88,23 +92,23 @@ class FileSystem:
         os.close(file)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file another name, which nothing has yet."""
+        """Rename a file to a name that does not exist."""
         old.rename(new)
 
     def link(self, old: Path, new: Path) -> None:
-        """Give a file a second name; fails if something has it already."""
+        """Give a file a second name. Raise FileExistsError if the name exists."""
         os.link(old, new)
 
     def is_same(self, one: int, other: int) -> bool:
-        """Whether two descriptors are of one file."""
+        """Return whether two descriptors belong to one file."""
         return os.path.samestat(os.fstat(one), os.fstat(other))
 
     def unlink(self, path: Path) -> None:
-        """Take a name away."""
+        """Remove a file."""
         path.unlink()
 
     def sync_directory(self, path: Path) -> None:
-        """Wait until the names in a directory are on the disk; Windows writes them in order by itself."""
+        """Wait until the names in a directory are on the disk. Windows writes them in order by itself."""
         if sys.platform == "win32":
             return
         directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -114,22 +118,22 @@ class FileSystem:
             os.close(directory)
 
     def names(self, path: Path) -> list[str]:
-        """List a directory, in no order; nothing if it is not there."""
+        """Return the names in a directory, in any order. A missing directory has none."""
         try:
             return [entry.name for entry in os.scandir(path)]
         except FileNotFoundError:
             return []
 
     def is_link(self, path: Path) -> bool:
-        """Whether a name stands for another."""
+        """Return whether a path is a symbolic link."""
         return path.is_symlink()
 
     def size(self, path: Path) -> int:
-        """Return a regular file's bytes."""
+        """Return the size of a regular file."""
         return _regular(path, path.lstat()).st_size
 
     def age_s(self, path: Path) -> float:
-        """Return for how long a file has not been written to."""
+        """Return the seconds since a file was last written."""
         return time.time() - path.lstat().st_mtime
 
     def open(self, path: Path) -> int:
@@ -137,7 +141,7 @@ class FileSystem:
         return _opened(path, os.O_RDONLY)
 
     def read(self, file: int, nbytes: int) -> bytes:
-        """Read the first bytes of a file that was just opened; fewer if it has no more."""
+        """Return the first `nbytes` bytes of a file that was just opened, or all if it has fewer."""
         pieces = []
         while nbytes > 0 and (piece := os.read(file, min(nbytes, _BYTES_AT_ONCE))):
             pieces.append(piece)
@@ -145,7 +149,7 @@ class FileSystem:
         return b"".join(pieces)
 
     def lock(self, path: Path) -> int | None:
-        """Take a lock that ends with this process at the latest; None if another holds it."""
+        """Take a lock, which ends with this process at the latest. Return None if another process has it."""
         file = _opened(path, os.O_RDWR | os.O_CREAT)
         try:
             if sys.platform == "win32":
@@ -160,36 +164,36 @@ class FileSystem:
         return file
 
     def is_locked(self, file: int, path: Path) -> bool:
-        """Whether a lock is the one that bears the name: not if it was removed, or made again."""
+        """Return whether a lock file still has its name: it was neither removed nor replaced."""
         try:
             return os.path.samestat(os.fstat(file), path.lstat())
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def unlock(self, file: int) -> None:
-        """Give a lock back."""
+        """Release a lock."""
         with contextlib.suppress(OSError):
             if sys.platform != "win32":
-                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have a copy of the file
+                fcntl.flock(file, fcntl.LOCK_UN)  # A forked child may have a copy of the descriptor.
             os.close(file)
 
 
 def _sync(file: int) -> None:
     if sys.platform == "darwin":
-        fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # fsync leaves the bytes in the drive's own cache
+        fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # fsync leaves the bytes in the cache of the drive.
     else:
         os.fsync(file)
 
 
 def _regular(path: Path, found: os.stat_result | None) -> os.stat_result:
-    """Return what was found under a path, if it is a regular file."""
+    """Return `found` if it describes a regular file. Raise DamageError otherwise."""
     if found is None or not stat.S_ISREG(found.st_mode):
         raise DamageError(f"{path} is no regular file; put the file itself there, or remove it")
     return found
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a regular file and nothing else."""
+    """Open a regular file. Raise DamageError for anything else."""
     try:
         file = os.open(path, flags | _ALWAYS | _NO_TRAPS, 0o644)
     except OSError as error:
@@ -205,10 +209,10 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def create_whole(disk: FileSystem, path: Path, content: Buffer, writer_id: str, *, is_locked: bool) -> bool:
-    """Make a file in one step where none is, durable when this returns; return whether it was done.
+    """Create a file atomically. It is durable when this returns. Return False if it exists.
 
     Args:
-        is_locked: Whether nobody else can make it at the same time.
+        is_locked: Whether no other process can create it at the same time.
     """
     temporary = path.with_name(f"{path.name}.{writer_id}{_TEMPORARY}")
     file = disk.create(temporary)
@@ -225,7 +229,7 @@ def create_whole(disk: FileSystem, path: Path, content: Buffer, writer_id: str, 
         except OSError as error:
             if error.errno not in NO_LINKS or not is_locked:
                 raise
-            # A file system without links: renaming is as atomic, and the lock keeps others out.
+            # The file system has no links. Renaming is atomic, too, and the lock keeps other writers out.
             if path.name in disk.names(path.parent):
                 return False
             disk.rename(temporary, path)
@@ -237,7 +241,7 @@ def create_whole(disk: FileSystem, path: Path, content: Buffer, writer_id: str, 
 
 
 def read_error(path: Path, error: OSError) -> HoldallError:
-    """Say what an error means to a reader: damage, something that is gone, or something that can be mended."""
+    """Return the error to raise when a file cannot be read: damage, a missing file, or something to repair."""
     if isinstance(error, HoldallError):
         return error
     if error.errno in _UNREADABLE:
@@ -248,13 +252,13 @@ def read_error(path: Path, error: OSError) -> HoldallError:
 
 
 def remedy(error: OSError) -> str:
-    """Say what to do about an error of the operating system."""
+    """Return the remedy of an error of the operating system."""
     return _REMEDIES.get(error.errno or 0, "check the disk")
 
 
 @contextlib.contextmanager
 def disk_errors_explained(url: str, what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the url and the remedy."""
+    """Turn errors of the operating system into a CheckpointError that names the place and the remedy."""
     try:
         yield
     except (CheckpointError, DamageError):
@@ -278,7 +282,7 @@ _REMEDIES = {
 
 
 class DirectoryReader(CheckpointReader):
-    """Checkpoints in a directory, to be read."""
+    """Reader of the checkpoints of a directory."""
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         super().__init__(str(root))
@@ -316,13 +320,13 @@ class DirectoryReader(CheckpointReader):
         return True
 
     def require_no_link(self, *folders: str) -> None:
-        """Refuse folders that stand elsewhere: what lies there is another's."""
+        """Raise DamageError if a folder is a link, because its files belong to another place."""
         for path in [self.root / folder for folder in folders if folder != "."]:
             if self._disk.is_link(path):
                 raise DamageError(f"{path} is a link, which is not followed; put the folder itself there")
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Read a file whole; None if it is not there, DamageError if it has more bytes than that."""
+        """Return the content of a file, or None if it does not exist. Raise DamageError if it is larger."""
         try:
             file = self._disk.open(self.root / name)
             try:
@@ -338,7 +342,7 @@ class DirectoryReader(CheckpointReader):
         return raw
 
     def file_sizes(self, names: Iterable[str] | None = None) -> dict[str, int]:
-        """Return the bytes of every file of records that is there, by name; or of those among some names."""
+        """Return the sizes of all files of records by name, or only of those in `names`."""
         sizes = {}
         for name in filter(DATA_NAME.fullmatch, self.names("segments")) if names is None else names:
             path = self.root / "segments" / name
@@ -348,11 +352,11 @@ class DirectoryReader(CheckpointReader):
                 explained = read_error(path, error)
                 is_gone = isinstance(error, FileNotFoundError | NotADirectoryError | DamageError)
                 if not is_gone and (names is not None or not isinstance(explained, DamageError)):
-                    raise explained from error  # of a sector that cannot be read, only if it is asked for by name
+                    raise explained from error  # A bad sector is an error only for a requested file.
         return sizes
 
-    def open(self, name: str) -> tuple[SegmentFile, int]:
-        """Open a file of records."""
+    def open(self, name: str) -> tuple[DataFile, int]:
+        """Open a file of records. Return the file and its size."""
         path = self.root / "segments" / name
         try:
             descriptor = self._disk.open(path)
@@ -360,20 +364,20 @@ class DirectoryReader(CheckpointReader):
             raise read_error(path, error) from error
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        return SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
+        return DataFile(path, descriptor), os.fstat(descriptor).st_size
 
     def below(self, folder: str) -> DirectoryReader:
-        """Return the checkpoints of one shard."""
+        """Return the reader of one shard's checkpoints."""
         self.require_no_link("shards", folder)
         return DirectoryReader(self.root / folder, self._disk)
 
     def top(self) -> DirectoryReader:
-        """Return the checkpoints two folders above."""
+        """Return the reader of the checkpoints two folders above."""
         return DirectoryReader(self.root.parent.parent, self._disk)
 
 
 class DirectoryFile:
-    """A file of records under a temporary name."""
+    """A file of records that is being written under a temporary name."""
 
     def __init__(self, disk: FileSystem, path: Path) -> None:
         self.name = path.name
@@ -384,22 +388,18 @@ class DirectoryFile:
         self._file = disk.create(self._temporary)
 
     def write(self, data: Buffer) -> None:
-        """Add bytes at its end."""
+        """Append bytes."""
         self._disk.write(self._file, data)
         self.nbytes += memoryview(data).nbytes
 
-    def settle(self) -> None:
-        """Sync what was written so far."""
-        self._disk.sync(self._file)
-
     def finish(self) -> None:
-        """Sync it and give it its name; the name is durable with the next commit."""
+        """Sync the file and give it its name, which is durable with the next commit."""
         self._disk.sync(self._file)
         self._close()
         self._disk.rename(self._temporary, self._path)
 
     def abandon(self) -> None:
-        """Throw it away, as far as the disk still lets us."""
+        """Delete the file. Errors are ignored."""
         with contextlib.suppress(OSError):
             self._close()
         with contextlib.suppress(OSError):
@@ -412,9 +412,8 @@ class DirectoryFile:
 
 
 class DirectoryWriter(CheckpointWriter):
-    """A directory that this writer holds; it is made if it is not there."""
+    """The only writer of the checkpoints of a directory, which is made if it does not exist."""
 
-    behind_bytes = 64 * 2**20
     reader: DirectoryReader
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
@@ -438,29 +437,24 @@ class DirectoryWriter(CheckpointWriter):
                 )
             try:
                 self._require_format()
-                for name in (".", "segments", "manifests"):  # what writers that died left behind
+                for name in (".", "segments", "manifests"):  # Temporary files of writers that were killed.
                     self.remove(name, filter(_LEFT_BEHIND.fullmatch, self.reader.names(name)), LEASE_S)
             except BaseException:
                 self.close()
                 raise
 
     def new_file(self) -> DirectoryFile:
-        """Begin a file of records."""
+        """Start a file of records."""
         return DirectoryFile(self._disk, self._segments / next(self._names))
 
     def is_there(self) -> bool:
-        """Whether the directory that bears the name is the one that was opened: it may have been removed."""
+        """Return whether the directory is still the one that was opened: it was neither removed nor replaced."""
         return self._lock is not None and self._disk.is_locked(self._lock, self._root / "LOCK")
 
-    def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
-        """Give a file of this disk a second name here."""
-        path = self._segments / next(self._names)
-        return (path.name, self._disk.size(path)) if has_linked(self._disk, file, path) else None
-
     def commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of what was finished; when this returns, it survives a power cut.
+        """Commit a checkpoint of finished files. When this returns, it survives a power cut.
 
-        All that it names is looked for first: somebody may have removed it since it was written.
+        All files that it names are looked up first, because another process may have removed them.
         """
         self._disk.sync_directory(self._segments)
         self._require_all(manifest)
@@ -472,14 +466,14 @@ class DirectoryWriter(CheckpointWriter):
         self.reader.committed.append((raw, manifest))
 
     def unclaimed(self) -> tuple[dict[str, int], set[str]]:
-        """Return the files of records, and those among them that are this writer's, or older than a lease."""
+        """Return the sizes of all files of records, and the names of those of this writer or older than a lease."""
         found, disk = self.reader.file_sizes(), self._disk
         return found, {n for n in found if n.startswith(self.writer_id) or disk.age_s(self._segments / n) > LEASE_S}
 
     def remove(self, folder: str, names: Iterable[str], least_age_s: float = -math.inf) -> None:
-        """Remove files; manifests are gone for good before the files go that they named."""
+        """Remove files. The removal of manifests is durable before the files that they named are removed."""
         for path in [self._root / folder / name for name in names]:
-            with contextlib.suppress(FileNotFoundError, DamageError):  # no file: another's, whatever it is
+            with contextlib.suppress(FileNotFoundError, DamageError):  # Anything but a regular file belongs to others.
                 self._disk.size(path)
                 if self._disk.age_s(path) > least_age_s:
                     self._disk.unlink(path)
@@ -487,13 +481,13 @@ class DirectoryWriter(CheckpointWriter):
             self._disk.sync_directory(self._manifests)
 
     def close(self) -> None:
-        """Let another writer in."""
+        """Release the directory for other writers."""
         lock, self._lock = self._lock, None
         if lock is not None:
             (self._disk.unlock if self._process == os.getpid() else self._disk.close)(lock)
 
     def _require_all(self, manifest: Manifest) -> None:
-        """Refuse a manifest that names what is not there, or a directory that is another by now."""
+        """Raise CheckpointError if a file of the manifest is missing, or if the directory was replaced."""
         if not self.is_there():
             raise CheckpointError(f"{self.url} was removed while it was saved to; nothing was committed, save again")
         try:
@@ -510,6 +504,6 @@ class DirectoryWriter(CheckpointWriter):
         if (is_there or self.reader.numbers()) and self.reader.require():
             return
         if is_there:
-            self._disk.size(path)  # refuses what is no file
+            self._disk.size(path)  # Raises DamageError unless FORMAT is a regular file.
             self._disk.unlink(path)
         create_whole(self._disk, path, format_text(), self.writer_id, is_locked=True)

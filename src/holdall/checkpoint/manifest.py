@@ -1,8 +1,8 @@
-"""Manifests: one immutable file per checkpoint, which names everything that belongs to it; and those at one url.
+"""Manifests: one immutable file per checkpoint, which names all of its records.
 
-In:  what was written, and where.  Out: canonical JSON and a line with its sha256; and back.
-Invariant: what is decoded was checked: the sum, every name, every number against its neighbours.
-A manifest that does not pass is no checkpoint.
+A manifest is JSON with sorted keys, followed by a line with its SHA-256.
+
+Guarantee: `decode` checks the SHA-256, every name and every number. A file that does not pass is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdall.checkpoint.data_file import DataFile
 from holdall.errors import CheckpointError, DamageError, FencedError, NewerFormatError
 from holdall.schema import count_of, malformed_refused, text_of
-from holdall.storage import SegmentFile, parsed, unparsed
+from holdall.store.records import dump_json, parse_json
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
 SHARDS = "shards"
 KNOWN_FEATURES = frozenset([SHARDS])
-"""What a reader must understand beyond version 1; a manifest that asks for more is refused."""
+"""Features beyond version 1 that this reader knows. A manifest with other features is refused."""
 
 MOST_MANIFEST_BYTES = 64 * 2**20
 DATA_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
@@ -39,8 +40,8 @@ SHARD_FOLDER = re.compile(r"shards/[0-9]{5}")
 MANIFEST_NAME = re.compile(r"[0-9]{16}\.json")
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITER_ID = re.compile(r"[0-9a-f]{16}")
+_MAX_CAPACITY_TICKS = 2**40
 SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
 
 _LOG = logging.getLogger("holdall")
@@ -48,7 +49,7 @@ _LOG = logging.getLogger("holdall")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """One record: its file, its first byte, its length, and the first half of the sha256 of preamble and head."""
+    """The place of a record, and the first half of the SHA-256 of its preamble and head."""
 
     file: str
     start: int
@@ -57,38 +58,32 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A run of ticks and the record that holds it."""
-
-    first_tick: int
-    ticks: int
-    ref: Ref
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """A segment: its logs, and which of the manifest's blocks its fields name."""
+    """A segment: the records of its parts, and the numbers of its blocks.
+
+    Parts in a later record replace those of an earlier one. A second record has parts that were rewritten after the
+    first one was saved.
+    """
 
     first_tick: int
     ticks: int
-    ref: Ref
+    refs: tuple[Ref, ...]
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """A block of slices, in one record, or in several if it was still being filled."""
+    """The record of a block, and how many of its first bytes are read when the checkpoint is loaded."""
 
-    slice_bytes: int
-    slices: int
-    refs: tuple[Ref, ...]
+    ref: Ref
+    index_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """The checkpoint of one shard, which lies in a folder of its own below the manifest that names it."""
+    """The checkpoint of one shard, in its own folder below the manifest that names it."""
 
-    folder: str  # shards/00003
+    folder: str  # Like shards/00003.
     number: int
     commit: str
     transitions: int
@@ -97,41 +92,40 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint: of one memory, or of the shards that it names."""
+    """A checkpoint of one memory, or of the shards that it names."""
 
     number: int
-    commit: str  # names this very attempt to write it
-    writer_id: str  # names the writer
-    time: float  # seconds since 1970, for people
+    commit: str  # Random name of this attempt to write the checkpoint.
+    writer_id: str  # Random name of the writer.
+    time: float  # Seconds since 1970, for people.
     first_tick: int
     next_tick: int
     capacity_ticks: int
     schema: dict[str, Any]
-    files: dict[str, int]  # bytes by name of every file that holds a record named below
+    files: dict[str, int]  # Bytes by name of every file that has a record of the checkpoint.
     state: Ref
-    rows: tuple[Chunk, ...] = ()
     segments: tuple[SegmentEntry, ...] = ()
     blocks: tuple[BlockEntry, ...] = ()
-    dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
-    attached: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # a trainer's own files, in pieces
+    dictionaries: dict[str, Ref] = field(default_factory=dict)  # By name.
+    attached: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # Attached files by name, in pieces.
     shards: tuple[ShardEntry, ...] = ()
 
     @property
     def refs(self) -> list[Ref]:
-        """All records that belong to the checkpoint."""
+        """All records of the checkpoint."""
         found = [self.state, *self.dictionaries.values()]
         found += [ref for refs in self.attached.values() for ref in refs]
-        found += [chunk.ref for chunk in self.rows] + [segment.ref for segment in self.segments]
-        return found + [ref for block in self.blocks for ref in block.refs]
+        found += [ref for segment in self.segments for ref in segment.refs]
+        return found + [block.ref for block in self.blocks]
 
 
 def manifest_name(number: int) -> str:
-    """Name the manifest of a number."""
+    """Return the file name of manifest `number`."""
     return f"{number:016d}.json"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Write a manifest."""
+    """Return a manifest as bytes."""
     position = {name: index for index, name in enumerate(manifest.files)}
 
     def packed(ref: Ref) -> list[Any]:
@@ -151,15 +145,16 @@ def encode(manifest: Manifest) -> bytes:
         "schema": manifest.schema,
         "files": [[name, nbytes] for name, nbytes in manifest.files.items()],
         "state": packed(manifest.state),
-        "rows": [[chunk.first_tick, chunk.ticks, *packed(chunk.ref)] for chunk in manifest.rows],
-        "segments": [[s.first_tick, s.ticks, list(s.blocks), *packed(s.ref)] for s in manifest.segments],
-        "blocks": [[b.slice_bytes, b.slices, [packed(ref) for ref in b.refs]] for b in manifest.blocks],
+        "segments": [
+            [s.first_tick, s.ticks, list(s.blocks), [packed(ref) for ref in s.refs]] for s in manifest.segments
+        ],
+        "blocks": [[block.index_bytes, *packed(block.ref)] for block in manifest.blocks],
         "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
         "attached": {name: [packed(ref) for ref in refs] for name, refs in manifest.attached.items()},
     }
     if manifest.shards:
         words[SHARDS] = [[s.folder, s.number, s.commit, s.transitions, s.nbytes] for s in manifest.shards]
-    text = signed(unparsed(words))
+    text = signed(dump_json(words))
     if len(text) > MOST_MANIFEST_BYTES:
         raise CheckpointError(
             f"checkpoint {manifest.number} names {len(manifest.refs)} records, more than a manifest can; lower capacity"
@@ -168,12 +163,12 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def signed(text: bytes) -> bytes:
-    """Put the sum of a text behind it."""
+    """Return `text` followed by a line with its SHA-256."""
     return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 
 def signed_text(raw: bytes) -> bytes:
-    """Return a text whose sum fits."""
+    """Return the text of `signed`. Raise DamageError if the SHA-256 does not match."""
     text = raw[:-SUM_LINE_BYTES]
     if raw != signed(text):
         raise DamageError("its checksum does not fit; it was cut short or damaged")
@@ -181,10 +176,10 @@ def signed_text(raw: bytes) -> bytes:
 
 
 def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
-    """Read a manifest, or say why it is none; `number` is the one that its name has."""
+    """Return the manifest of `raw`. Raise DamageError if it is not one, or not number `number`."""
     try:
         with malformed_refused("its text"):
-            words = parsed(signed_text(raw))
+            words = parse_json(signed_text(raw))
             _require_readable(words)
             manifest = _decoded(words)
     except DamageError as error:
@@ -216,17 +211,21 @@ def _decoded(words: Any) -> Manifest:
             raise ValueError(f"a record of {ref.file} ends behind its file")
         return ref
 
-    blocks = tuple(
-        BlockEntry(count_of(slice_bytes), count_of(slices), tuple(unpacked(ref) for ref in refs))
-        for slice_bytes, slices, refs in words["blocks"]
-    )
+    blocks = tuple(BlockEntry(unpacked(ref), count_of(index_bytes)) for index_bytes, *ref in words["blocks"])
     segments = tuple(
         SegmentEntry(
-            count_of(first), count_of(ticks), unpacked(ref), tuple(count_of(b, len(blocks) - 1) for b in numbers)
+            count_of(first),
+            count_of(ticks),
+            tuple(unpacked(ref) for ref in refs),
+            tuple(count_of(block, len(blocks) - 1) for block in numbers),
         )
-        for first, ticks, numbers, *ref in words["segments"]
+        for first, ticks, numbers, refs in words["segments"]
     )
-    rows = tuple(Chunk(count_of(first), count_of(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
+    if not all(segment.refs and segment.ticks for segment in segments):
+        raise ValueError("a segment has no record or no ticks")
+    capacity_ticks = count_of(words["capacity_ticks"], _MAX_CAPACITY_TICKS)
+    if capacity_ticks < 1:
+        raise ValueError("its capacity is 0")
     if not isinstance(words["schema"], dict):
         raise TypeError("its schema is no object")
     return Manifest(
@@ -236,14 +235,13 @@ def _decoded(words: Any) -> Manifest:
         time=float(words["time"]),
         first_tick=count_of(words["first_tick"]),
         next_tick=count_of(words["next_tick"]),
-        capacity_ticks=count_of(words["capacity_ticks"]),
+        capacity_ticks=capacity_ticks,
         schema=words["schema"],
         files=files,
         state=unpacked(words["state"]),
-        rows=_in_order(rows),
         segments=_in_order(segments),
         blocks=blocks,
-        dictionaries={text_of(name, _SHA256): unpacked(ref) for name, ref in words["dictionaries"].items()},
+        dictionaries={text_of(name, _HEX32): unpacked(ref) for name, ref in words["dictionaries"].items()},
         attached={
             text_of(name, ATTACHMENT_NAME): tuple(unpacked(ref) for ref in refs)
             for name, refs in words["attached"].items()
@@ -258,7 +256,7 @@ def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry
 
 
 def _in_order(runs: Any) -> Any:
-    """Return runs of ticks that follow each other without a gap, or refuse them."""
+    """Return runs of ticks. Raise ValueError unless they follow each other without gaps."""
     for before, after in itertools.pairwise(runs):
         if before.first_tick + before.ticks != after.first_tick:
             raise ValueError(f"ticks {before.first_tick + before.ticks} to {after.first_tick} are missing")
@@ -267,31 +265,31 @@ def _in_order(runs: Any) -> Any:
 
 MOST_FORMAT_BYTES = 4096
 LOAD_S = 30.0
-"""How long `load`, and commands that read, wait for an object store that does not answer."""
+"""Seconds that `load`, and commands that read, wait for an answer of an object store."""
 SAY_AFTER_S = 10.0
 LEASE_S = 3600.0
-"""For so long, a file that no manifest names may belong to a save under way, and stays."""
+"""Seconds for which a file that no manifest names is kept, because a save in progress may name it."""
 
 
 def new_writer_id() -> str:
-    """Name a writer: without it, one that comes after a crash would use the same names again."""
+    """Return a random name of a writer. A writer after a crash then never uses a file name again."""
     return secrets.token_hex(8)
 
 
 def data_names(writer_id: str) -> Iterator[str]:
-    """Name files of records, one after another."""
+    """Yield the names of a writer's files of records."""
     return (f"{writer_id}-{sequence:016x}.seg" for sequence in itertools.count(1))
 
 
 def format_text() -> bytes:
-    """Return the content of FORMAT."""
+    """Return the content of the FORMAT file."""
     return signed(json.dumps({"format": FORMAT, "min_reader": VERSION, "version": VERSION}, sort_keys=True).encode())
 
 
 class Losses(list[OSError]):
-    """What was damaged or gone: inside of `with`, errors that say so are noted, and end no more than the block.
+    """A list of errors about damaged or missing data. As a context manager, it collects such an error of its block.
 
-    All others go on. What they are about could be had: with permission, with more open files, with a newer holdall.
+    Other errors are raised, because the data could be read with other permissions, more open files, or a newer holdall.
     """
 
     def __enter__(self) -> Losses:
@@ -302,53 +300,56 @@ class Losses(list[OSError]):
             return False
         if isinstance(error, CheckpointError) and error.errno not in (None, errno.ENOENT):
             return False
-        self.append(error.with_traceback(None))  # which would keep what was read from being freed
+        self.append(error.with_traceback(None))  # A traceback would keep the data alive that was read.
         return True
 
 
 class Waiting:
-    """What a job waits for, and since when; who does not want to wait any longer gives it up.
+    """The progress of a job that may have to wait for a server. Any thread may give the job up.
 
-    Args:
-        url: What the job reads or writes.
-        limit_s: Seconds without an answer after which the job is given up; infinite: never.
+    Attributes:
+        url: Place that the job reads or writes.
+        limit_s: Seconds without progress after which the job fails.
+        reason: Why there is no answer yet, for messages.
     """
 
     def __init__(self, url: str, limit_s: float = math.inf) -> None:
-        self.url, self.limit_s = url, limit_s
-        self.reason = ""  # why there is no answer yet
+        self.url = url
+        self.limit_s = limit_s
+        self.reason = ""
         self._given_up = threading.Event()
-        self._moved_at, self._said_at = time.monotonic(), -math.inf
+        self._moved_at = time.monotonic()
+        self._said_at = -math.inf
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody wants to wait any longer."""
+        """Whether `give_up` was called."""
         return self._given_up.is_set()
 
     def give_up(self) -> None:
-        """End all waiting, and what is about to wait."""
+        """End all waiting, also future waiting, until `begin`."""
         self._given_up.set()
 
     def begin(self) -> None:
-        """Begin a job that nobody has given up."""
+        """Start a job that has not been given up."""
         self._given_up.clear()
         self.got_on()
 
     def got_on(self) -> None:
-        """Note that the job got on."""
+        """Record progress."""
         self.reason = ""
         self._moved_at = time.monotonic()
 
     def pause(self, seconds: float) -> bool:
-        """Wait before the next try; return whether the job was given up meanwhile."""
+        """Wait before the next attempt. Return whether the job was given up meanwhile."""
         return self._given_up.wait(max(0.0, min(seconds, self._moved_at + self.limit_s - time.monotonic())))
 
     def stuck_since(self, began: float) -> float:
-        """Return when the job last got on, or `began` if that is later."""
+        """Return the time of the last progress, or `began` if that is later."""
         return max(began, self._moved_at)
 
     def require(self) -> None:
-        """Raise if the job was given up, or is stuck for longer than it may be."""
+        """Raise CheckpointError if the job was given up, or made no progress for `limit_s` seconds."""
         if time.monotonic() - self._moved_at > self.limit_s:
             raise CheckpointError(
                 errno.ETIMEDOUT,
@@ -360,7 +361,7 @@ class Waiting:
             raise CheckpointError(f"{self.url} {what}, or the memory closed")
 
     def remind(self, began: float, what: str) -> None:
-        """Say in the log, once, what has been waited for since `began`, if that takes long."""
+        """Log once what the job waits for, if it has waited since `began` for more than `SAY_AFTER_S` seconds."""
         now = time.monotonic()
         if self._said_at < began <= now - SAY_AFTER_S:
             self._said_at = now
@@ -368,7 +369,7 @@ class Waiting:
 
 
 class CheckpointReader(ABC):
-    """The checkpoints at one url, to be read: in a directory, or below a prefix of an object store."""
+    """Reader of the checkpoints of one place: a directory, or a prefix of an object store."""
 
     kind, check = "file", "check the path"
     waiting: Waiting | None = None  # for a server that may not answer; who gives it up ends all reading
@@ -380,50 +381,50 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def names(self, folder: str) -> Iterable[str]:
-        """List a folder."""
+        """Return the names in a folder."""
 
     @abstractmethod
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Read a file whole; None if it is not there, DamageError if it has more bytes than that."""
+        """Return the content of a file, or None if it does not exist. Raise DamageError if it is larger."""
 
     @abstractmethod
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of every file of records that is there, by name."""
+        """Return the sizes of all files of records, by name."""
 
     @abstractmethod
-    def open(self, name: str) -> tuple[SegmentFile, int]:
-        """Open a file of records, to be read by position; return it and its bytes."""
+    def open(self, name: str) -> tuple[DataFile, int]:
+        """Open a file of records. Return the file and its size."""
 
     @abstractmethod
     def below(self, folder: str) -> CheckpointReader:
-        """Return the checkpoints of one shard."""
+        """Return the reader of one shard's checkpoints."""
 
     @abstractmethod
     def top(self) -> CheckpointReader:
-        """Return the checkpoints two folders above."""
+        """Return the reader of the checkpoints two folders above."""
 
     def reopened(self) -> CheckpointReader:
-        """Return the same checkpoints, with a waiting of their own."""
+        """Return a reader of the same place that waits independently of this one."""
         return self
 
     @property
     def shard_folder(self) -> str | None:
-        """The folder in which these checkpoints stand, if it is a shard's."""
+        """The folder of these checkpoints if they belong to a shard, or None."""
         folder = "/".join(re.split(r"[/\\]", self.url)[-2:])
         return folder if SHARD_FOLDER.fullmatch(folder) else None
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the manifests that are there, newest first."""
+        """Return the numbers of all manifests, newest first."""
         return sorted(
             (int(name[:16]) for name in self.names("manifests") if MANIFEST_NAME.fullmatch(name)), reverse=True
         )
 
     def manifest(self, number: int) -> Manifest:
-        """Read a manifest; DamageError if it is none, CheckpointError if it is not there."""
+        """Return a manifest. Raise DamageError if it is damaged, and CheckpointError if it does not exist."""
         return decode(*self.raw_manifest(number), number)
 
     def raw_manifest(self, number: int) -> tuple[bytes, str]:
-        """Return a manifest's bytes and name."""
+        """Return the content and the name of a manifest."""
         name = f"manifests/{manifest_name(number)}"
         raw = self.read(name, MOST_MANIFEST_BYTES)
         if raw is None:
@@ -431,19 +432,17 @@ class CheckpointReader(ABC):
         return raw, f"{self.url}/{name}"
 
     def newest(self, numbers: Iterable[int]) -> Manifest | None:
-        """Return the first of some manifests, newest first, that is one: any file may bear any number."""
+        """Return the first of `numbers` whose manifest is not damaged, or None."""
         for number in numbers:
             with Losses():
                 return self.manifest(number)
         return None
 
     def require(self, text: bytes | None = None) -> bool:
-        """Refuse a url that holds no checkpoints, or newer ones; return whether FORMAT is as it should be.
+        """Raise an error if the place has no checkpoints, or newer ones. Return whether FORMAT is intact.
 
-        Manifests say what they are as well: where there are some, a FORMAT that is damaged or gone is a warning.
-
-        Args:
-            text: Of FORMAT, if it was read already.
+        Every manifest has the format, too. If there are manifests, a damaged or missing FORMAT only causes a warning.
+        `text` is the content of FORMAT if it was read already.
         """
         with Losses() as lost:
             self._require_format(text or self.read("FORMAT", MOST_FORMAT_BYTES))
@@ -461,7 +460,7 @@ class CheckpointReader(ABC):
             missing = f"{self.url} holds no checkpoints: there is no FORMAT {self.kind} in it; {self.check}"
             raise CheckpointError(missing)
         try:
-            words = parsed(signed_text(raw))
+            words = parse_json(signed_text(raw))
             known = words["format"] == FORMAT and type(words["min_reader"]) is int
         except (DamageError, ValueError, KeyError, TypeError, RecursionError):
             known = False
@@ -474,7 +473,7 @@ class CheckpointReader(ABC):
 
 
 def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:
-    """Refuse a manifest whose files, or whose shards' files, are not all there in full."""
+    """Raise CheckpointError unless all files of a manifest and of its shards exist with all their bytes."""
     require_files(manifest, sizes)
     for shard in manifest.shards:
         below = reader.below(shard.folder)
@@ -482,7 +481,7 @@ def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str,
 
 
 def shard_manifest(reader: CheckpointReader, shard: ShardEntry) -> Manifest:
-    """Read the manifest of a shard, which must be the very one that the manifest above names."""
+    """Return the manifest of a shard. Raise DamageError if it is not the one that the manifest above names."""
     manifest = reader.manifest(shard.number)
     if manifest.commit != shard.commit:
         raise DamageError(f"{reader.url} holds another checkpoint {shard.number} than the manifest above names")
@@ -490,7 +489,7 @@ def shard_manifest(reader: CheckpointReader, shard: ShardEntry) -> Manifest:
 
 
 def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
-    """Refuse a manifest whose files are not all there, in full."""
+    """Raise CheckpointError unless all files of a manifest exist with all their bytes."""
     for name, nbytes in manifest.files.items():
         if name not in sizes:
             raise CheckpointError(f"checkpoint {manifest.number} needs the file {name}, which is not there")

@@ -1,9 +1,10 @@
-"""Places in object stores: s3://, gs:// and az:// through obstore, with the same commit as on a disk.
+"""Checkpoints in object stores: s3://, gs:// and az:// through obstore, with the same commit protocol as on a disk.
 
-In:  files of records, first spooled to a local file, then put in parts.  Out: objects; a manifest is created only if
-nothing has its number.
-Invariant: a checkpoint is acknowledged only if the manifest that stands in the store is this writer's own. Whether a
-put succeeded whose answer was lost is found out by reading it back. A server that is away costs time alone.
+A file of records is written to a local file first and then uploaded. A manifest is created on the condition that its
+number is free.
+
+Guarantee: a checkpoint is acknowledged only if the manifest in the store is this writer's own. If an answer was lost,
+the manifest is read back. A server that does not answer costs time, and no data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.files import CheckpointWriter
+from holdall.checkpoint.data_file import DataFile, RemoteFile
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
@@ -37,14 +38,15 @@ from holdall.checkpoint.manifest import (
     new_writer_id,
 )
 from holdall.checkpoint.objects import PART_BYTES, Objects, sent, short
+from holdall.checkpoint.retention import CheckpointWriter
 from holdall.errors import CheckpointError, FencedError
-from holdall.storage import AwaitedFile, Buffer, SegmentFile
+from holdall.store.records import Buffer
 
 _LOG = logging.getLogger("holdall")
 
 
 class ObjectStoreReader(CheckpointReader):
-    """Checkpoints in an object store, to be read."""
+    """Reader of the checkpoints below a prefix of an object store."""
 
     kind, check = "object", "check the url"
 
@@ -56,21 +58,21 @@ class ObjectStoreReader(CheckpointReader):
         self._sizes: dict[str, int] = {}
 
     def names(self, folder: str) -> Iterable[str]:
-        """List a folder."""
+        """Return the names in a folder."""
         return self._objects.sizes(folder)
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Read an object whole; None if it is not there, DamageError if it has more bytes than that."""
+        """Return the content of an object, or None if it does not exist. Raise DamageError if it is larger."""
         return self._objects.get(name, most_bytes)
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of every file of records that is there, by name."""
+        """Return the sizes of all files of records, by name."""
         sizes = self._objects.sizes("segments")
         self._sizes = {name: nbytes for name, nbytes in sizes.items() if DATA_NAME.fullmatch(name)}
         return self._sizes
 
-    def open(self, name: str) -> tuple[SegmentFile, int]:
-        """Open a file of records, of which pages are fetched as they are read; they go with its descriptor."""
+    def open(self, name: str) -> tuple[DataFile, int]:
+        """Open a file of records. Its pages are fetched as they are read, into a temporary local file."""
         nbytes = self._sizes.get(name) or self.file_sizes().get(name)
         if nbytes is None:
             raise CheckpointError(f"{self.url}/segments/{name} is not there")
@@ -84,23 +86,23 @@ class ObjectStoreReader(CheckpointReader):
             raise CheckpointError(
                 error.errno, f"no file can be made for what is read of {self.url} ({error.strerror}); check spill_dir"
             ) from error
-        return AwaitedFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
+        return RemoteFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
 
     def reopened(self) -> ObjectStoreReader:
-        """Return the same checkpoints, with a waiting of their own."""
+        """Return a reader of the same place that waits independently of this one."""
         return ObjectStoreReader(Objects(self.url, Waiting(self.url, LOAD_S)), self._cache_dir)
 
     def below(self, folder: str) -> ObjectStoreReader:
-        """Return the checkpoints of one shard."""
+        """Return the reader of one shard's checkpoints."""
         return ObjectStoreReader(self._objects.elsewhere(f"{self.url}/{folder}"), self._cache_dir)
 
     def top(self) -> ObjectStoreReader:
-        """Return the checkpoints two folders above."""
+        """Return the reader of the checkpoints two folders above."""
         return ObjectStoreReader(self._objects.elsewhere(self.url.rsplit("/", 2)[0]), self._cache_dir)
 
 
 class ObjectStoreFile:
-    """A file of records that is spooled to a disk, and put when it is finished."""
+    """A file of records that is written to a local file, and uploaded when it is finished."""
 
     def __init__(self, objects: Objects, name: str) -> None:
         self.name = name
@@ -109,27 +111,24 @@ class ObjectStoreFile:
         self._file: Any = tempfile.TemporaryFile(prefix="holdall-", buffering=0)  # noqa: SIM115  until it is finished
 
     def write(self, data: Buffer) -> None:
-        """Add bytes at its end."""
+        """Append bytes."""
         left = memoryview(data).cast("B")
         self.nbytes += left.nbytes
         while left.nbytes:
             left = left[self._file.write(left) :]
 
-    def settle(self) -> None:
-        """Nothing: it is put when it is finished."""
-
     def finish(self) -> None:
-        """Put it into the store."""
+        """Upload the file."""
         put_file(self._objects, f"segments/{self.name}", self._file.fileno(), self.nbytes)
         self.abandon()
 
     def abandon(self) -> None:
-        """Throw the spooled bytes away."""
+        """Delete the local file."""
         self._file.close()
 
 
 def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
-    """Put a file, a few pieces of it at a time, so that it takes little memory whatever its size."""
+    """Upload a file in parts, so that it takes little memory whatever its size."""
     if nbytes <= PART_BYTES:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
@@ -139,13 +138,14 @@ def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
 
 
 _TRUSTED_SHARE = 0.75
-"""Of the lease: a writer whose mark is older commits nothing."""
+"""Share of the lease after which a writer does not trust its own mark, and commits nothing."""
 
 
 class WriterMark:
-    """Objects that say that a writer is at work, put again and again: nobody else removes files under these names.
+    """Objects that show that a writer is active, and are renewed. Others then do not remove its files.
 
-    Others tell the age of a mark by the store's own clock; the writer trusts its mark less long than they do.
+    Others measure the age of a mark by the clock of the store. The writer trusts its mark for a shorter time than they
+    do.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -153,10 +153,10 @@ class WriterMark:
         self._writer_ids: set[str] = set()
         self._renewed: tuple[float, float] | None = None
         self._renewal: Any = None
-        self._is_needed = False  # something was put that no manifest names yet
+        self._is_needed = False  # Whether something was uploaded that no manifest names yet.
 
     def set(self, *writer_ids: str) -> None:
-        """Put marks, unless they stand, and have them renewed from now on; before anything is put."""
+        """Put the marks of `writer_ids` if they are missing, and renew them from now on. Called before any upload."""
         if not self._is_needed and self._age > _TRUSTED_SHARE * LEASE_S:
             self._renewed, self._writer_ids = None, set()
         self._is_needed = True
@@ -168,7 +168,7 @@ class WriterMark:
             self._renewal = sent(partial(_renewed_for_good, weakref.ref(self)))
 
     def require(self) -> None:
-        """Refuse to commit what others may have removed."""
+        """Raise CheckpointError if others may have removed uploaded files, because the mark is too old."""
         if self._is_needed and self._age > _TRUSTED_SHARE * LEASE_S:
             self._is_needed = False
             raise CheckpointError(
@@ -177,11 +177,11 @@ class WriterMark:
             )
 
     def release(self) -> None:
-        """All that was put is named by a manifest."""
+        """Record that a manifest names everything that was uploaded."""
         self._is_needed = False
 
     def remove(self) -> None:
-        """Take the marks away, as far as the store does so at once."""
+        """Remove the marks, as far as the store answers at once."""
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
             renewal.cancel()
@@ -191,12 +191,12 @@ class WriterMark:
 
     @property
     def _age(self) -> float:
-        """Seconds since the marks were put; the longer of two clocks, since one stops while a machine sleeps."""
+        """Seconds since the marks were put, by the faster of two clocks. One of them stops while a machine sleeps."""
         then = self._renewed or _clocks()
         return max(now - before for now, before in zip(_clocks(), then, strict=True))
 
     async def renew(self) -> None:
-        """Put the marks again; those that were not trusted any more stay so, until they are set again."""
+        """Put the marks again. Marks that are too old to be trusted stay so until `set`."""
         now = _clocks()
         for writer_id in list(self._writer_ids):
             await self._objects.put_once(_mark_of(writer_id), b"")
@@ -213,7 +213,7 @@ def _clocks() -> tuple[float, float]:
 
 
 async def _renewed_for_good(mark: weakref.ref[WriterMark]) -> None:
-    """Renew a mark until its writer is gone."""
+    """Renew a mark until its writer is released."""
     while True:
         await asyncio.sleep(LEASE_S / 12)
         held = mark()
@@ -227,9 +227,7 @@ async def _renewed_for_good(mark: weakref.ref[WriterMark]) -> None:
 
 
 class ObjectStoreWriter(CheckpointWriter):
-    """A prefix of an object store that this writer holds, as far as the store lets it."""
-
-    behind_bytes = 16 * 2**20
+    """The only writer of the checkpoints below a prefix, as far as the store honours conditions."""
 
     def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._objects = objects or Objects(url)
@@ -238,7 +236,7 @@ class ObjectStoreWriter(CheckpointWriter):
         self.reader = ObjectStoreReader(self._objects)
         self._mark = WriterMark(self._objects)
         self._names = data_names(self.writer_id)
-        self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
+        self._seen: set[str] | None = None  # Files that existed before the last manifest was created.
         self._require_format()
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
@@ -248,21 +246,21 @@ class ObjectStoreWriter(CheckpointWriter):
             )
 
     def new_file(self) -> ObjectStoreFile:
-        """Begin a file of records."""
+        """Start a file of records."""
         self._mark.set(self.writer_id)
         return ObjectStoreFile(self._objects, next(self._names))
 
     def mark(self, names: Iterable[str]) -> None:
-        """Keep others from removing files, whether they are there or not."""
+        """Keep other processes from removing files of these names."""
         self._mark.set(*(name.partition("-")[0] for name in names))
 
     def upload(self, name: str, path: Path) -> None:
-        """Put a finished file of a directory, which was marked before."""
+        """Upload a finished file of a directory, whose name was marked before."""
         with path.open("rb") as file:
             put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
 
     def commit(self, manifest: Manifest) -> None:
-        """Create the manifest if all is there that it names; see whose it is if no answer says that it was created."""
+        """Create the manifest if all its files exist. Read it back if the store does not confirm its creation."""
         sizes = self.reader.file_sizes()
         gone = sorted(name for name, nbytes in manifest.files.items() if sizes.get(name) != nbytes)
         if gone and manifest.number in self.reader.numbers():
@@ -273,7 +271,7 @@ class ObjectStoreWriter(CheckpointWriter):
                 " what is gone is written then"
             )
         self._seen = set(sizes)
-        self._require_format()  # others may have removed all there was
+        self._require_format()  # Others may have removed everything.
         self._mark.require()
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
@@ -282,19 +280,19 @@ class ObjectStoreWriter(CheckpointWriter):
         while self.is_fenced and not self._objects.create(key, content):
             standing = self._objects.get(key, MOST_MANIFEST_BYTES)
             if standing == content:
-                break  # our own: the answer to an earlier try was lost
+                break  # The answer to an earlier attempt was lost.
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
         self._mark.require()
         self.reader.committed.append((content, manifest))
-        self._mark.release()  # a collector that looked before the manifest was there saw that the mark holds
+        self._mark.release()  # A collector that listed manifests before this one saw a valid mark.
 
     def unclaimed(self) -> tuple[dict[str, int], set[str]]:
-        """Return the files of records, and those of them that no save under way can be about to name.
+        """Return the sizes of all files of records, and the names of those that no save in progress can name.
 
-        Of other writers' files these are the ones that were there before this writer's last manifest: their writers
-        want a number that is taken, and will be refused. Without a manifest of its own, only those are that are older
-        than a lease, of writers whose mark is, too.
+        Files of other writers cannot be named if they existed before this writer's last manifest, because their writers
+        need a number that is taken. A writer without a manifest returns only files that are older than a lease, of
+        writers whose mark is older than a lease.
         """
         found = self._objects.listed("segments")
         sizes = {name: entry.nbytes for name, entry in found.items()}
@@ -320,5 +318,5 @@ class ObjectStoreWriter(CheckpointWriter):
             self._objects.put("FORMAT", format_text())
 
     def close(self) -> None:
-        """Let others remove what this writer put and did not name."""
+        """Remove the mark, so that others may remove files that no manifest names."""
         self._mark.remove()

@@ -1,9 +1,9 @@
-"""Requests to an object store: each is sent in the background and tried until it is answered, or given up.
+"""Requests to an object store (s3://, gs://, az://) through obstore, and numbered files for journals.
 
-At the end, what journals need of a store, in a directory as well: numbered files that are each made once.
+A request is sent in the background and repeated until the store answers, or until the caller's `Waiting` is given up.
+`Slots` are numbered files, in a directory or in an object store, that are each created once.
 
-In:  keys and bytes.  Out: objects, of s3://, gs:// and az:// through obstore; errors of one line.
-Invariant: a server that is away costs time alone. Who waits can give up at any moment, also in the middle of a request.
+Guarantee: a server that does not answer costs time, and no data. Every wait can be ended at any moment.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.checkpoint.directory import FileSystem, create_whole
-from holdall.checkpoint.load import is_remote
 from holdall.checkpoint.manifest import Waiting, new_writer_id
+from holdall.checkpoint.urls import is_remote
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
-from holdall.storage import Buffer
+from holdall.store.records import Buffer
 
 if TYPE_CHECKING:
     import asyncio
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _LOOK_S = 0.1
-"""How often who waits for an answer looks whether it was given up."""
+"""Seconds between checks whether a request was given up."""
 _AT_ONCE_S = 2.0
 PART_BYTES = 8 * 2**20
 _PARTS_AT_ONCE = 2
 _FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
-"""Answers that stay the same however often one asks; the rest is waited out."""
+"""Answers that another attempt would not change. All others are tried again."""
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-"""Of a single request; beyond that, the loop here tries for as long as it takes."""
+"""Retries of obstore within one attempt."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -48,14 +48,14 @@ Request = Callable[[], Awaitable[Any]]
 
 
 class StoredObject(NamedTuple):
-    """What a listing says of an object."""
+    """An object in a listing."""
 
     nbytes: int
-    modified: datetime  # by the store's own clock
+    modified: datetime  # By the clock of the store.
 
 
 class Objects:
-    """The objects below a url; every call goes on until the store answers, or somebody gives it up."""
+    """The objects below a URL. Every call waits until the store answers, or until `waiting` is given up."""
 
     def __init__(self, url: str, waiting: Waiting | None = None) -> None:
         try:
@@ -76,11 +76,11 @@ class Objects:
             ) from error
 
     def elsewhere(self, url: str) -> Objects:
-        """Return the objects below another url; to give these up is to give those up."""
+        """Return the objects below another URL, with the same `waiting`."""
         return Objects(url, self.waiting)
 
     def create(self, key: str, content: Buffer) -> bool:
-        """Put an object where none is; return whether it was done, as far as the answer says."""
+        """Create an object. Return False if the answer says that it exists, perhaps from an earlier attempt."""
         put = partial(self._obstore.put_async, self._store, key, content, mode="create", use_multipart=False)
         try:
             self._put(put)
@@ -89,11 +89,11 @@ class Objects:
         return True
 
     def put(self, key: str, content: Buffer) -> None:
-        """Put an object, over one of the same name if there is one."""
+        """Write an object, or replace it."""
         self._put(partial(self._obstore.put_async, self._store, key, content, use_multipart=False))
 
     def put_in_parts(self, key: str, descriptor: int) -> None:
-        """Put a large object in parts; it appears when the last of them was taken."""
+        """Write a large object in parts. It appears when the last part has arrived."""
 
         async def put() -> None:
             with os.fdopen(os.dup(descriptor), "rb") as file:
@@ -106,11 +106,11 @@ class Objects:
         try:
             self._patiently(put)
         except self._missing:
-            # Its last answer was lost, and the store has forgotten the upload; a name is only ever given one content.
+            # The last answer was lost, and the store has forgotten the upload. A name never gets another content.
             self._put(put)
 
     def get(self, key: str, most_bytes: int) -> bytes | None:
-        """Return an object; None if it is not there."""
+        """Return the content of an object, or None if it does not exist."""
 
         async def read() -> bytes:
             answer = await self._obstore.get_async(self._store, key)
@@ -125,7 +125,7 @@ class Objects:
         return found
 
     def ranges(self, key: str, starts: list[int], lengths: list[int]) -> Sequence[Buffer]:
-        """Read ranges of an object, several at a time."""
+        """Return ranges of an object."""
         read = partial(self._obstore.get_ranges_async, self._store, key, starts=starts, lengths=lengths, coalesce=0)
         try:
             found: Sequence[Buffer] = self._patiently(read)
@@ -148,36 +148,36 @@ class Objects:
         }
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of the objects in a folder, by name."""
+        """Return the sizes of the objects in a folder, by name."""
         return {name: entry.nbytes for name, entry in self.listed(folder).items()}
 
     def names(self) -> list[str]:
-        """Return the names of the objects below the url."""
+        """Return the names of the objects below the URL."""
         return list(self.sizes(""))
 
     def folders(self) -> list[str]:
-        """Return the names of the folders right below the url."""
+        """Return the names of the folders directly below the URL."""
         listed = self._put(partial(self._obstore.list_with_delimiter_async, self._store))
         return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects; some may be gone already."""
+        """Remove objects. Missing objects are ignored."""
         for key in keys:
             with contextlib.suppress(*self._missing):
                 self._patiently(partial(self._obstore.delete_async, self._store, key))
 
     def try_delete(self, key: str) -> None:
-        """Remove an object if the store does it at once; nothing is lost if it does not."""
+        """Remove an object if the store answers at once. Errors are ignored."""
         if not self.waiting.is_given_up:
             with contextlib.suppress(Exception):
                 sent(lambda: self._obstore.delete_async(self._store, key)).result(_AT_ONCE_S)
 
     async def put_once(self, key: str, content: Buffer) -> None:
-        """Put an object, in the loop of requests; an error is raised at once."""
+        """Write an object with a single attempt."""
         await self._obstore.put_async(self._store, key, content, use_multipart=False)
 
     def time(self) -> datetime:
-        """Return the store's own time."""
+        """Return the time by the clock of the store."""
         key = f"probe/{new_writer_id()}"
         self.put(key, b"now")
         try:
@@ -186,7 +186,7 @@ class Objects:
             self.delete([key])
 
     def honours_conditions(self) -> bool:
-        """Whether creating an object twice fails the second time."""
+        """Return whether creating an object twice fails the second time."""
         key = f"probe/{new_writer_id()}"
         try:
             self.create(key, b"first")
@@ -199,7 +199,7 @@ class Objects:
         return self._errors.NotFoundError, FileNotFoundError
 
     def _put(self, request: Request) -> Any:
-        """Do what cannot miss an object: what is missing is the bucket."""
+        """Do a request that needs no object. If the store reports a missing one, the bucket is missing."""
         try:
             return self._patiently(request)
         except self._missing as error:
@@ -208,7 +208,7 @@ class Objects:
             ) from error
 
     def _patiently(self, request: Request) -> Any:
-        """Do something until it is answered; a server that restarts is waited for."""
+        """Repeat a request until it is answered."""
         wait, is_logged, began = _FIRST_WAIT_S, False, time.monotonic()
         self.waiting.got_on()  # the request before was answered, however long ago
         while True:
@@ -236,7 +236,7 @@ class Objects:
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
     def _answer(self, request: Request, began: float) -> Any:
-        """Have a request sent, and wait for its answer, or until it is given up."""
+        """Send a request and wait for its answer, or until it is given up."""
         self.waiting.require()
         future = sent(request)
         try:
@@ -252,7 +252,7 @@ class Objects:
 
 
 class _SentParts:
-    """A file whose parts are sent; each that is read shows that those before were taken."""
+    """The parts of a file that is uploaded. Reading a part shows that earlier ones have arrived."""
 
     def __init__(self, file: Any, waiting: Waiting) -> None:
         self._file, self._waiting = file, waiting
@@ -268,7 +268,7 @@ _starting = threading.Lock()
 
 
 def _request_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which requests are sent, so that who waits can give them up; one a process."""
+    """Return the event loop that sends requests. There is one per process."""
     import asyncio  # noqa: PLC0415  only for stores
 
     with _starting:
@@ -282,7 +282,7 @@ def _request_loop() -> asyncio.AbstractEventLoop:
 
 
 def sent(request: Request) -> futures.Future[Any]:
-    """Have a request sent in the background."""
+    """Send a request in the background."""
     import asyncio  # noqa: PLC0415  only for stores
 
     async def send() -> Any:
@@ -292,7 +292,7 @@ def sent(request: Request) -> futures.Future[Any]:
 
 
 def _end_requests(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what is under way: an answer that came while Python ends would find nobody."""
+    """Cancel all requests, because an answer that arrives while Python ends would crash."""
     import asyncio  # noqa: PLC0415  only for stores
 
     async def cancel() -> None:
@@ -307,7 +307,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_
 
 
 def _endpoint(told: str = "") -> str:
-    """Name the server: as an error tells, or as it is set."""
+    """Return the server that an error names, or the one that the environment sets."""
     found = re.search(r"https?://[^/\s\"]+", told)
     if found is not None:
         return found.group()
@@ -315,13 +315,13 @@ def _endpoint(told: str = "") -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return what the operating system said, which the client puts behind its own words; or these."""
+    """Return the message of the operating system in an error of the client, or the first line of the error."""
     found = re.search(r'(?:message|error): "([^"]+)"', str(error))
     return short(error) if found is None else found[1]
 
 
 def short(error: BaseException) -> str:
-    """Return the first line of an error; the client adds many lines of its own insides."""
+    """Return the first line of an error, without the internals of the client."""
     return str(error).strip().partition("\n")[0].partition(": <")[0][:200]
 
 
@@ -333,7 +333,7 @@ _REQUEST_S = 0.2
 
 
 class FileObjects:
-    """The files of a directory, with those calls of `Objects` that make each of them once."""
+    """The files of a directory, with the methods of `Objects` that slots need."""
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url, self._root, self._disk = str(root), root, disk or FileSystem()
@@ -345,14 +345,14 @@ class FileObjects:
             raise CheckpointError(f"{root} cannot be made ({error}); check the path and its permissions") from error
 
     def create(self, key: str, content: Buffer) -> bool:
-        """Make a file where none is; return whether it was done. It is durable then."""
+        """Create a file, which is durable when this returns. Return False if it exists."""
         try:
             return create_whole(self._disk, self._root / key, content, new_writer_id(), is_locked=False)
         except OSError as error:
             raise CheckpointError(f"{self.url} cannot be written to ({error}); make room, or check the disk") from error
 
     def get(self, key: str, _most_bytes: int) -> bytes | None:
-        """Return a file's bytes; None if it is not there."""
+        """Return the content of a file, or None if it does not exist."""
         try:
             return (self._root / key).read_bytes()
         except FileNotFoundError:
@@ -361,41 +361,41 @@ class FileObjects:
             raise CheckpointError(f"{self.url}/{key} cannot be read ({error})") from error
 
     def names(self) -> list[str]:
-        """Return the names of what is there."""
+        """Return the names of all files."""
         return self._disk.names(self._root)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders right below."""
+        """Return the names of the folders directly below."""
         return [each.name for each in self._root.iterdir() if each.is_dir()]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove files; some may be gone already."""
+        """Remove files. Missing files are ignored."""
         for key in keys:
             (self._root / key).unlink(missing_ok=True)
 
     def honours_conditions(self) -> bool:
-        """Whether making a file twice fails the second time: every file system makes a link once."""
+        """Return True, because every file system creates a link only once."""
         return True
 
 
 class Slots:
     """Numbered files, on a disk or in an object store, that are each created once and never written again.
 
-    Of several that create one at a time, one succeeds.
+    If several processes create the same slot, exactly one succeeds.
     """
 
     def __init__(self, objects: Objects | FileObjects) -> None:
         self._objects, self.url = objects, objects.url
-        # How long to wait for more to write before the next one is created: a request costs time and money.
+        # Seconds to wait for more data before a slot is created, because a request costs time and money.
         self.batching_s = _REQUEST_S if isinstance(objects, Objects) else 0.0
 
     @classmethod
     def at(cls, url: str | os.PathLike[str], *folders: str) -> Slots:
-        """Return those in a folder below a url or path."""
+        """Return the slots in a folder below a URL or path."""
         return cls(objects_at(url, *folders))
 
     def require_fencing(self) -> None:
-        """Refuse a place where a number could be created twice: some stores take conditions, and do not keep them."""
+        """Raise an error if a number could be created twice, because the store ignores conditions."""
         if not self._objects.honours_conditions():
             raise CheckpointError(
                 f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
@@ -403,15 +403,15 @@ class Slots:
             )
 
     def numbers(self) -> list[int]:
-        """Return the numbers that are there, in order."""
+        """Return the numbers of all slots, in order."""
         return sorted(int(name[:16], 16) for name in self._objects.names() if _SLOT.fullmatch(name))
 
     def create(self, number: int, content: bytes) -> bool:
-        """Create a slot; False if another stands there, and not one of an earlier try whose answer was lost."""
+        """Create a slot. Return False if it exists with another content than that of an earlier attempt."""
         return self._objects.create(_name(number), content) or self.read(number) == content
 
     def read(self, number: int) -> bytes | None:
-        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
+        """Return the content of a slot, or None if it does not exist."""
         return self._objects.get(_name(number), _MOST_SLOT_BYTES)
 
     def delete(self, numbers: list[int]) -> None:
@@ -424,7 +424,7 @@ def _name(number: int) -> str:
 
 
 def objects_at(url: str | os.PathLike[str], *folders: str) -> Objects | FileObjects:
-    """Return what lies in a folder below a url or path."""
+    """Return the objects in a folder below a URL or path."""
     if is_remote(url):
         return Objects("/".join((os.fspath(url).rstrip("/"), *folders)))
     return FileObjects(Path(os.fspath(url)).joinpath(*folders))

@@ -1,18 +1,18 @@
-"""Streams: the transitions of a memory, or of all shards of one, laid out in any number of lanes.
+"""Streams: the transitions of a memory, or of all its shards, laid out in any number of lanes.
 
 A memory over shards is saved as
 
     url/manifests/NUMBER.json     names the checkpoint of every shard: folder, number, commit (`Manifest.shards`)
     url/shards/00003/             checkpoints of one shard, a directory like any other: FORMAT, segments/, manifests/
 
-Every shard saves its store to `shard_url(url, number)` with `keep=None`, as any memory does, and puts `runs_state` of
-its rows under "runs" into the state that is saved. The learner saves a `ShardsSnapshot` to `url`, whose `wait` returns
-the shards' own checkpoints. Both go through `Saver`: one queue for each url, one order of fsyncs, one way to number and
-to fence. A checkpoint of a shard is removed only when no manifest above names it and a newer one is named.
+Every shard saves its store to `shard_url(url, number)` with `keep=None`, and puts `runs_state` of its rows under "runs"
+into the saved state. The learner saves a `ShardsSnapshot` to `url`, whose `wait` returns the checkpoints of the shards.
+Both use `Saver`. A checkpoint of a shard is removed only when no manifest above names it and a newer one is named.
 
-In:  the ids of each stream, in the order of time.  Out: arguments of `extend`, a few megabytes at a time.
-Invariant: each transition comes once. Where the next row of a lane does not follow in time, the row before it is the
-last of its episode: it is marked as truncated, unless it is terminated.
+`trajectories` yields the arguments of `extend` with which a new memory gets all transitions, a few megabytes at a time.
+
+Guarantee: every transition is added once. Where the next transition of a new lane does not follow in time, the one
+before it is marked as truncated, unless it is terminated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,16 +28,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.files import CheckpointWriter, kept_and_stale
-from holdall.checkpoint.load import Loading, RecordFiles, Restored, normalized_url
+from holdall.checkpoint.load import Loading, Restored, read_saved_state
 from holdall.checkpoint.manifest import (
     CheckpointReader,
     Manifest,
     ShardEntry,
     shard_manifest,
 )
-from holdall.checkpoint.save import Checkpoint, open_writer
-from holdall.checkpoint.write import SnapshotWriter
+from holdall.checkpoint.places import open_writer
+from holdall.checkpoint.retention import CheckpointWriter, kept_and_stale
+from holdall.checkpoint.save import Checkpoint
+from holdall.checkpoint.urls import normalized_url
+from holdall.checkpoint.write import Content, SnapshotWriter
 from holdall.errors import DamageError
 from holdall.sampling import Sampler, WriterRun
 from holdall.schema import Array, Schema, malformed_refused
@@ -76,15 +78,18 @@ class LoadedMemory(TransitionSource, Protocol):
     def extend(self, *fields: Any) -> None:
         """Add whole trajectories."""
 
-    def take_over(self, found: Restored, sampler: Sampler | None) -> None:
-        """Become what was saved, in a memory as it was made."""
+    def __len__(self) -> int:
+        """Return the number of transitions."""
+
+    def take_over(self, restored: Restored, sampler: Sampler | None) -> None:
+        """Restore a checkpoint in a new memory."""
 
     def close(self) -> None:
         """Free everything."""
 
 
 def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:
-    """Describe runs, as a part of a shard's saved state."""
+    """Return runs of rows as a part of a shard's saved state."""
     writers = sorted({run.writer for run in runs})
     number = {writer: index for index, writer in enumerate(writers)}
     table = [[number[run.writer], run.first_tick, run.lanes, run.first_row, run.rows] for run in runs]
@@ -92,7 +97,7 @@ def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:
 
 
 def runs_of(state: Any) -> list[WriterRun]:
-    """Read the runs of a shard's saved state; they follow each other without a gap."""
+    """Return the runs of a shard's saved state. Raise DamageError unless they follow each other without gaps."""
     table, writers = state["runs"], [str(writer) for writer in state["writers"]]
     if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 5:
         raise DamageError("the rows of a shard are described by no table of numbers")
@@ -106,27 +111,26 @@ def runs_of(state: Any) -> list[WriterRun]:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Runs of ids, each of them in the order of time; all arrays have one entry a run."""
+    """Runs of ids, each in the order of time. All arrays have one entry per run."""
 
-    source: Ids  # which of several sources
+    source: Ids  # Number of the source.
     first_id: Ids
     stride: Ids
     count: Ids
-    continues: Flags  # the next run follows in time
+    continues: Flags  # Whether the next run follows in time.
 
     @classmethod
     def of_lanes(cls, first_id: int, next_id: int, lanes: int) -> Streams:
-        """Describe the ids of a memory, lane by lane."""
+        """Return the streams of a memory, lane by lane."""
         one = np.ones(lanes, np.int64)
         first = first_id + np.arange(lanes)
         return cls(0 * one, first, lanes * one, (next_id - first_id) // lanes * one, np.zeros(lanes, np.bool_))
 
     @classmethod
     def of_shards(cls, shards: Sequence[tuple[int, int, Sequence[WriterRun]]]) -> Streams:
-        """Describe the rows of shards, writer by writer and lane by lane.
+        """Return the streams of shards, writer by writer and lane by lane.
 
-        Args:
-            shards: The first row that is held, the row behind the last, and the runs of each.
+        `shards` has, for each shard, the first row that is held, the row after the last one, and the runs.
         """
         runs: list[WriterRun] = []
         table: list[tuple[int, int]] = []
@@ -144,10 +148,9 @@ class Streams:
 
 
 def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
-    """Lay out runs, which are in the order of writer and time, lane by lane.
+    """Return the streams of runs that are in the order of writer and time, lane by lane.
 
-    Args:
-        held: For each run the source, and the first row that this one still holds.
+    `held` has, for each run, its source and the first row that the source still holds.
     """
     chain = np.zeros(len(runs), np.int64)
     for n, (before, run) in enumerate(itertools.pairwise(runs), 1):
@@ -162,7 +165,7 @@ def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
     which, lane = which[order], lane[order]
     first = np.array([run.first_row for run in runs])[which] + lane
     stride = lanes[which]
-    left = np.maximum(0, -((first - held[which, 1]) // stride))  # rows that left already
+    left = np.maximum(0, -((first - held[which, 1]) // stride))  # Rows that were evicted.
     count = np.array([run.rows for run in runs])[which] // stride - left
     kept = np.flatnonzero(count > 0)
     which, lane, left = which[kept], lane[kept], left[kept]
@@ -174,28 +177,28 @@ def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
 
 
 class LaneTicks(NamedTuple):
-    """Some ticks of a new memory, (ticks, lanes)."""
+    """Ticks of a new memory. All arrays have the shape (ticks, lanes)."""
 
     source: Ids
     ids: Ids
-    is_held: Flags  # False where nothing is left for a lane; the id is then any
-    is_last: Flags  # what follows in the lane does not follow in time
+    is_held: Flags  # False where a lane has no more transitions. The id is then arbitrary.
+    is_last: Flags  # Whether the next transition of the lane does not follow in time.
 
 
 @dataclass(frozen=True, slots=True)
 class LaneLayout:
-    """Streams one behind another, cut into `lanes` pieces of the same length."""
+    """Streams, one after another, cut into `lanes` pieces of the same length."""
 
     streams: Streams
     lanes: int
 
     @property
     def ticks(self) -> int:
-        """Ticks that the new memory gets."""
+        """Number of ticks of the new memory."""
         return -(-len(self.streams) // self.lanes)
 
     def between(self, start: int, stop: int) -> LaneTicks:
-        """Return some of these ticks."""
+        """Return ticks `start` to `stop` - 1."""
         streams, total = self.streams, len(self.streams)
         ends = np.cumsum(streams.count)
         tick = np.arange(start, stop)[:, None]
@@ -270,43 +273,40 @@ def _leaves(batch: Batch, schema: Schema) -> list[Array]:
 
 @dataclass(slots=True)
 class ShardsSnapshot:
-    """What a checkpoint of a memory over shards holds besides the shards' own checkpoints."""
+    """What a checkpoint of a memory over shards contains besides the shards' own checkpoints."""
 
     schema: dict[str, Any]
     capacity_ticks: int
     state: dict[str, Any]
-    attach: Mapping[str, Path | bytes]
     wait: Callable[[], Mapping[int, Checkpoint]]
-    """Waits for the saves of all shards that were begun with this one, each to `shard_url`; returns them by number."""
-    transitions: int = 0  # beside those of shards
+    """Waits for the saves of all shards to `shard_url`, and returns their checkpoints by shard number."""
+    attach: Mapping[str, Path | bytes] = field(default_factory=dict)
+    transitions: int = 0  # Without those of shards.
 
-    def write(self, writer: SnapshotWriter) -> tuple[dict[str, Any], dict[str, Any]]:
+    def write(self, writer: SnapshotWriter) -> Content:
         """Name the checkpoints of all shards, which are complete by then."""
         writer.phase = "shards"
         shards = []
         for shard, saved in sorted(self.wait().items()):
-            writer.wrote(saved.bytes_written)
+            writer.count_written(saved.bytes_written)
             folder = shard_folder(shard)
             commit = writer.target.reader.below(folder).manifest(saved.number).commit
             shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
-        return self.state, {"first_tick": 0, "next_tick": 0, "shards": tuple(shards)}
-
-    def drop(self) -> None:
-        """Nothing: it holds nothing of a memory."""
+        return Content(self.state, {"first_tick": 0, "next_tick": 0, "shards": tuple(shards)})
 
 
 def shard_folder(shard: int) -> str:
-    """Name the folder of a shard's own checkpoints."""
+    """Return the folder of a shard's checkpoints."""
     return f"shards/{shard:05d}"
 
 
 def shard_url(url: str | os.PathLike[str], shard: int) -> str:
-    """Return where a shard of a memory saves its own checkpoints."""
+    """Return the place of a shard's checkpoints."""
     return f"{normalized_url(url)}/{shard_folder(shard)}"
 
 
 def collect_all(target: CheckpointWriter, keep: int) -> int:
-    """Remove all but the last `keep` checkpoints, and those of shards that none of them names; return the bytes."""
+    """Remove all but the last `keep` checkpoints, also those of shards. Return the bytes of the removed files."""
     kept, stale = kept_and_stale(target.reader, keep)
     named = {shard.folder for manifest in (*kept, *filter(None, stale.values())) for shard in manifest.shards}
     freed = target.collect(keep, ())
@@ -319,27 +319,27 @@ def collect_all(target: CheckpointWriter, keep: int) -> int:
     return freed
 
 
-def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, schema: Schema, lanes: int) -> _M:
-    """Load a checkpoint of shards, or of other lanes than are wanted: every transition is added to a new memory.
+def convert(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, schema: Schema, lanes: int) -> _M:
+    """Load a checkpoint of shards, or with another number of lanes: every transition is added to a new memory.
 
-    Args:
-        schema: Of the memory that was saved.
+    `schema` is that of the saved memory.
     """
     sources: list[_M] = []
-    state = restored_state(manifest, reader)
+    state = read_saved_state(manifest, reader)
     try:
         if manifest.shards:
-            streams = _shard_streams(loading, manifest, reader, sources)
+            streams = _load_shards(loading, manifest, reader, sources)
         else:
-            # One tick at least, whatever the capacity of the memory that is made of it.
-            most = None if loading.capacity is None else max(int(loading.capacity), schema.num_envs)
-            sources.append(loading.as_saved(manifest, reader, most, is_final=False))
+            # At least one tick, even if the new memory holds fewer transitions.
+            capacity = None if loading.capacity is None else max(int(loading.capacity), schema.num_envs)
+            sources.append(loading.load_as_saved(manifest, reader, capacity, is_final=False))
             streams = Streams.of_lanes(sources[0].first_id, sources[0].next_id, schema.num_envs)
-        # As many as before: lanes that get less than others must not push out what others got.
+        # As many ticks as the streams need, so that no lane evicts the transitions of another one.
         ticks = max(manifest.capacity_ticks * schema.num_envs // lanes, -(-len(streams) // lanes), 1)
+        if loading.capacity is not None:
+            ticks = int(loading.capacity) // lanes
         new_schema = replace(schema, num_envs=lanes)
-        ticks = ticks if loading.capacity is None else int(loading.capacity) // lanes
-        memory = loading.make(new_schema, ticks, is_final=True)
+        memory = loading.make_memory(new_schema, ticks, is_final=True)
         try:
             for fields in trajectories(sources, streams, lanes, new_schema):
                 memory.extend(*fields)
@@ -349,29 +349,24 @@ def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader
     finally:
         for source in sources:
             source.close()
-    found = Restored(manifest, reader)
-    found.state = state
-    loading.restore_into(memory, found, loading.sampler)
+    restored = Restored(manifest, reader)
+    restored.state = state
+    restored.keeps_ids = False
+    loading.fill_memory(memory, restored, loading.sampler)
     return memory
 
 
-def _shard_streams(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
-    """Load every shard into a memory of its own, and describe what they hold."""
+def _load_shards(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
+    """Load every shard into a memory of its own, append it to `sources`, and describe the streams of all."""
     below = [reader.below(shard.folder) for shard in manifest.shards]
     saved = [shard_manifest(*each) for each in zip(below, manifest.shards, strict=True)]
     held = [each.next_tick - each.first_tick for each in saved]
     described = []
     for of_shard, each, rows in zip(saved, below, held, strict=True):
         share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(sum(held), 1))
-        source = loading.as_saved(of_shard, each, share, is_final=False)
+        source = loading.load_as_saved(of_shard, each, share, is_final=False)
         sources.append(source)
-        with malformed_refused(f"the state of {each.url}"):
-            runs = runs_of(restored_state(of_shard, each)["runs"])
+        with malformed_refused(f"The state of {each.url}"):
+            runs = runs_of(read_saved_state(of_shard, each)["runs"])
         described.append((source.first_id, source.next_id, runs))
     return Streams.of_shards(described)
-
-
-def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
-    """Read only what was saved besides the transitions."""
-    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
-        return RecordFiles(reader).state(manifest.state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json as json_
 import subprocess
 import sys
@@ -20,11 +21,18 @@ from rich import progress
 from rich.console import Console
 from rich.table import Table
 
-from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
+from holdall.checkpoint import (
+    CheckpointReader,
+    Manifest,
+    collect_all,
+    find_damage,
+    open_reader,
+    open_writer,
+    require_whole,
+)
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.errors import ArgumentError, CheckpointError, DamageError
-from holdall.native import chosen_kernels
-from holdall.replay import ReplayMemory
+from holdall.memory import ReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema import malformed_refused, schema_of
 from holdall.tools.datasets import export_minari, import_minari, memory_from_arrays
@@ -112,7 +120,6 @@ def verify(
     numbers = reader.numbers() if number is None else [number]
     if not numbers:
         raise CheckpointError(f"{reader.url} holds no checkpoint")
-    coder = chosen_kernels().coder
     results = []
     with _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         for each in numbers:
@@ -123,7 +130,7 @@ def verify(
                 continue
             nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
             task = bar.add_task(f"checkpoint {each}", total=sum(nbytes))
-            found = damages(reader, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
+            found = find_damage(reader, manifest, functools.partial(bar.advance, task))
             reasons = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
             results.append({"number": each, "damages": reasons})
     if json:

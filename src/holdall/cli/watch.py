@@ -1,7 +1,7 @@
 """`holdall watch`: where the memory of a training process is, how it grows, and why; drawn for 80 columns.
 
 `holdall trim` has a process return what its C library keeps; `holdall report` makes a page of what was recorded.
-In:  a process id, or a command to start; or the address of Ray's head, for every memory on a cluster, shard by shard.
+In:  a process id, or a command to start.
 Out: a live table, JSON lines, a record, a Prometheus page. Lines of JSON and the output of a command never mix.
 Exit codes: that of the command for `holdall watch -- command`, whatever becomes of the watch; else 0, 1 an error that
 holdall raised, 2 a mistake on the command line.
@@ -40,7 +40,7 @@ from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder,
 from holdall.units import counted, format_bytes, parse_bytes
 from holdall.watch import LaunchedCommand
 
-_TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
+_TARGET = "A process id; or, after --, a command to start and watch."
 _JSON = (
     "Print JSON lines, as they are recorded; to FILE, which ends in .json or .jsonl, or any as --json=FILE. Beside a "
     "command they go to descriptor 3 if it is open, else to stderr."
@@ -66,9 +66,6 @@ _SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
 def watch(
     target: Annotated[OptTexts, typer.Argument(help=_TARGET)] = None,
-    ray: Annotated[
-        bool, option("Watch all memories of the Ray cluster at TARGET, or of this machine's.", "--ray")
-    ] = False,
     once: Annotated[bool, option("Take one reading, print it, and end.", "--once")] = False,
     interval: Annotated[float, option("Seconds between two readings.", min=0.1)] = 2.0,
     record: Annotated[OptPath, option("Write every reading here, for `holdall report`.")] = None,
@@ -78,16 +75,9 @@ def watch(
     json: Annotated[OptText, option(_JSON, "--json", metavar="[FILE]")] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
+    """Watch a process that runs, or start one and watch it."""
     is_pid = len(target or []) == 1 and (target or [""])[0].isdigit()
-    outputs = Outputs(once, _json_target(json, starts=not is_pid and not ray), record, prometheus, bind)
-    if ray:
-        if limit is not None:
-            raise typer.BadParameter("a cluster has limits of its own", param_hint="--limit")
-        from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  an extra
-
-        watch_ray(target or [], interval, outputs)
-        return
+    outputs = Outputs(once, _json_target(json, starts=not is_pid), record, prometheus, bind)
     if not target:
         raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")

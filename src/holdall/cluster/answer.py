@@ -1,17 +1,15 @@
-"""Answers: drawn rows on their way from a shard to a learner.
+"""Answers: drawn rows on their way from a shard to a learner, and how a learner makes a batch of them.
 
-In:  rows that a shard read.  Out: what Ray carries; and back, as batches.
-Invariant: what is damaged on its way between machines is refused whole. On one machine large arrays lie beside the
-rest, where Ray hands them over without copying; to another one an answer goes compressed as one. Shards on the
-learner's machine write rows where they belong in a batch, in a block that both share; it is handed out again only when
-nothing refers to it, and never if a shard that was asked to write to it has not answered.
+To the learner's own machine an answer travels as arrays, and large observations are written directly to a shared block.
+To another machine an answer is compressed as a whole, so that what its rows have in common is sent once. A checksum
+protects it. A damaged answer raises DamageError, and no part of it is used.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -21,176 +19,215 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw, of_ids
-from holdall.cluster.protocol import Ids, ShardCounters, ids_of
-from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
+from holdall.batch import Batch, Draw
+from holdall.cluster.ids import Ids, make_ids
+from holdall.cluster.messages import ShardCounters
+from holdall.cluster.shared_block import BatchBlock, BatchBlocks
+from holdall.cluster.tuning import ClusterTuning
+from holdall.delivery.host import DrawnRows, HostDelivery
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
-from holdall.schema import Array, Leaf, Schema
-from holdall.shared import BatchBlock, BatchBlocks, Pair, block_leaves, put_together
-from holdall.storage import Kernels, Rows
+from holdall.schema import Array, Schema
 
-Payload = tuple[Any, ...] | bytes
-"""To this machine a record and the arrays beside it; to another one bytes."""
-_LARGE_BYTES = 2**15
-"""Arrays from this size on lie beside the rest of an answer."""
 _DIGEST_BYTES = 8
+_NUMBER_BYTES = 8
 _WINDOW_LOG = 25
-_LEVEL, _QUICK_LEVEL = 3, -50
+_LEVEL = 3
+_QUICK_LEVEL = -50
 
 
 class Answer(NamedTuple):
-    """What a shard drew in one call; where that is rows of several batches, they stand one behind another."""
+    """Rows that a shard drew in one call. Rows of several batches follow each other."""
 
     counters: ShardCounters
-    draw: Draw  # its ids are the numbers of rows there
-    scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
-    found: DrawnRows  # without leaves that were written to a block
-    order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
+    ids: Ids  # Row numbers in the shard, (rows,) or (rows, time).
+    scaled: NDArray[np.float64]  # What each row was drawn in proportion to.
+    rows: DrawnRows  # Without observations if they were written to a shared block.
+    discount: NDArray[np.float32] | None = None
+    mask: NDArray[np.bool_] | None = None
+    goal: Array | None = None  # New goals of the first rows.
+    order: Ids | None = None  # Which of the requested rows each row is. None: in the order of the request.
 
-    def part(self, first: int, end: int) -> Answer:
-        """Return some of the rows that were drawn; nothing is copied."""
-        if (first, end) == (0, len(self.scaled)):
+    def cut(self, first: int, end: int) -> Answer:
+        """Return the rows of one batch. Only single transitions are drawn for several batches at once."""
+        if (first, end) == (0, len(self.ids)):
             return self
         some = slice(first, end)
+        rows = DrawnRows(**{field.name: _cut(getattr(self.rows, field.name), some) for field in fields(DrawnRows)})
         order = None if self.order is None else self.order[some] - first
-        found = DrawnRows(self.found.rows.cut(some), None, None)
-        return Answer(self.counters, of_ids(self.draw.ids[some]), self.scaled[some], found, order)
+        return Answer(self.counters, self.ids[some], self.scaled[some], rows, order=order)
+
+
+def _cut(arrays: Any, some: slice) -> Any:
+    return [array[some] for array in arrays] if isinstance(arrays, list) else arrays[some]
 
 
 class AnswerPacker:
-    """Packs the answers of a shard, one at a time."""
+    """Compresses the answers of a shard for other machines. Not thread-safe."""
 
-    pays_up_to = 0.9
-    """Share of the plain bytes up to which compressing them well pays."""
-    measured_again = 64
-    """Answers after which that is measured again."""
-
-    def __init__(self) -> None:
-        self._packed = 0
-        self._pays = True
-        # An answer is compressed as one, so that what its rows have in common is sent once.
+    def __init__(self, tuning: ClusterTuning) -> None:
+        self._tuning = tuning
+        self._packed_count = 0
+        self._pays = True  # Whether slow compression pays.
         settings = partial(zstandard.ZstdCompressionParameters.from_level, window_log=_WINDOW_LOG)
         self._compressors = {
             level: zstandard.ZstdCompressor(compression_params=settings(level)) for level in (_LEVEL, _QUICK_LEVEL)
         }
 
-    def pack(self, answer: Answer, *, is_near: bool) -> Payload:
-        """Return what is sent; `is_near`: it stays on this machine, and is neither compressed nor checked."""
-        if is_near:
-            return _with_arrays_beside(answer)
-        parts = [memoryview(part) for part in _with_arrays_beside(answer)]
+    def pack(self, answer: Answer) -> bytes:
+        """Return an answer as bytes for another machine."""
+        buffers: list[pickle.PickleBuffer] = []
+        record = pickle.dumps(answer, 5, buffer_callback=buffers.append)
+        parts = [memoryview(record), *[buffer.raw() for buffer in buffers]]
         sizes = [part.nbytes for part in parts]
-        is_measured = self._pays or self._packed % self.measured_again == 0
+        is_measured = self._pays or self._packed_count % self._tuning.measure_answers == 0
         stream = self._compressors[_LEVEL if is_measured else _QUICK_LEVEL].compressobj(sum(sizes))
-        frame = b"".join([*map(stream.compress, parts), stream.flush()])
+        frame = b"".join([*[stream.compress(part) for part in parts], stream.flush()])
         if is_measured:
-            self._pays = len(frame) <= self.pays_up_to * sum(sizes)
-        self._packed += 1
+            self._pays = len(frame) <= self._tuning.compress_share * sum(sizes)
+        self._packed_count += 1
         body = np.array([len(sizes), *sizes], "<i8").tobytes() + frame
         return xxhash.xxh3_64_digest(body) + body
 
 
-def _with_arrays_beside(answer: Answer) -> tuple[Any, ...]:
-    beside: list[Any] = []
-
-    def is_small(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes >= _LARGE_BYTES:
-            beside.append(np.frombuffer(raw, np.uint8))
-        return raw.nbytes < _LARGE_BYTES
-
-    return pickle.dumps(answer, 5, buffer_callback=is_small), *beside
-
-
-def read_answer(payload: Payload) -> Answer:
-    """Read an answer that was received; DamageError if anything in it is not as it was sent."""
-    if isinstance(payload, bytes):
-        body = memoryview(payload)[_DIGEST_BYTES:]
-        if xxhash.xxh3_64_digest(body) != payload[:_DIGEST_BYTES]:
-            raise DamageError("an answer was damaged on its way; nothing of it is used")
-        count, *rest = np.frombuffer(body, "<i8", int.from_bytes(body[:8], "little") + 1).tolist()
-        frame = body[8 * (count + 1) :]
-        plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame))
-        payload = tuple(plain[first:end] for first, end in pairwise([0, *accumulate(rest)]))
-    record, *beside = payload
-    # Ray itself reads what an actor sends so; nothing that strangers sent comes this far.
-    answer: Answer = pickle.loads(record, buffers=beside)
+def read_answer(payload: Answer | bytes) -> Answer:
+    """Return the answer that a shard sent. Raise DamageError if its bytes changed on the way."""
+    if isinstance(payload, Answer):
+        return payload
+    body = memoryview(payload)[_DIGEST_BYTES:]
+    if xxhash.xxh3_64_digest(body) != payload[:_DIGEST_BYTES]:
+        raise DamageError("An answer of a shard was damaged on its way. No part of it is used.")
+    count = int.from_bytes(body[:_NUMBER_BYTES], "little")
+    sizes = np.frombuffer(body, "<i8", count, _NUMBER_BYTES).tolist()
+    frame = body[_NUMBER_BYTES * (count + 1) :]
+    plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame))
+    record, *buffers = [plain[first:end] for first, end in pairwise([0, *accumulate(sizes)])]
+    # The processes of a Ray cluster trust each other's pickles. The checksum protects from damage, not from them.
+    answer: Answer = pickle.loads(record, buffers=buffers)
     return answer
 
 
-class Deliverer:
-    """Brings the rows of answers together, and makes batches of them as a local memory does of its own."""
+class BatchMaker:
+    """Makes batches of answers. Thread-safe.
 
-    def __init__(self, schema: Schema, kernels: Kernels, device: str | None, large: Sequence[int]) -> None:
-        self._leaves = schema.observation.leaves
-        self.blocks = BatchBlocks(block_leaves(schema, large))
-        assembler = ObservationAssembler(kernels, 1 << 62, 1)
-        self._room = assembler.staging
-        self._batches = HostBatches(schema, assembler, Delivery(device, schema.leaves))
+    Attributes:
+        blocks: Shared memory that shards on this machine write observations to.
+    """
 
-    def keep(self, batches: int) -> None:
-        """Keep memory for so many batches in use."""
-        self.blocks.most = max(self.blocks.most, batches + 1)
-        self._batches.keep(batches)
+    def __init__(self, schema: Schema, device: str | None, tuning: ClusterTuning) -> None:
+        self.blocks = BatchBlocks(schema.observation.leaves, tuning.min_shared_bytes)
+        self._schema = schema
+        self._device = device
+        is_on_host = device in (None, "cpu", "jax")
+        self._delivery = HostDelivery(schema, device if is_on_host else "cpu")
+        self._is_on_host = is_on_host
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept for the next batches."""
-        return self.blocks.nbytes + self._room.nbytes
-
-    def batch(
-        self, answers: Sequence[Answer], where: Sequence[Ids], shards: Sequence[int], weights: NDArray[np.float32],
-        sampler: Sampler | None = None, block: BatchBlock | None = None,
-    ) -> Batch:  # fmt: skip
+    def make(
+        self,
+        answers: Sequence[Answer],
+        positions: Sequence[Ids],
+        shards: Sequence[int],
+        weights: NDArray[np.float32],
+        sampler: Sampler | None = None,
+        block: BatchBlock | None = None,
+    ) -> Batch:
         """Make a batch.
 
         Args:
-            where: For every answer, the positions in the batch of what was drawn.
-            sampler: That of the memory, which knows what other goals are worth.
-            block: Where shards have written rows that their answers do not have.
+            positions: For every answer, the positions of its rows in the batch.
+            shards: For every answer, its shard.
+            sampler: The memory's sampler. A `Hindsight` computes rewards for other goals.
+            block: Where shards wrote observations that are not in their answers.
         """
-        draws = [answer.draw for answer in answers]
-        named = [ids_of(shard, draw.ids) for shard, draw in zip(shards, draws, strict=True)]
-        ids, reward, discount, mask = put_together(
-            [(ids, draw.reward, draw.discount, draw.mask) for ids, draw in zip(named, draws, strict=True)], where
-        )
-        draw, every_step = Draw(ids, weights, reward=reward, discount=discount, mask=mask), where
+        ids = merge_rows([make_ids(shard, each.ids) for shard, each in zip(shards, answers, strict=True)], positions)
+        steps = list(positions)
         if ids.ndim == 2:
-            every_step = [(rows[:, None] * ids.shape[1] + np.arange(ids.shape[1])).reshape(-1) for rows in where]
-        written = {} if block is None else block.pairs()
-        if block is not None:
-            self.blocks.settle(block)
-        found = DrawnRows(self._rows([answer.found.rows for answer in answers], every_step, written), None, None)
-        if draws[0].last_ids is not None:
-            found = found._replace(last=self._rows([answer.found.last for answer in answers], where))
+            length = ids.shape[1]
+            steps = [(rows[:, None] * length + np.arange(length)).reshape(-1) for rows in positions]
+        rows = self._merge(answers, steps, block)
+        draw = Draw(
+            ids,
+            weights,
+            discount=_merge_optional([each.discount for each in answers], positions),
+            mask=_merge_optional([each.mask for each in answers], positions),
+        )
         if isinstance(sampler, Hindsight):
-            goals = [each.goals.ids for each in draws if each.goals is not None]
-            first = [rows[: len(ids)] for rows, ids in zip(where, goals, strict=True)]
-            draw = replace(draw, goals=sampler.goals(put_together(goals, first)))
-            found = found._replace(outcomes=self._rows([answer.found.outcomes for answer in answers], first))
-        return self._batches.make(draw, found)
+            self._relabel(rows, answers, positions, sampler)
+        return self._hand_over(self._delivery.build(draw, rows))
 
-    def _rows(
-        self, found: Sequence[Rows | None], where: Sequence[Ids], written: Mapping[int, Pair] | None = None
-    ) -> Rows:
-        """Bring rows of some answers together.
+    def _merge(self, answers: Sequence[Answer], steps: Sequence[Ids], block: BatchBlock | None) -> DrawnRows:
+        found = [answer.rows for answer in answers]
+        count = sum(map(len, steps))
+        leaves = self._schema.observation.leaves
+        if block is None:
+            obs = [np.empty((count, *leaf.shape), leaf.dtype) for leaf in leaves]
+            next_obs = [np.empty((count, *leaf.shape), leaf.dtype) for leaf in leaves]
+        else:
+            obs, next_obs = block.arrays()
+            self.blocks.release(block)
+        for rows, where in zip(found, steps, strict=True):
+            if not rows.obs and block is not None:
+                continue
+            for merged, part in zip((*obs, *next_obs), _require_leaves(rows, len(leaves)), strict=True):
+                merged[where] = part
+        return DrawnRows(
+            obs=obs,
+            next_obs=next_obs,
+            action=_merge_leaves([rows.action for rows in found], steps),
+            extras=_merge_leaves([rows.extras for rows in found], steps),
+            reward=merge_rows([rows.reward for rows in found], steps),
+            terminated=merge_rows([rows.terminated for rows in found], steps),
+            truncated=merge_rows([rows.truncated for rows in found], steps),
+        )
 
-        Args:
-            written: Leaves of the batch whose rows may be there already.
-        """
-        parts, written = [rows for rows in found if rows is not None], written or {}
-        count, small = sum(map(len, where)), {}
-        for i, leaf in enumerate(self._leaves):
-            small[i] = written.get(i) or (self._empty(count, leaf), self._empty(count, leaf))
-            for rows, positions in zip(parts, where, strict=True):
-                if i not in rows.small and i not in written:
-                    raise DamageError("an answer lacks a field of its rows; nothing of it is used")
-                for side, part in zip(small[i], rows.small.get(i, ()), strict=False):
-                    side[positions] = part
-        merged: Rows = put_together(parts, where)
-        return merged._replace(small=small)
+    def _relabel(
+        self, rows: DrawnRows, answers: Sequence[Answer], positions: Sequence[Ids], sampler: Hindsight
+    ) -> None:
+        """Give the first rows of the batch other goals."""
+        goals = [answer.goal for answer in answers if answer.goal is not None]
+        first = [where[: len(goal)] for where, goal in zip(positions, goals, strict=True)]
+        if sum(map(len, first)):
+            goal = merge_rows(goals, first)
+            rows.relabel(self._schema, sampler.make_goals(np.arange(len(goal))), goal)
 
-    def _empty(self, count: int, leaf: Leaf) -> Array:
-        room: Array = self._room.take(count * leaf.nbytes)
-        return room.view(leaf.dtype).reshape(count, *leaf.shape)
+    def _hand_over(self, batch: Batch) -> Batch:
+        if self._is_on_host:
+            return batch
+        moved = {
+            field.name: _move(getattr(batch, field.name), self._device)
+            for field in fields(Batch)
+            if field.name != "ids"
+        }
+        return replace(batch, **moved)
+
+
+def _move(value: Any, device: str | None) -> Any:
+    """Return nested tensors on `device`."""
+    if isinstance(value, dict):
+        return {key: _move(part, device) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_move(part, device) for part in value)
+    return None if value is None else value.to(device)
+
+
+def _require_leaves(rows: DrawnRows, count: int) -> list[Array]:
+    if len(rows.obs) != count or len(rows.next_obs) != count:
+        raise DamageError("An answer of a shard lacks observations. No part of it is used.")
+    return [*rows.obs, *rows.next_obs]
+
+
+def merge_rows(parts: Sequence[NDArray[Any]], positions: Sequence[Ids]) -> NDArray[Any]:
+    """Return the rows of several arrays in one new array, each at its position."""
+    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for part, where in zip(parts, positions, strict=True):
+        merged[where] = part
+    return merged
+
+
+def _merge_leaves(parts: Sequence[list[Array]], positions: Sequence[Ids]) -> list[Array]:
+    return [merge_rows(leaves, positions) for leaves in zip(*parts, strict=True)]
+
+
+def _merge_optional(parts: Sequence[NDArray[Any] | None], positions: Sequence[Ids]) -> NDArray[Any] | None:
+    present = [part for part in parts if part is not None]
+    return merge_rows(present, positions) if present else None

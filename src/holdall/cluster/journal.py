@@ -1,9 +1,11 @@
-"""Journals: the segments that a shard accepted, in slots that are each created once and by one shard alone.
+"""Journals: the segments that a shard accepted, written before they are drawn or acknowledged.
 
-In:  segments in the order in which they were accepted.  Out: slots; and the segments again after a crash.
-Invariant: a shard that was taken for dead writes nothing more, since the next number is taken. A segment is written
-first; only then it can be drawn and is acknowledged to its writer. A write that fails is repeated until it succeeds;
-writers wait meanwhile, and nothing is lost.
+A journal is a folder of numbered slots, on a disk or in an object store. A slot is created once and never changed, and
+only one process can create a number. A shard that takes over a journal creates the next slot, so a shard that was taken
+for dead notices that its next number exists and writes nothing more: it is fenced.
+
+A slot consists of records (store/records.py): a `slot` record with the state, then an `entry` record per segment, or a
+`priorities` record. A write that fails is repeated until it succeeds. Writers wait meanwhile, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,332 +23,359 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint import Slots, objects_at
+from holdall.cluster.segment import ReceivedSegment
+from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
 from holdall.schema import count_of, malformed_refused
-from holdall.storage import SealedSegment, pack, records_in
+from holdall.store.records import MAX_RECORD_BYTES, Buffer, Record, pack_record, reader_of, split_records
 
-SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
-SLOT_BYTES = 16 * 2**20
-_FULL_EVERY = 32
-"""Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
-_TRY_AGAIN_S = 0.5
-_PRIORITIES_S = 5.0
-"""How often priorities are written: a crash undoes what was learned since."""
-_OWNED_S = 5.0
-"""How often a shard looks whether the journal is still its own."""
+FOLDER = "journal"
+LOADED_WRITER = bytes(16)
+"""Stands for the writer of segments that were loaded from a checkpoint."""
+
+_SLOT = "slot"
+_ENTRY = "entry"
+_PRIORITIES = "priorities"
+_MIN_PAUSE_RATIO = 50
+"""Priorities are written at most a fiftieth of the time."""
+_MAX_SHARD = 2**16
+_WRITER_BYTES = 16
 _LOG = logging.getLogger("holdall")
+
+
+class Run(NamedTuple):
+    """Whose steps the rows of a segment are, if the segment does not say it: it was loaded from a checkpoint."""
+
+    writer: str
+    first_tick: int
+    lanes: int
 
 
 class Entry(NamedTuple):
     """A segment that was accepted."""
 
     writer: bytes
-    sequence: int
+    sequence: int  # Number of the segment among those of the writer.
     payload: bytes
-    segment: SealedSegment | None = None  # what the bytes say, before they are written
+    segment: ReceivedSegment | None = None  # The checked content of `payload`, before it is written.
+    run: Run | None = None
 
 
 class Page(NamedTuple):
-    """What one slot holds."""
+    """The segments of one slot."""
 
     first_row: int
     entries: list[Entry]
-    begins: bool  # it is the oldest; also if others were handed out before, which were removed while they were read
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentMove:
-    """A segment that is hidden here, and on its way to another shard."""
-
-    memory: str  # by whose doing
-    shard: int
-    writer: str  # under whose name it is sent there, in hexadecimals
-    sequence: int
-    first_row: int  # here
+    is_first: bool  # Whether the slot is the oldest one. Older ones may have been deleted while they were read.
 
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """What a journal says of its shard beside rows."""
+    """What a journal says about its shard besides the segments."""
 
-    hidden_before: int = 0  # the first row that a restart shows
-    loading: str = ""  # the checkpoint of which segments were written, if not all were yet
-    closed_by: str = ""  # the memory that closed the shard to writers
-    drained: bool = False  # all rows have arrived elsewhere, for good
-    move: SegmentMove | None = None  # where the last of the hidden rows are going
+    first_row: int = 0  # First row that a restarted shard shows.
+    loading: str = ""  # Checkpoint whose segments are being copied to the journal.
 
     @classmethod
-    def of(cls, head: Mapping[str, Any]) -> JournalState:
-        """Read what a slot says."""
-        move = None if head.get("move") is None else SegmentMove(**head["move"])
-        if move is not None:
-            _writer_of(move.writer)
-            count_of(move.shard, 2**16), count_of(move.sequence), count_of(move.first_row)
-        words = str(head.get("loading", "")), str(head.get("closed_by", "")), head.get("drained") is True
-        return cls(count_of(head["hidden_before"]), *words, move)
+    def read(cls, head: Mapping[str, Any]) -> JournalState:
+        """Return the state in the head of a slot."""
+        return cls(count_of(head["state"]["first_row"]), str(head["state"]["loading"]))
 
 
-Priorities = Callable[[], Mapping[str, Any] | None]
+class _DeletedError(Exception):
+    """A slot was listed, and deleted before it was read."""
 
 
-class _RemovedError(Exception):
-    """A slot that was listed, and removed before it was read."""
+Apply = Callable[[Sequence[Entry]], range]
+"""Shows segments that are durable now, and returns the rows that are held."""
 
 
 class Journal:
-    """The journal that one shard keeps, from its opening on.
+    """The journal of one shard.
+
+    `stage` and `commit` may be called from any thread. The first thread that waits in `commit` writes for all.
 
     Args:
-        slots: None: nothing is written, and what a shard held is lost with it.
+        slots: None: nothing is written, and a shard that is lost loses its rows.
+
+    Attributes:
+        url: Place of the journal. Empty without slots.
+        epoch: Number of the slot with which the shard took over the journal.
+        expected: Number of the next segment of every writer.
+        state: State that the newest slot has.
+        priorities: Newest state of the shard's sampler. None if there is none.
+        trouble: Why nothing can be written at the moment. Empty if that works.
+        fenced: The error to raise since another shard took over the journal. None before.
     """
 
-    def __init__(self, slots: Slots | None) -> None:
-        self._slots: Any = slots
+    def __init__(self, slots: Slots | None, tuning: ClusterTuning) -> None:
         self.url = "" if slots is None else slots.url
-        self._writing, self._waits = threading.RLock(), False  # whether a disk that fails is tried until it does not
-        self._next = self._since_full = 0
-        self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
-        self._full_at = -1  # the last slot that says what is expected of every writer
         self.epoch = -1
         self.expected: dict[bytes, int] = {}
         self.state = JournalState()
-        self.priorities: dict[str, Any] | None = None  # the state of the shard's sampler when it was last written
-        self._priorities_at = -1  # the slot that has it
-        self.trouble = ""  # why nothing is written, as long as that lasts
-        self.fenced: FencedError | None = None  # as soon as another shard has the journal
+        self.priorities: dict[str, Any] | None = None
+        self.trouble = ""
+        self.fenced: FencedError | None = None
+        self._slots: Any = slots
+        self._tuning = tuning
+        self._lock = threading.RLock()
+        self._waits = False  # Whether operations that fail are repeated until they succeed.
+        self._next = 0  # Number of the next slot.
+        self._since_full = 0  # Slots since the last one that lists what is expected of every writer.
+        self._full_at = -1  # Number of that slot. Older slots may be deleted.
+        self._first_rows: dict[int, int] = {}  # First row of every slot with segments.
+        self._priorities_at = -1  # Slot of the newest priorities.
         self._waiting: deque[Entry] = deque()
-        self._staged_bytes = self._committed_bytes = 0
+        self._staged_bytes = 0
+        self._committed_bytes = 0
+        self._held = range(0)
+        self._apply: Apply | None = None
+        self._read_priorities: Callable[[], Mapping[str, Any] | None] = lambda: None
+
+    # ---------------------------------------------------------------- taking over
 
     def open(self, *, waits: bool = False) -> Iterator[Page]:
-        """Return everything that was accepted, and take the journal over.
+        """Yield all segments, and take over the journal.
 
         Args:
-            waits: Whether a disk that fails is tried again until it does not.
+            waits: Whether a disk that fails is tried again until it works, instead of an error.
         """
         self._waits = waits
         if self._slots is None:
             return
-        if not waits:
-            self._slots.require_fencing()  # which an earlier life has done
+        if not waits:  # A shard that was restarted has checked that already.
+            self._slots.require_fencing()
         while True:
             try:
                 yield from self._read_all()
-            except _RemovedError:  # by the last owner, who is still at it: its rows have left, and so have those before
+            except _DeletedError:  # The last owner is still at work. It has evicted these rows and all before them.
                 self._first_rows.clear()
             except CheckpointError as error:
-                self._wait(error)
+                self._pause(error)
                 self._first_rows.clear()
             else:
                 return
 
     def _read_all(self) -> Iterator[Page]:
-        kept = self._slots.numbers()
-        for number in kept:
-            yield from self._replay(number)
-        self._next = kept[-1] + 1 if kept else 0
-        self.state = replace(self.state, drained=False)
-        while not self._create([], is_full=True):  # the last owner was at it until now
-            yield from self._replay(self._next)
+        numbers = self._slots.numbers()
+        for number in numbers:
+            yield from self._read_slot(number)
+        self._next = numbers[-1] + 1 if numbers else 0
+        while not self._create([], is_full=True):  # The last owner wrote one more slot.
+            yield from self._read_slot(self._next)
             self._next += 1
         self.epoch = self._next - 1
 
+    def _read_slot(self, number: int) -> Iterator[Page]:
+        content: bytes | None = self._slots.read(number)
+        if content is None:
+            raise _DeletedError
+        records = split_records(content)
+        with malformed_refused(f"slot {number} of {self.url}"):
+            if not records or records[0].kind != _SLOT or records[0].head["number"] != number:
+                raise DamageError(f"Slot {number} of {self.url} is not a slot of a journal. It is not used.")
+            head = records[0].head
+            if "expected" in head:
+                self._expect({_parse_writer(name): count_of(count) for name, count in head["expected"].items()})
+                self._full_at = number
+            self.state = JournalState.read(head)
+            first_row = count_of(head["first_row"])
+            entries = [_read_entry(record, content) for record in records[1:] if record.kind == _ENTRY]
+            for record in records[1:]:
+                if record.kind == _PRIORITIES:
+                    self.priorities = _read_priorities(record, content)
+                    self._priorities_at = number
+        if entries:
+            is_first = not self._first_rows
+            self._expect({entry.writer: entry.sequence + 1 for entry in entries})
+            self._first_rows[number] = first_row
+            yield Page(first_row, entries, is_first)
+
+    def _expect(self, numbers: Mapping[bytes, int]) -> None:
+        self.expected |= {writer: max(self.expected.get(writer, 0), number) for writer, number in numbers.items()}
+
+    # ---------------------------------------------------------------- writing
+
     def append(self, entries: Sequence[Entry], first_row: int) -> None:
-        """Write entries; they are durable when this returns. FencedError if somebody else has the journal now."""
-        parts: list[bytes] = []
+        """Write segments. They are durable when this returns. Raise FencedError if the journal has another owner."""
+        parts: list[Buffer] = []
         for entry in entries:
-            head = {"writer": entry.writer.hex(), "sequence": entry.sequence}
-            parts.append(b"".join(pack(ENTRY, head, {"segment": entry.payload}, frozenset())))
-        with self._writing:
-            self._first_rows[self._write(parts, self._since_full >= _FULL_EVERY, first_row)] = first_row
+            head: dict[str, Any] = {"writer": entry.writer.hex(), "sequence": entry.sequence, "run": entry.run}
+            parts += pack_record(_ENTRY, head, {"segment": entry.payload}, is_compressed=False)
+        with self._lock:
+            number = self._write(parts, self._since_full >= self._tuning.full_slot_interval, first_row)
+            self._first_rows[number] = first_row
             self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
 
-    def say(self, **changes: Any) -> None:
+    def set_state(self, **changes: Any) -> None:
         """Write a state with some changes, see `JournalState`."""
-        with self._writing:
+        with self._lock:
             self.state = replace(self.state, **changes)
             if self._slots is not None:
                 self._write([], is_full=True)
 
-    def follow(self, held: range, apply: Callable[[Sequence[Entry]], range], priorities: Priorities) -> None:
-        """Write what is staged from now on, the priorities now and then, and see whether the journal is still owned.
+    def start(self, held: range, apply: Apply, read_priorities: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Accept segments from now on. Write priorities, and check in the background who owns the journal.
 
         Args:
             held: Rows that the shard holds.
-            apply: Shows segments that are durable, and returns which rows are held then.
-            priorities: Returns the state of the shard's sampler; None if it has not changed.
+            apply: Shows segments that are durable, and returns the rows that are held then.
+            read_priorities: Returns the state of the shard's sampler, or None if it has not changed.
         """
-        self._held, self._apply, self._priorities, self._waits = held, apply, priorities, True
+        self._held = held
+        self._apply = apply
+        self._read_priorities = read_priorities
+        self._waits = True
         if self._slots is not None:
             threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be made durable."""
+        """Bytes that are not durable yet."""
         return self._staged_bytes - self._committed_bytes
 
     def stage(self, entry: Entry) -> None:
-        """Have a segment written. The shard's lock keeps them in order."""
+        """Queue a segment. The shard's lock keeps segments in order."""
         self._waiting.append(entry)
         self._staged_bytes += len(entry.payload)
 
     def commit(self) -> None:
-        """Return when all segments so far can be drawn: the first who waits writes all, and others find it done."""
+        """Wait until all segments that are queued now are durable and can be drawn."""
         staged = self._staged_bytes
         while self._committed_bytes < staged:
-            with self._writing:
+            with self._lock:
                 if self._committed_bytes < staged:
-                    self._commit_some()
+                    self._commit_slot()
 
-    def _commit_some(self) -> None:
-        if not self._waiting:
-            raise ShardError(f"{self.url} has segments that could not be shown; restart the shard, and report this")
+    def _commit_slot(self) -> None:
+        """Write the next slot of queued segments, and show them."""
+        if not self._waiting or self._apply is None:
+            raise ShardError(f"{self.url} has segments that could not be shown. Restart the shard, and report this.")
         if self._slots is not None:
             time.sleep(self._slots.batching_s)
-        taken, nbytes = [], 0
-        while self._waiting and nbytes < SLOT_BYTES:
-            taken.append(self._waiting.popleft())
-            nbytes += len(taken[-1].payload)
+        entries = []
+        nbytes = 0
+        while self._waiting and nbytes < self._tuning.slot_bytes:
+            entries.append(self._waiting.popleft())
+            nbytes += len(entries[-1].payload)
         if self._slots is not None:
-            self.append(taken, self._held.stop)
-        self._held = self._apply(taken)
+            self.append(entries, self._held.stop)
+        self._held = self._apply(entries)
         self._committed_bytes += nbytes
         if self._full_at == self._next - 1:
             self.trim(self._held.start)
 
-    def write_priorities(self) -> float:
-        """Write the priorities, in place of those before, if they have changed; return when they may be again.
+    def write_priorities(self) -> None:
+        """Write the priorities if they have changed, and delete those written before."""
+        state = self._read_priorities()
+        if state is None:
+            return
+        words = {name: value for name, value in state.items() if name != "scaled"}
+        part = pack_record(_PRIORITIES, {"state": words}, {"scaled": np.asarray(state["scaled"], "<f8")})
+        with self._lock:
+            before = self._priorities_at
+            self._priorities_at = self._write(part, is_full=False)
+            if before >= 0:
+                self._slots.delete([before])
 
-        That is after fifty times as long.
-        """
-        began, state = time.monotonic(), self._priorities()
-        if state is not None:
-            words = {name: value for name, value in state.items() if name != "scaled"}
-            scaled = np.asarray(state["scaled"], "<f8")
-            part = b"".join(pack(PRIORITIES, words, {"scaled": scaled.data}, frozenset()))
-            with self._writing:
-                before, self._priorities_at = self._priorities_at, self._write([part], is_full=False)
-                if before >= 0:
-                    self._slots.delete([before])
-        now = time.monotonic()
-        return now + max(_PRIORITIES_S, 50 * (now - began))
+    def trim(self, first_row: int) -> None:
+        """Delete slots all of whose rows are before `first_row`."""
+        rows = self._first_rows
+        old = [
+            number for number, after in pairwise(sorted(rows)) if rows[after] <= first_row and number < self._full_at
+        ]
+        if old:
+            self._slots.delete(old)
+            for number in old:
+                del self._first_rows[number]
 
     def _watch(self) -> None:
-        due = 0.0
+        due_s = 0.0
         with suppress(FencedError):
             while True:
-                time.sleep(_OWNED_S)
-                if time.monotonic() > due:
-                    due = self.write_priorities()
-                with self._writing:
-                    self._require(lambda: self._slots.read(self._next) is None)
+                time.sleep(self._tuning.ownership_s)
+                if time.monotonic() > due_s:
+                    began_s = time.monotonic()
+                    self.write_priorities()
+                    took_s = time.monotonic() - began_s
+                    due_s = time.monotonic() + max(self._tuning.priorities_s, _MIN_PAUSE_RATIO * took_s)
+                with self._lock:
+                    self._require_ownership(lambda: self._slots.read(self._next) is None)
 
-    def _write(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> int:
+    def _write(self, parts: Sequence[Buffer], is_full: bool, first_row: int = 0) -> int:
         """Create the next slot, and return its number."""
         number = self._next
-        self._require(lambda: self._create(parts, is_full, first_row))
+        self._require_ownership(lambda: self._create(parts, is_full, first_row))
         return number
 
-    def _require(self, is_owned: Callable[[], bool]) -> None:
-        """Try something until the disk takes it: the same again, as it may be done already."""
+    def _create(self, parts: Sequence[Buffer], is_full: bool, first_row: int = 0) -> bool:
+        head: dict[str, Any] = {"number": self._next, "first_row": first_row, "state": asdict(self.state)}
+        if is_full:
+            head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
+        start = pack_record(_SLOT, head, {})
+        if not self._slots.create(self._next, b"".join([*start, *parts])):
+            return False
+        self._since_full = 0 if is_full else self._since_full + 1
+        if is_full:
+            self._full_at = self._next
+        self._next += 1
+        return True
+
+    def _require_ownership(self, try_operation: Callable[[], bool]) -> None:
+        """Repeat an operation until the disk works. If it returns False, another shard owns the journal: raise."""
         while self.fenced is None:
             try:
-                if is_owned():
+                if try_operation():
                     self.trouble = ""
                     return
             except CheckpointError as error:
-                self._wait(error)
+                self._pause(error)
             else:
                 self.fenced = FencedError(
-                    f"{self.url}: another shard has opened this journal, and goes on with all that was acknowledged "
-                    "here; this memory takes and gives nothing more: close it, and use the new one"
+                    f"{self.url}: another shard has opened this journal. It continues with everything that was "
+                    "acknowledged here. Close this memory, and use the new one."
                 )
                 _LOG.warning("%s", self.fenced)
         raise self.fenced
 
-    def _wait(self, error: CheckpointError) -> None:
+    def _pause(self, error: CheckpointError) -> None:
         if not self._waits:
             raise error
         self.trouble = str(error)
-        _LOG.warning("%s; trying again", error)
-        time.sleep(_TRY_AGAIN_S)
-
-    def trim(self, first_row: int) -> None:
-        """Remove slots all of whose rows lie before `first_row`."""
-        rows = self._first_rows
-        gone = [n for n, after in pairwise(sorted(rows)) if rows[after] <= first_row and n < self._full_at]
-        if gone:
-            self._slots.delete(gone)
-            for number in gone:
-                del self._first_rows[number]
-
-    def _create(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> bool:
-        head: dict[str, object] = {"number": self._next, "first_row": first_row} | asdict(self.state)
-        if is_full:
-            head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
-        start = b"".join(pack(SLOT, head, {}, frozenset()))
-        if not self._slots.create(self._next, b"".join([start, *parts])):
-            return False
-        self._since_full = 0 if is_full else self._since_full + 1
-        self._full_at = self._next if is_full else self._full_at
-        self._next += 1
-        return True
-
-    def _replay(self, number: int) -> Iterator[Page]:
-        content: bytes | None = self._slots.read(number)
-        if content is None:
-            raise _RemovedError
-
-        def read(start: int, nbytes: int) -> bytes:
-            return content[start : start + nbytes]
-
-        records = list(records_in(content))
-        with malformed_refused(f"slot {number} of {self.url}"):
-            if not records or records[0].kind != SLOT or records[0].head["number"] != number:
-                raise DamageError(f"slot {number} of {self.url} is none; it is not used")
-            head = records[0].head
-            self._expect({_writer_of(name): count_of(n) for name, n in head.get("expected", {}).items()})
-            self._full_at = number if "expected" in head else self._full_at
-            self.state = JournalState.of(head)
-            entries = []
-            for record in records[1:]:
-                if record.kind == PRIORITIES:
-                    scaled = np.frombuffer(record.part("scaled", read), "<f8")
-                    self.priorities, self._priorities_at = record.head | {"scaled": scaled}, number
-                elif record.kind == ENTRY:
-                    named = _writer_of(record.head["writer"]), count_of(record.head["sequence"])
-                    entries.append(Entry(*named, record.part("segment", read)))
-            page = Page(count_of(head["first_row"]), entries, not self._first_rows)
-        if entries:
-            self._expect({entry.writer: entry.sequence + 1 for entry in entries})
-            self._first_rows[number] = page.first_row
-            yield page
-
-    def _expect(self, numbers: Mapping[bytes, int]) -> None:
-        self.expected |= {writer: max(self.expected.get(writer, 0), number) for writer, number in numbers.items()}
+        _LOG.warning("%s. Trying again.", error)
+        time.sleep(self._tuning.retry_s)
 
 
-def journal_of(url: str | None, shard: int) -> Journal:
-    """Return the journal of a shard; it is nobody's until it is opened."""
-    return Journal(None if url is None else Slots.at(url, FOLDER, f"{shard:05d}"))
+def _read_entry(record: Record, content: bytes) -> Entry:
+    head = record.head
+    run = None
+    if head["run"] is not None:
+        writer, first_tick, lanes = head["run"]
+        run = Run(str(writer), count_of(first_tick), count_of(lanes))
+    payload = record.read_bytes("segment", reader_of(content), MAX_RECORD_BYTES)
+    return Entry(_parse_writer(head["writer"]), count_of(head["sequence"]), payload, run=run)
 
 
-def journals_in_use(url: str) -> list[int]:
-    """Return the shards that have journals below a url, but for those that were drained."""
+def _read_priorities(record: Record, content: bytes) -> dict[str, Any]:
+    scaled = record.read_items("scaled", reader_of(content), "<f8", MAX_RECORD_BYTES)
+    state: dict[str, Any] = record.head["state"]
+    return state | {"scaled": scaled}
+
+
+def _parse_writer(name: str) -> bytes:
+    writer = bytes.fromhex(name)
+    if len(writer) != _WRITER_BYTES:
+        raise ValueError("the id of a writer must have 16 bytes")
+    return writer
+
+
+def open_journal(url: str | None, shard: int, tuning: ClusterTuning) -> Journal:
+    """Return the journal of a shard. Nobody owns it before `Journal.open`."""
+    slots = None if url is None else Slots.at(url, FOLDER, f"{shard:05d}")
+    return Journal(slots, tuning)
+
+
+def list_journals(url: str) -> list[int]:
+    """Return the shards that have a journal below `url`."""
     names = sorted(objects_at(url, FOLDER).folders())
-    return [int(name) for name in names if name.isdecimal() and not _is_drained(url, name)]
-
-
-def _is_drained(url: str, name: str) -> bool:
-    slots = Slots.at(url, FOLDER, name)
-    numbers = slots.numbers()
-    content = slots.read(numbers[-1]) if numbers else b""
-    last = next(iter(records_in(content)), None) if content else None
-    return last is None or last.head.get("drained") is True
-
-
-def _writer_of(name: str) -> bytes:
-    """Read a writer's name."""
-    found = bytes.fromhex(name)
-    if len(found) != 16:
-        raise ValueError("a writer's name has 16 bytes")
-    return found
+    return [int(name) for name in names if name.isdecimal() and Slots.at(url, FOLDER, name).numbers()]

@@ -1,15 +1,13 @@
-"""Shards: the actors that hold transitions, each in an ordinary store of one lane whose ticks are row numbers.
+"""Shards: the actors that hold the transitions of a memory.
 
-In:  segments that writers sealed; counts to draw; priorities.  Out: acknowledgements; answers.
-Invariant: a writer's segments are accepted in order and each once. What was acknowledged can be drawn, and, where there
-is a journal, was written to it first.
+A shard accepts the segments of every writer in order and each of them once. What it has acknowledged can be drawn and,
+if there is a journal, was written to the journal first.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import pickle
 import secrets
 import threading
 from collections.abc import Sequence
@@ -17,341 +15,315 @@ from typing import Any
 
 import ray
 
-from holdall.batch import of_ids
-from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
-from holdall.cluster import protocol
-from holdall.cluster.answer import Payload
-from holdall.cluster.journal import Entry, SegmentMove, journal_of
-from holdall.cluster.roster import MemoryTerms, is_restarted, roster_of
+from holdall.checkpoint import Checkpoint, Restored, SaveHandle, Savers, open_reader, read_checkpoint
+from holdall.cluster.answer import Answer
+from holdall.cluster.calls import ask, this_machine, this_node
+from holdall.cluster.ids import Ids, first_row_of_life, life_of_row, lives_of_rows
+from holdall.cluster.journal import Entry, open_journal
+from holdall.cluster.messages import (
+    Ack,
+    GatherRequest,
+    InsertRequest,
+    RestartedError,
+    SampleRequest,
+    ShardCounters,
+)
+from holdall.cluster.metrics import ShardMetrics
+from holdall.cluster.roster import find_roster, is_restarted
 from holdall.cluster.shard_data import ShardData
+from holdall.cluster.terms import MemoryTerms
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
-from holdall.ray_metrics import ShardMetrics
 from holdall.report import MemoryReport
-from holdall.sampling import generator_of
+from holdall.sampling import new_generator
 from holdall.schema import Array
-from holdall.shared import RowsPlace
 
 THREADS = {"max_concurrency": 4, "concurrency_groups": {"insert": 32, "sample": 1, "save": 4}}
-"""For all calls but some kinds, and for these: none waits behind another kind, and one keeps calls in their order."""
-_BEFORE_S = 1.0
-"""How long a segment waits for the one before it, which was sent earlier, and may be lost."""
+"""Threads for other calls, and for calls of some kinds, which do not wait for other kinds. The one thread of "sample"
+executes the calls of a learner in their order."""
 
 
 class Shard:
     """One shard of a memory.
 
     Args:
-        number: Which one.
-        neighbours: Shards on a machine, this one counted.
-        saved: The place and number of a checkpoint of this shard that it begins with.
+        number: Number of the shard.
+        neighbours: Number of shards on a machine.
+        saved: Place and number of a checkpoint of this shard to start with.
     """
 
     def __init__(
-        self, number: int, terms: MemoryTerms, seed: int | None, neighbours: int = 1,
+        self,
+        number: int,
+        terms: MemoryTerms,
+        seed: int | None,
+        neighbours: int = 1,
         saved: tuple[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        # The name of the memory's roster: a handle in its place could not be found again after a restart.
-        self._number, self._memory, self._is_durable = number, terms.name, terms.url is not None
-        self._machine = protocol.this_machine()
+    ) -> None:
+        self._number = number
+        self._memory = terms.name
+        self._is_durable = terms.url is not None
+        self._tuning = terms.tuning
+        self._machine = this_machine()
         self._lock = threading.RLock()
-        self._staged = threading.Condition(self._lock)  # a segment was, so that those that come next may be
-        self._held = HeldReader()
+        self._staged = threading.Condition(self._lock)  # Notified when a segment was staged.
+        self._process = HeldReader()
         self._metrics = ShardMetrics(terms.name, number)
-        self._is_closed = threading.Event()
-        self._written_changes = 0  # when priorities were last written
-        self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
-        self._data = ShardData(terms.words, terms.shard_rows, terms.sampler, generator_of(seed), self._lock, neighbours)
-        self._journal = journal_of(terms.url, number)
-        self._epoch, highest = begun_life(terms.name, number, 0, has_journal=self._is_durable)
-        # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
-        is_new = self._epoch == 0 or not is_restarted()
+        self._written_changes = 0  # `changes` when priorities were last written to the journal.
+        self._saves: dict[int, SaveHandle] = {}  # Handles of checkpoints that were begun.
+        self._savers = Savers()
+        self._data = ShardData(
+            terms.words, terms.shard_rows, terms.sampler, new_generator(seed), terms.tuning, neighbours
+        )
+        self._journal = open_journal(terms.url, number, terms.tuning)
+        self._epoch, highest = begin_life(terms.name, number, 0, has_journal=self._is_durable)
+        self._start(seed, saved)
+        self._data.raise_highest(highest)
+        # Number of every writer's next segment, with those that are staged.
+        self._expected = dict(self._journal.expected)
+        self._journal.start(self._data.rows, self._show, self._read_changed_priorities)
+        self._metrics.follow(self._measure)
+
+    # ---------------------------------------------------------------- starting
+
+    def _start(self, seed: int | None, saved: tuple[str, int] | None) -> None:
+        """Read the journal and the checkpoint, as far as there are any."""
         name = "" if saved is None else f"{saved[0]}:{saved[1]}"
+        # A shard starts with a checkpoint once. A restarted shard does not go back to it.
+        must_load = saved is not None and (self._epoch == 0 or not is_restarted())
         if self._is_durable:
-            is_new = self._take_over(name)
-        written = self._data.store.next_tick
-        checkpoint = _checkpoint_of(*saved) if saved is not None and is_new else None
+            must_load = self._take_over_journal(name)
+        written = self._data.store.next_row
+        checkpoint = _read_shard(*saved) if saved is not None and must_load else None
         if not self._is_durable:
-            first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
-            if first_life:
-                self._epoch, _ = begun_life(terms.name, number, first_life, has_journal=False)
-            self._data.begin_at(protocol.first_row_of(self._epoch))
-        # The first life of the only shard draws as a local memory with the same seed does.
-        if seed is not None and (number, self._epoch) != (0, 0):
-            self._data.generator = generator_of([seed, number, self._epoch])
+            self._start_life(checkpoint)
+        # The first life of the first shard draws as a local memory with the same seed.
+        if seed is not None and (self._number, self._epoch) != (0, 0):
+            self._data.generator = new_generator([seed, self._number, self._epoch])
         if checkpoint is not None:
             self._data.load(checkpoint)
+            self._savers.adopt(checkpoint)
             if self._is_durable:
                 self._data.write_loaded(self._journal, name, written)
-        self._data.raise_highest(highest)
-        # The number of every writer's next segment, staged ones counted.
-        self._expected = dict(self._journal.expected)
-        self._journal.follow(self._data.rows, self._apply, self._changed_priorities)
-        self._metrics.follow(self._measured)
 
-    def _changed_priorities(self) -> dict[str, Any] | None:
-        """Return the sampler's state for the journal, if it has changed since the last time."""
-        with self._lock:
-            if self._data.changes.value == self._written_changes:
-                return None
-            self._written_changes = self._data.changes.value
-            return self._data.priorities()
-
-    def _take_over(self, checkpoint: str) -> bool:
-        """Go on with all that the journal holds; say whether a checkpoint, or the rest of it, is still to be loaded.
-
-        Args:
-            checkpoint: Which one; nothing if there is none to load.
-        """
+    def _take_over_journal(self, checkpoint: str) -> bool:
+        """Hold everything in the journal. Return whether a checkpoint, or the rest of it, is still to be loaded."""
         journal = self._journal
-        self._data.replay(journal, self._memory, waits=is_restarted())
-        if journal.state.closed_by == self._memory:
-            self._is_closed.set()
-        self._epoch, loading = journal.epoch, journal.state.loading
+        self._data.replay(journal, waits=is_restarted())
+        self._epoch = journal.epoch
+        loading = journal.state.loading
         if loading not in {"", checkpoint}:
             raise CheckpointError(
                 f"{journal.url} contains a partially loaded checkpoint: the load of {loading} was interrupted. Repeat "
                 "that load with the same journal_url, or choose another directory for the journals."
             )
-        return bool(checkpoint) and (loading == checkpoint or self._data.store.next_tick == 0)
+        return bool(checkpoint) and (loading == checkpoint or self._data.store.next_row == 0)
+
+    def _start_life(self, checkpoint: Restored | None) -> None:
+        """Number rows so that no id is used again."""
+        first_life = 0 if checkpoint is None else life_of_row(checkpoint.manifest.next_tick)
+        if first_life:
+            self._epoch, _ = begin_life(self._memory, self._number, first_life, has_journal=False)
+        self._data.start_at(first_row_of_life(self._epoch))
+
+    # ---------------------------------------------------------------- segments
 
     @ray.method(concurrency_group="insert")
-    def send(self, packed: bytes) -> bytes:
-        """Run `insert`: what it is given, and what it returns, as one each, see `Cluster.call`."""
-        return pickle.dumps(self.insert(*pickle.loads(packed)))
-
-    def insert(self, writer: bytes, first: int, payloads: list[bytes], oldest: int = 0) -> protocol.Ack:
-        """Take over those segments of a writer that come next, and say which one does then.
-
-        Args:
-            first: The number of the first of them; those that are there already are passed over.
-            oldest: The number of the oldest that the writer has: no others come any more.
-        """
-        with self._metrics.timed("insert"):
+    def insert(self, request: InsertRequest) -> Ack:
+        """Accept those segments of a writer that come next. Return the number of the segment that comes then."""
+        writer = request.writer
+        with self._metrics.time_call("insert"):
             self._require_journal()
             with self._lock:
-                self._expected[writer] = max(self._expected.get(writer, 0), oldest)
-            refused = ""
-            for number, payload in enumerate(payloads, first):
+                self._expected[writer] = max(self._expected.get(writer, 0), request.oldest)
+            refusal = ""
+            for number, payload in enumerate(request.payloads, request.first):
                 try:
                     self._stage(writer, number, payload)
                 except (ArgumentError, DamageError) as error:
-                    refused = str(error) if number == self._expected[writer] else ""
+                    refusal = str(error) if number == self._expected[writer] else ""
                     break
             with self._lock:
-                expected, is_closed = self._expected[writer], self._is_closed.is_set()
-            self._journal.commit()  # the writer forgets what was accepted: nothing of it may still be lost
-            with self._lock:
-                return protocol.Ack(expected, self.counters(), is_closed, refused)
+                expected = self._expected[writer]
+            self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
+            return Ack(expected, self.counters(), refusal)
 
     def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
-        """Have a segment taken over, if it is the next one of its writer; another thread may have the one before it."""
-        segment = self._data.unpacked(payload)
+        """Queue a segment if it is its writer's next one. Another thread may have the segment before it."""
+        received = self._data.unpack(payload)
         with self._staged:
-            self._staged.wait_for(lambda: self._is_closed.is_set() or self._expected[writer] >= number, _BEFORE_S)
-            if number != self._expected[writer] or self._is_closed.is_set():
+            self._staged.wait_for(lambda: self._expected[writer] >= number, self._tuning.predecessor_s)
+            if number != self._expected[writer]:
                 return
-            self._data.store.require(segment)
-            self._journal.stage(Entry(writer, number, payload, segment))
+            self._data.store.require_reward_dtype(received.reward_dtype)
+            self._journal.stage(Entry(writer, number, payload, received))
             self._expected[writer] = number + 1
             self._staged.notify_all()
 
+    def _show(self, entries: Sequence[Entry]) -> range:
+        """Hold segments that are durable now. Return the rows that are held."""
+        with self._lock:
+            for entry in entries:
+                self._data.accept(entry)
+            return self._data.rows
+
     def trouble(self) -> str:
-        """Say why segments are not acknowledged, if there is a reason."""
+        """Return why segments are not acknowledged at the moment, if there is a reason."""
         return self._journal.trouble
 
     def _require_journal(self) -> None:
-        """Refuse what a shard must not do any more whose journal another one has."""
+        """Raise FencedError if another shard has taken over the journal."""
         if self._journal.fenced is not None:
             raise self._journal.fenced
 
+    # ---------------------------------------------------------------- batches and priorities
+
     @ray.method(concurrency_group="sample")
-    def ordered(self, packed: bytes) -> Any:
-        """Run a call that is taken in the order in which its client makes them, see `Cluster.call`."""
-        method, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
-        return getattr(self, method)(*arguments)
-
-    def sample(
-        self, machine: bytes, seed: int, counts: list[tuple[int, int]], blocks: list[RowsPlace]
-    ) -> Payload | protocol.ShardCounters:
-        """Draw rows of some batches; of an empty shard, return the counters alone.
-
-        Args:
-            machine: That who asks runs on.
-            seed: What rows are drawn with; 0: the shard's own generator, for the one whose memory this is.
-            counts: See `ShardData.draw`.
-            blocks: Of every batch, where its rows are written if that can be; nothing: they are in the answer.
-        """
-        with self._metrics.timed("sample"):
+    def sample(self, request: SampleRequest) -> Answer | bytes | ShardCounters:
+        """Draw rows. An empty shard returns its counters alone."""
+        with self._metrics.time_call("sample"):
             self._require_journal()
-            is_near = machine == self._machine
+            is_near = request.machine == self._machine
             with self._lock:
                 counters = self.counters()
                 if counters.mass == 0:
                     return counters
-                drawn = self._data.draw(counts, generator_of(seed) if seed else None)
-                found = self._data.found(counters, drawn, counts, is_near=is_near)
-            return self._data.answer(found, counts, blocks, is_near=is_near)
+                generator = new_generator(request.seed) if request.seed else None
+                drawn = self._data.draw(request.counts, generator, is_near=is_near)
+            blocks = request.blocks
+            return self._data.read(drawn, counters, is_near=is_near, counts=request.counts, blocks=blocks)
 
-    def gather(self, machine: bytes, rows: protocol.Ids) -> Payload:
+    @ray.method(concurrency_group="sample")
+    def gather(self, request: GatherRequest) -> Answer | bytes:
         """Return rows by their numbers."""
-        is_near = machine == self._machine
         with self._lock:
-            self._data.held().require(rows)
-            found = self._data.found(self.counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
-        return self._data.answer(found, is_near=is_near)
+            drawn = self._data.find(request.rows)
+            counters = self.counters()
+        return self._data.read(drawn, counters, is_near=request.machine == self._machine)
 
-    def update_priorities(self, rows: protocol.Ids, priorities: Array) -> protocol.ShardCounters:
-        """Set the priorities of rows; those that left are passed over."""
-        sampler: Any = self._data.sampler
+    @ray.method(concurrency_group="sample")
+    def update_priorities(self, rows: Ids, priorities: Array) -> ShardCounters:
+        """Set the priorities of rows. Rows that were evicted are ignored."""
         with self._lock:
-            # Rows of another life are lost; their numbers may be above those that are held now.
-            end = self._data.store.next_tick
-            known = (rows < end) | (protocol.life_of(rows) == protocol.life_of(end))
-            sampler.update_priorities(self._data.held(), rows[known], priorities[known])
-            self._data.changes.raise_by_one()
+            # Rows of another life are lost. Their numbers may be above those that are held now.
+            next_row = self._data.store.next_row
+            is_known = (rows < next_row) | (lives_of_rows(rows) == life_of_row(next_row))
+            self._data.update_priorities(rows[is_known], priorities[is_known])
             return self.counters()
 
-    def raise_highest(self, scaled: float) -> protocol.ShardCounters:
-        """Take over the highest priority of all shards: new rows get it."""
+    def raise_highest(self, scaled: float) -> ShardCounters:
+        """Use the highest priority of all shards for new rows."""
         with self._lock:
             self._data.raise_highest(scaled)
-            self._data.changes.raise_by_one()
             return self.counters()
 
-    def close_to_writers(self) -> None:
-        """Accept nothing more, so that what is held can be moved elsewhere."""
+    def _read_changed_priorities(self) -> dict[str, Any] | None:
+        """Return the sampler's state for the journal, or None if it has not changed since the last call."""
         with self._lock:
-            self._is_closed.set()
-        self._journal.commit()
-        self._journal.say(closed_by=self._memory)
+            if self._data.changes == self._written_changes:
+                return None
+            self._written_changes = self._data.changes
+            return self._data.priorities()
 
-    def oldest(self) -> tuple[bytes, int, int, int]:
-        """Return the oldest segment, its rows, the first of them, and the row behind it.
+    # ---------------------------------------------------------------- checkpoints
 
-        No bytes: all have arrived elsewhere, since each is asked for when the one before has.
-        """
-        with self._lock:
-            if self._data.store.transitions:
-                return self._data.packed_at(self._data.store.first_tick)
-        self._journal.say(move=None, drained=True)
-        return b"", 0, 0, 0
-
-    def give_up(self, first_row: int, end: int, to: int, writer: bytes, sequence: int) -> None:
-        """Draw rows no more that go to another shard; the journal keeps them, and says where they go.
-
-        Args:
-            end: The row behind them.
-            writer: Under whose name they are sent there, and as which of its segments.
-        """
-        with self._lock:
-            self._data.store.forget_before(end)
-            self._data.changes.raise_by_one()
-        self._journal.say(hidden_before=end, move=SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
-
-    def move(self) -> tuple[int, bytes, int] | None:
-        """Say which segment was on its way to a shard when the memory before this one ended: to, writer, number."""
-        move = self._journal.state.move
-        if move is None or move.memory == self._memory:
-            return None
-        return move.shard, bytes.fromhex(move.writer), move.sequence
-
-    def end_move(self, arrived: bool) -> None:
-        """Settle that move: if the segment arrived, it is not shown here any more; if not, it stays here."""
-        with self._lock:
-            if self._journal.state.move is None:
-                return
-            if arrived:
-                self._data.store.forget_before(self._journal.state.hidden_before)
-            first_row = self._data.store.first_tick
-            self._data.changes.raise_by_one()
-        self._journal.say(hidden_before=first_row, move=None)
-
+    @ray.method(concurrency_group="sample")
     def begin_save(self, url: str) -> int:
-        """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
+        """Start a checkpoint of this moment at `url`. Return the number for `end_save`.
+
+        It is in the group of draws, so that a checkpoint contains exactly the draws that were made before it.
+        """
         with self._lock:
-            number = secrets.randbits(62)  # unlike those of an earlier life
-            self._handles[number] = self._data.save(url)
+            number = secrets.randbits(62)  # Different from those of an earlier life.
+            self._data.store.begin_save()
+            self._saves[number] = self._savers.save(self._data.snapshot, url, keep=None)
             return number
 
     @ray.method(concurrency_group="save")
     def end_save(self, number: int) -> Checkpoint:
         """Wait for a checkpoint."""
-        if number not in self._handles:
-            raise protocol.RestartedError(f"shard {self._number} was restarted after the checkpoint was begun")
-        return self._handles.pop(number).result()
+        if number not in self._saves:
+            raise RestartedError(f"Shard {self._number} was restarted after the checkpoint was begun.")
+        try:
+            return self._saves.pop(number).result()
+        finally:
+            self._data.store.end_save()
 
     def end_saves(self) -> None:
-        """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
-        self._data.savers.close()
+        """Wait for checkpoints that are being written, and make priorities durable."""
+        self._savers.close()
         if self._is_durable and self._journal.fenced is None:
             self._journal.write_priorities()
 
-    def counters(self) -> protocol.ShardCounters:
-        """Say what is held."""
+    # ---------------------------------------------------------------- figures
+
+    def counters(self) -> ShardCounters:
+        """Return the state of the shard in numbers."""
         with self._lock:
-            data, store = self._data, self._data.store
-            rows = (store.first_tick, store.next_tick, store.transitions)
-            mass = data.mass()  # first: what is new gets its priority with it
-            counted = data.inserted, data.changes.value, self._journal.backlog
-            priorities = mass, data.likelihood.highest
-            return protocol.ShardCounters(self._epoch, *rows, *counted, *priorities, data.changes.place)
+            data = self._data
+            mass = data.mass()  # First, because new rows get their priority with it.
+            return ShardCounters(
+                epoch=self._epoch,
+                first_row=data.store.first_row,
+                next_row=data.store.next_row,
+                transitions=len(data.store),
+                inserted=data.inserted,
+                changes=data.changes,
+                backlog=self._journal.backlog,
+                mass=mass,
+                highest=data.likelihood.highest,
+            )
 
     def process(self) -> dict[str, Any]:
-        """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
-        held, limit = self._held.read(), memory_limits()[0]
-        return self._figures() | {
-            "node": protocol.this_node(), "pid": os.getpid(), "uss_bytes": held.unique, "pss_bytes": held.proportional,
-            "limit": limit.name, "limit_bytes": limit.total_bytes, "limit_free_bytes": limit.free_bytes,
-        }  # fmt: skip
-
-    def _measured(self) -> dict[str, Any]:
-        figures = self._figures()
-        return {**figures["counters"]._asdict(), **figures, "anonymous_bytes": anonymous_bytes()}
-
-    def _figures(self) -> dict[str, Any]:
-        with self._lock:
-            fields = self._data.store.report()
-            return {
-                "counters": self.counters(),
-                "held_bytes": sum(field.total_bytes for field in fields),
-                "plain_bytes": sum(field.plain_bytes for field in fields),
-                "capacity": self._data.capacity,
-                "is_durable": self._is_durable,
-                "is_draining": self._is_closed.is_set(),
-            }
+        """Return where the shard runs and how much memory its process takes, see `ShardStatus`."""
+        held = self._process.read()
+        limit = memory_limits()[0]
+        return self._describe_rows() | {
+            "node": this_node(),
+            "pid": os.getpid(),
+            "uss_bytes": held.unique,
+            "pss_bytes": held.proportional,
+            "limit": limit.name,
+            "limit_bytes": limit.total_bytes,
+            "limit_free_bytes": limit.free_bytes,
+        }
 
     def report(self) -> MemoryReport:
-        """Account for every field; say what is done without compiled code."""
-        with self._lock:
-            store = self._data.store
-            return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments)
+        """Return the bytes of every field."""
+        store = self._data.store
+        return MemoryReport(len(store), tuple(store.report()), 0, store.segments)
 
-    def _apply(self, entries: Sequence[Entry]) -> range:
-        """Show what is durable now; return the rows that are held then."""
-        with self._lock:
-            for entry in entries:
-                self._data.take(entry)
-                self._data.changes.raise_by_one()
-            return self._data.rows
+    def _measure(self) -> dict[str, Any]:
+        described = self._describe_rows()
+        return {**described["counters"]._asdict(), **described, "anonymous_bytes": anonymous_bytes()}
+
+    def _describe_rows(self) -> dict[str, Any]:
+        fields = self._data.store.report()
+        return {
+            "counters": self.counters(),
+            "held_bytes": sum(field.total_bytes for field in fields),
+            "plain_bytes": sum(field.plain_bytes for field in fields),
+            "capacity": self._data.capacity,
+            "is_durable": self._is_durable,
+        }
 
 
-def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
-    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them.
+def begin_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
+    """Return the number of a shard's new life and the memory's highest priority, as the roster has them.
 
-    A roster that is being restarted is waited for: Ray gives up an actor for good whose constructor raises.
+    Waits for a roster that Ray restarts, because Ray gives up an actor whose constructor raises.
     """
     try:
-        call = "begin_life", number, first_life
-        life, highest = protocol.asked(roster_of(memory), *call, patience_s=math.inf, timeout_s=None)
-    except ShardError:  # the memory was closed
-        if has_journal:  # which has both, as they were
+        roster = find_roster(memory)
+        life, highest = ask(lambda: roster.begin_life.remote(number, first_life), "The memory's roster", math.inf)
+    except ShardError:  # The memory was closed.
+        if has_journal:  # The journal has the life and the priorities.
             return first_life, 0.0
         raise
     return life, highest
 
 
-def _checkpoint_of(url: str, number: int) -> Restored:
-    """Read a checkpoint of one shard: all but its rows, which follow, and its full blocks, which stay."""
+def _read_shard(url: str, number: int) -> Restored:
+    """Read a checkpoint of one shard, except for its blocks."""
     reader = open_reader(url, timeout=math.inf)
-    return restored(reader.manifest(number), reader, None)
+    return read_checkpoint(reader.manifest(number), reader, None)

@@ -1,311 +1,324 @@
-"""What a shard holds: an ordinary store of one lane, whose ticks are row numbers, and how rows are drawn from it.
+"""What a shard holds, and how rows are drawn from it.
 
-In:  segments that writers sealed, a journal, or a checkpoint.  Out: rows for answers; segments to move; checkpoints.
-Invariant: row numbers only grow, and name the same transition for as long as it is held. Not locked: the shard is.
+Row numbers only grow, and name the same transition for as long as it is held.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from holdall import sampling, storage
-from holdall.batch import Draw, of_ids
-from holdall.checkpoint import Restored, RowsKey, SaveHandle, Savers, Snapshot, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, Payload
-from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
-from holdall.cluster.protocol import ShardCounters
-from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
+from holdall import sampling
+from holdall.batch import Draw
+from holdall.checkpoint import MemorySnapshot, Restored, runs_of, runs_state
+from holdall.cluster.answer import Answer, AnswerPacker
+from holdall.cluster.journal import LOADED_WRITER, Entry, Journal, Run
+from holdall.cluster.messages import ShardCounters
+from holdall.cluster.segment import ReceivedSegment, unpack_payload
+from holdall.cluster.shard_store import ShardStore
+from holdall.cluster.shared_block import BlockRows, OpenedBlocks, block_bytes, lay_out
+from holdall.cluster.tuning import ClusterTuning
+from holdall.delivery.host import DrawnRows, read_goal
 from holdall.errors import DamageError
 from holdall.machine import available_bytes
-from holdall.native import chosen_kernels
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun
-from holdall.schema import Schema, schema_of
-from holdall.shared import OpenedBlocks, Pair, RowsPlace, SharedCount, block_bytes, block_leaves, pairs_in
+from holdall.schema import schema_of
+from holdall.store.view import View
 
-_LOADED = bytes(16)
-"""Stands for the writer of segments that a checkpoint brought."""
-_NO_TICK = 2**40 - 1
-"""First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
-_SHARE_OF_AVAILABLE = 4
+_RAW_DIVISOR = 4
+"""Available memory divided by this number may hold uncompressed blocks of all shards on a machine."""
+
+
+class ShardDraw(NamedTuple):
+    """Rows that were drawn and not read yet."""
+
+    view: View
+    draw: Draw
+    scaled: NDArray[np.float64]  # What each row was drawn in proportion to.
+    order: NDArray[np.int64] | None  # Which of the requested rows each row is. None: in the order of the request.
 
 
 class ShardData:
-    """All rows of a shard, and what draws from it depend on.
+    """All rows of a shard, its sampler and its generator. Not thread-safe, except `read`: the shard holds its lock.
 
     Args:
         words: The memory's schema, see `holdall.schema.schema_words`.
-        capacity: Most rows held.
-        lock: The shard's own.
-        neighbours: Shards on a machine, this one counted; together they keep decoded what a memory there would.
+        capacity: Rows that are held at most.
+        neighbours: Number of shards on this machine, which share its cores and its memory.
+
+    Attributes:
+        inserted: Transitions ever accepted.
+        changes: Changes of rows or priorities since the shard was started.
+        store: The rows.
     """
 
     def __init__(
-        self, words: dict[str, Any], capacity: int, sampler: Sampler, generator: np.random.Generator,
-        lock: Any, neighbours: int = 1,
-    ) -> None:  # fmt: skip
-        self.capacity, self.sampler, self.generator = capacity, sampler, generator
-        self.inserted = 0  # transitions ever accepted
-        self._words = words | {"num_envs": 1}
-        self._schema, self._lock, self._kernels = schema_of(self._words), lock, chosen_kernels()
-        self._large = storage.sliced_leaves(self._schema)
-        decoded_bytes = available_bytes() // _SHARE_OF_AVAILABLE // neighbours
-        self._reader = ShardReader(self._schema, self._large, self._kernels, decoded_bytes, neighbours)
-        self._packer = AnswerPacker()
-        self.savers = Savers(self._kernels.coder)
-        self.changes = SharedCount()  # of what is held or of priorities, since it was started
-        self._codecs: dict[storage.Codec, storage.Codec] = {}
-        self._runs: deque[WriterRun] = deque()
+        self,
+        words: dict[str, Any],
+        capacity: int,
+        sampler: Sampler,
+        generator: np.random.Generator,
+        tuning: ClusterTuning,
+        neighbours: int = 1,
+    ) -> None:
+        self.words = words | {"num_envs": 1}
+        self.capacity = capacity
+        self.sampler = sampler
+        self.generator = generator
+        self.inserted = 0
+        self.changes = 0
         self.likelihood = Likelihood(sampler)
+        self._tuning = tuning
+        self._schema = schema_of(self.words)
+        self._threads = max(1, (os.cpu_count() or 1) // neighbours)
+        self._max_raw_bytes = available_bytes() // _RAW_DIVISOR // neighbours
+        self._packer = AnswerPacker(tuning)
+        self._blocks = OpenedBlocks()
+        self._runs: deque[WriterRun] = deque()
         self._order: RowOrder | None = None
-        self.store = self.begin_at(0)
+        self.store = self.start_at(0)
 
-    def begin_at(self, first_row: int) -> storage.Store:
-        """Hold nothing, and number the next row so."""
+    def start_at(self, first_row: int) -> ShardStore:
+        """Drop everything, and number the next row `first_row`."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
-        budget = storage.Budget(most_threads=1)
-        self.store = storage.Store(
-            self._schema, self.capacity, self._kernels, self._lock, budget, first_tick=first_row, large=self._large
+        self.store = ShardStore(
+            self._schema, self.capacity, first_row, self._threads, self._tuning.store, self._max_raw_bytes
         )
         return self.store
 
     @property
     def rows(self) -> range:
         """Rows that are held."""
-        return range(self.store.first_tick, self.store.next_tick)
+        return range(self.store.first_row, self.store.next_row)
 
-    def unpacked(self, payload: bytes) -> storage.SealedSegment:
-        """Read a segment."""
-        segment = storage.unpack_segment(payload, self._schema, {}, self._kernels.coder)
-        self._bring(part.block for part in segment.parts)
-        return segment
+    # ---------------------------------------------------------------- rows that arrive
 
-    def _bring(self, blocks: Iterable[storage.SliceBlock]) -> None:
-        """Have slices in memory, with codecs that they share."""
-        for block in blocks:
-            if block.sealed is not None:
-                coded = storage.in_memory(block.sealed.coded)
-                codec = self._codecs.setdefault(coded.codec, coded.codec)
-                block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
+    def unpack(self, payload: bytes) -> ReceivedSegment:
+        """Check and read a segment of a writer. Raise DamageError if it is not one of this memory."""
+        return unpack_payload(payload, self.store.columns)
 
-    def take(self, entry: Entry) -> None:
-        """Take a segment of a writer over."""
-        segment = entry.segment or self.unpacked(entry.payload)
-        first = self.store.adopt(segment)
-        rows, tick, lanes = self.store.next_tick - first, segment.rows.first_tick, segment.lanes
-        run = WriterRun(entry.writer.hex(), tick, lanes, first, rows)
-        if tick == _NO_TICK:
-            run = run._replace(first_tick=-1, lanes=rows)
+    def accept(self, entry: Entry) -> None:
+        """Hold the rows of a segment."""
+        received = entry.segment or self.unpack(entry.payload)
+        self.store.require_reward_dtype(received.reward_dtype)
+        first_row = self.store.adopt(received.segment)
+        run = entry.run or Run(entry.writer.hex(), received.first_tick, received.lanes)
+        self._add_run(WriterRun(*run, first_row, received.rows))
+        self.inserted += received.rows
+        self.changes += 1
+
+    def _add_run(self, run: WriterRun) -> None:
         self._runs.append(run)
         if self._order is not None:
-            self._order.add(run, self.store.first_tick)
-        self._forget_runs()
-        self.inserted += rows
+            self._order.add(run, self.store.first_row)
+        self._drop_old_runs()
 
-    def _forget_runs(self) -> None:
-        """Forget the runs of which no row is held any more: others came, or were moved to another shard."""
-        while self._runs and self._runs[0].first_row + self._runs[0].rows <= self.store.first_tick:
+    def _drop_old_runs(self) -> None:
+        first_row = self.store.first_row
+        while self._runs and self._runs[0].first_row + self._runs[0].rows <= first_row:
             self._runs.popleft()
 
-    def packed_at(self, row: int) -> tuple[bytes, int, int, int]:
-        """Return the segment that holds a row, for another shard: as bytes, its rows, the first, and the one behind."""
-        segment = self.store.segment_at(row)
-        first, rows = segment.rows.first_tick, segment.rows.ticks
-        payload = storage.pack_segment(
-            replace(segment, rows=replace(segment.rows, first_tick=_NO_TICK)), self._kernels.coder
-        )
-        return payload, rows, first, first + rows
-
-    def replay(self, journal: Journal, memory: str, *, waits: bool) -> None:
-        """Take a journal over for a memory of this name, and hold all that it holds and shows; see `Journal.open`."""
+    def replay(self, journal: Journal, *, waits: bool) -> None:
+        """Take over a journal, and hold everything in it, see `Journal.open`."""
         for page in journal.open(waits=waits):
-            if page.begins:
-                self.begin_at(page.first_row)
-            elif page.first_row != self.store.next_tick:
-                raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
+            if page.is_first:
+                self.start_at(page.first_row)
+            elif page.first_row != self.store.next_row:
+                raise DamageError(
+                    f"{journal.url} lacks the segments between rows {self.store.next_row} and {page.first_row}. Load a "
+                    "checkpoint instead."
+                )
             for entry in page.entries:
-                self.take(entry)
-        move = journal.state.move
-        # What another memory was moving when it ended may not have arrived; this one's will.
-        is_other = move is not None and move.memory != memory
-        self.store.forget_before(move.first_row if move is not None and is_other else journal.state.hidden_before)
-        self.inserted = self.store.next_tick
-        saved, by = journal.priorities, self.likelihood.prioritized
-        # Priorities that were made with other settings are worth nothing.
-        if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
-            sampling.resume(by, {"kind": type(by).__name__, "state": saved}, self.capacity, self.store.first_tick)
-
-    def priorities(self) -> dict[str, Any] | None:
-        """Return all that `replay` needs of a sampler with priorities; None of one without."""
+                self.accept(entry)
+        self.store.evict(journal.state.first_row)
+        self.inserted = self.store.next_row
+        saved = journal.priorities
         by = self.likelihood.prioritized
-        if by is None or self.store.next_tick == self.store.first_tick:
-            return None
-        self.mass()  # so that what is new has a priority
-        state = by.state()
-        used = state["scaled"][: self.store.next_tick]  # a shard that was never full has nothing behind
-        return state | {"scaled": used, "settings": [by.alpha, by.floor]}
+        # Priorities that were scaled with other settings cannot be used.
+        if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
+            saved_sampler = {"kind": type(by).__name__, "state": saved}
+            sampling.resume_sampler(by, saved_sampler, self.capacity, self.store.first_row)
 
-    def load(self, checkpoint: Restored) -> None:
-        """Hold what was saved, all of it in memory, and draw on from there."""
-        content = checkpoint.content
-        if content is not None:
-            self._bring(part.block for segment in content.segments for part in segment.parts)
-        store = self.begin_at(checkpoint.manifest.first_tick)
-        checkpoint.fill(store)
-        state = checkpoint.state
-        if checkpoint.saved is not None:
-            self.savers.to(checkpoint.url, checkpoint.saved)
-        self._runs.extend(runs_of(state["runs"]))
-        if self._order is not None:
-            for run in self._runs:
-                self._order.add(run, store.first_tick)
-        self.inserted = int(state["inserted"])
-        self.generator = sampling.restored_generator(state["generator"])
-        sampling.resume(self.sampler, state["sampler"], self.capacity, store.first_tick)
+    # ---------------------------------------------------------------- checkpoints
 
-    def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
-        """Write the segments of a checkpoint that a journal does not have yet.
-
-        Args:
-            written: The row behind the last that the journal holds.
-        """
-        journal.state = replace(journal.state, loading=checkpoint)
-        waiting: list[bytes] = []
-        begin = row = max(self.store.first_tick, written)
-        while row < self.store.next_tick:
-            payload, *_, row = self.packed_at(row)
-            waiting.append(payload)
-            if sum(map(len, waiting)) >= SLOT_BYTES or row == self.store.next_tick:
-                entries = [Entry(_LOADED, 0, payload) for payload in waiting]
-                journal.append(entries, begin)
-                begin, waiting = row, []
-        journal.say(loading="", hidden_before=self.store.first_tick)
-
-    def save(self, url: str) -> SaveHandle:
-        """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
-        self._forget_runs()
+    def snapshot(self) -> MemorySnapshot:
+        """Return everything that a checkpoint of the shard contains. Takes milliseconds."""
+        self._drop_old_runs()
         state = {
             "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
-            "generator": sampling.generator_state(self.generator),
-            "prefetched": Prefetched().state(),
+            "generator": sampling.get_generator_state(self.generator),
             "inserted": self.inserted,
             "runs": runs_state(self._runs),
         }
+        return MemorySnapshot(self.store.snapshot(), self.words, self.capacity, state)
 
-        def taken(saved: Mapping[int, RowsKey]) -> Snapshot:
-            frozen = self.store.freeze(saved)
-            return Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
+    def load(self, restored: Restored) -> None:
+        """Hold the rows of a checkpoint, and continue to draw where it was saved. Blocks stay in their files."""
+        entries = restored.entries
+        self.start_at(entries[0].first_tick if entries else restored.manifest.next_tick)
+        restored.fill(self.store)
+        state = restored.state
+        for run in runs_of(state["runs"]):
+            self._add_run(run)
+        self.inserted = int(state["inserted"])
+        self.generator = sampling.restore_generator(state["generator"])
+        sampling.resume_sampler(self.sampler, state["sampler"], self.capacity, self.store.first_row)
 
-        return self.savers.to(url).save(taken, None, None, None)
-
-    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> Draw:
-        """Draw rows of some batches, those of each for itself; of several batches they are single rows.
+    def write_loaded(self, journal: Journal, checkpoint: str, first_row: int) -> None:
+        """Write the segments of a checkpoint to a journal.
 
         Args:
-            counts: Of every batch how many, and how many of these get another goal.
+            checkpoint: Name of the checkpoint. The journal keeps it until all segments are written.
+            first_row: Row from which on the journal lacks them.
         """
-        held, chosen, draw = self.held(), generator or self.generator, self.sampler.draw
-        numbers: Any = counts if isinstance(self.sampler, Hindsight) else [(count,) for count, _ in counts]
-        draws = [draw(held, count, chosen, *goals) for count, *goals in numbers]
-        return draws[0] if len(draws) == 1 else of_ids(np.concatenate([each.ids for each in draws]))
+        journal.state = replace(journal.state, loading=checkpoint)
+        runs = {run.first_row: run for run in self._runs}
+        waiting: list[Entry] = []
+        begin = max(self.store.first_row, first_row)
+        for segment in self.store.list_segments():
+            end_row = segment.first_tick + segment.ticks
+            if end_row <= begin and not waiting:
+                continue
+            if not waiting:
+                begin = segment.first_tick
+            run = runs[segment.first_tick]
+            payload = self.store.pack(segment)
+            waiting.append(Entry(LOADED_WRITER, 0, payload, run=Run(run.writer, run.first_tick, run.lanes)))
+            is_full = sum(len(entry.payload) for entry in waiting) >= self._tuning.slot_bytes
+            if is_full or end_row == self.store.next_row:
+                journal.append(waiting, begin)
+                begin = end_row
+                waiting = []
+        journal.set_state(loading="", first_row=self.store.first_row)
 
-    def found(self, counters: ShardCounters, draw: Draw, counts: Sequence[tuple[int, int]], *, is_near: bool) -> Answer:
-        """Look up what was drawn; for another machine each batch from its oldest row on: neighbours compress well."""
+    # ---------------------------------------------------------------- drawing
+
+    def held(self, view: View) -> Held:
+        """Describe the rows of `view` for a sampler."""
+        if self._order is not None:
+            self._order.evict_before(view.first_id)
+        return Held(view.first_id, view.next_id, 1, self.capacity, view, order=self._order)
+
+    def draw(
+        self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None, *, is_near: bool
+    ) -> ShardDraw:
+        """Draw the rows of one or more batches, each batch separately.
+
+        Args:
+            counts: For every batch, the number of rows, and how many of them get another goal.
+            generator: None: the shard's own.
+            is_near: Whether the learner is on this machine.
+        """
+        view = self.store.view()
+        held = self.held(view)
+        chosen = self.generator if generator is None else generator
+        draws = []
+        for count, goal_count in counts:
+            if isinstance(self.sampler, Hindsight):
+                draws.append(self.sampler.draw(held, count, chosen, goal_count))
+            else:
+                draws.append(self.sampler.draw(held, count, chosen))
+        drawn = draws[0] if len(draws) == 1 else Draw.from_ids(np.concatenate([each.ids for each in draws]))
         order = None
-        if not is_near and not isinstance(self.sampler, ComposedSampler):  # steps follow each other anyway
+        if not is_near and not isinstance(self.sampler, ComposedSampler):
+            # Rows of each batch are sorted, because neighbours compress well together.
             batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
-            order = np.lexsort((draw.ids, batch))
-            draw = of_ids(draw.ids[order])
-        scaled = self.likelihood.of(self.held(), draw.ids)
-        return Answer(counters, draw, scaled, DrawnRows.of(draw, self.store, storage.fresh_bytes), order)
+            order = np.lexsort((drawn.ids, batch))
+            drawn = Draw.from_ids(drawn.ids[order])
+        return ShardDraw(view, drawn, self.likelihood.compute_masses(held, drawn.ids), order)
 
-    def answer(
-        self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = (),
-        *, is_near: bool = False,
-    ) -> Payload:  # fmt: skip
-        """Decode what was looked up, and pack it; that takes no lock.
+    def find(self, rows: NDArray[np.int64]) -> ShardDraw:
+        """Return rows by their numbers. Raise TransitionIdError if one of them is not held."""
+        view = self.store.view()
+        self.held(view).require_ids(rows)
+        return ShardDraw(view, Draw.from_ids(rows), np.ones(len(rows)), None)
+
+    def read(
+        self,
+        drawn: ShardDraw,
+        counters: ShardCounters,
+        *,
+        is_near: bool,
+        counts: Sequence[tuple[int, int]] = (),
+        blocks: Sequence[BlockRows] = (),
+    ) -> Answer | bytes:
+        """Read and pack the rows of a draw. Needs no lock, but only one thread may call it.
 
         Args:
             counts: See `draw`.
-            blocks: Where a learner on this machine has rows written, of every batch.
-            is_near: Whether it goes to this machine.
+            blocks: For every batch, where a learner on this machine wants its observations. Empty: in the answer.
         """
-        read = self._reader.read
-        rows, last, outcomes, *_ = found.found
-        decoded = DrawnRows(read(rows, counts, blocks if is_near else ()), read(last), read(outcomes))
-        return self._packer.pack(found._replace(found=decoded), is_near=is_near)
+        draw = drawn.draw
+        columns = self.store.columns
+        rows = self._empty_rows() if len(draw.ids) == 0 else DrawnRows.read(columns, draw, drawn.view)
+        goal = None if draw.goals is None else read_goal(self._schema, columns, draw.goals, drawn.view)
+        if is_near and blocks and self._write_blocks(rows, counts, blocks):
+            rows.obs = []
+            rows.next_obs = []
+        answer = Answer(counters, draw.ids, drawn.scaled, rows, draw.discount, draw.mask, goal, drawn.order)
+        return answer if is_near else self._packer.pack(answer)
+
+    def _empty_rows(self) -> DrawnRows:
+        """Return no rows. A shard that never held any does not know the dtype of rewards."""
+        schema = self._schema
+        flags = np.empty(0, np.bool_)
+        return DrawnRows(
+            obs=[np.empty((0, *leaf.shape), leaf.dtype) for leaf in schema.observation.leaves],
+            next_obs=[np.empty((0, *leaf.shape), leaf.dtype) for leaf in schema.observation.leaves],
+            action=[np.empty((0, *leaf.shape), leaf.dtype) for leaf in schema.action.leaves],
+            extras=[np.empty((0, *leaf.shape), leaf.dtype) for leaf in schema.extras.leaves],
+            reward=np.empty((0, *schema.reward_shape), self.store.reward_dtype or np.float32),
+            terminated=flags,
+            truncated=flags,
+        )
+
+    def _write_blocks(self, rows: DrawnRows, counts: Sequence[tuple[int, int]], blocks: Sequence[BlockRows]) -> bool:
+        """Write the observations of every batch to its block. Return False if a block is out of reach."""
+        leaves = self._schema.observation.leaves
+        opened = []
+        for block in blocks:
+            memory = self._blocks.open(block.place, block_bytes(leaves, block.rows))
+            if memory is None:
+                return False
+            opened.append(lay_out(memory, leaves, block.rows))
+        first = 0
+        for (obs, next_obs), block, (count, _) in zip(opened, blocks, counts, strict=True):
+            where: Any = np.frombuffer(block.positions, np.int64) if block.positions else slice(None)
+            for target, source in zip((*obs, *next_obs), (*rows.obs, *rows.next_obs), strict=True):
+                target[where] = source[first : first + count]
+            first += count
+        return True
+
+    # ---------------------------------------------------------------- priorities
 
     def mass(self) -> float:
-        """Return what draws are in proportion to, see `Likelihood.total`."""
-        return self.likelihood.total(self.held())
+        """Return the sum of what draws are in proportion to. New rows get their priority with this call."""
+        return self.likelihood.compute_total_mass(self.held(self.store.view()))
+
+    def update_priorities(self, rows: NDArray[np.int64], priorities: NDArray[Any]) -> None:
+        """Set the priorities of rows. Rows that were evicted are ignored."""
+        sampler: Any = self.sampler
+        sampler.update_priorities(self.held(self.store.view()), rows, priorities)
+        self.changes += 1
 
     def raise_highest(self, scaled: float) -> None:
-        """Give the rows that come from now on no lower priority than this one."""
-        self.likelihood.raise_highest(self.held(), scaled)
+        """Give rows that arrive from now on at least this priority."""
+        self.likelihood.raise_highest(self.held(self.store.view()), scaled)
+        self.changes += 1
 
-    def held(self) -> Held:
-        """Describe the rows that can be drawn."""
-        if self._order is not None:
-            self._order.forget_before(self.store.first_tick)
-        return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store, order=self._order)
-
-
-class ShardReader:
-    """Decodes rows of a shard's store; several threads may use it.
-
-    Args:
-        neighbours: Shards on a machine, this one counted; each has its share of the cores.
-    """
-
-    def __init__(
-        self, schema: Schema, large: Sequence[int], kernels: storage.Kernels, decoded_bytes: int = 0,
-        neighbours: int = 1,
-    ) -> None:  # fmt: skip
-        self._leaves = schema.observation.leaves
-        self._assembler = ObservationAssembler(kernels, 0, max(1, (os.cpu_count() or 1) // neighbours))
-        self._kept = storage.DecodedSegments(kernels.coder, decoded_bytes)
-        self._blocks, self._in_blocks = OpenedBlocks(), block_leaves(schema, large)
-
-    def read(
-        self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = ()
-    ) -> Any:
-        """Return rows with all of their observations; those that could be written to blocks are not among them.
-
-        Args:
-            counts: See `ShardData.draw`.
-            blocks: Where the rows of every batch are written; nothing: nowhere.
-        """
-        if found is None or found.places is None:
-            return found
-        if found.places.awaits_files:
-            storage.bring_places(found.places)
-        places = self._kept.instead(found.places)
-        opened: list[Any] = [
-            self._blocks.memory(block.place, block_bytes(self._in_blocks, block.rows)) for block in blocks
-        ]
-        if not blocks or any(memory is None for memory in opened):
-            return self._assembler.complete(found._replace(places=places), self._leaves)
-        end = 0
-        for memory, block, (count, _) in zip(opened, blocks, counts, strict=True):
-            some, end = slice(end, end + count), end + count
-            self._write(found, places, some, block, pairs_in(memory, self._in_blocks, block.rows))
-        return found._replace(small={}, large=(), places=None)
-
-    def _write(
-        self, found: storage.Rows, places: storage.Places, some: slice, block: RowsPlace, pairs: Mapping[int, Pair]
-    ) -> None:
-        """Write the rows of one batch to where they belong in its block."""
-        rows = np.frombuffer(block.positions, np.int64).copy() if block.positions else None
-        part = places.cut(some, rows)
-        for field, i in enumerate(found.large):
-            obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
-            self._assembler.fill(part, field, obs, next_obs)
-        for i, sides in found.small.items():
-            for side, values in zip(pairs[i], sides, strict=True):
-                side[slice(None) if rows is None else rows] = values[some]
+    def priorities(self) -> dict[str, Any] | None:
+        """Return the priorities for a journal, or None if the sampler has none."""
+        by = self.likelihood.prioritized
+        if by is None or self.store.next_row == self.store.first_row:
+            return None
+        self.mass()  # New rows get their priority.
+        state = by.state()
+        used = state["scaled"][: self.store.next_row]  # A shard that was never full has no priorities after these.
+        return state | {"scaled": used, "settings": [by.alpha, by.floor]}

@@ -1,26 +1,56 @@
-"""A draw becomes a batch: NumPy arrays, or tensors on a device.
+"""A draw becomes a batch: NumPy arrays, torch tensors, or arrays of JAX.
 
-The chapters, in the order of the flow: `batches` (on the host; the entry), `device` (streams and memory of a device),
-`pinned_arenas` (slices that it reads by itself), `device_assembly` (a batch in one call of C), `batch_layout` and
-`device_batch` (sent once, stacked there; for JAX, too), `loader` (ahead of time), `to_device` (rollouts and
-trajectories). For data that is born on a device: `cuda_program`, `device_loops` (the kernels), `torch_loops` (their
-twins), `device_fields`, `device_rings`, `device_checkpoint` (where rows lie), `resident` (arguments, samplers and
-batches), `device_mirror` (the same for rows that the host keeps, too), `device_rollout`.
-Torch is imported when a device is asked for.
+delivery    the contract, and what all deliveries share
+host        arrays, and tensors on the CPU
+device      tensors on another device
+loader      batches that are made ahead
 """
 
-from holdall.delivery.batch_layout import DeviceBatch
-from holdall.delivery.batches import (
-    Batches,
-    BatchJob,
-    Delivery,
-    DrawnRows,
-    HostBatches,
-    ObservationAssembler,
-)
-from holdall.delivery.device import stream_to
-from holdall.delivery.device_assembly import SlotDraw
-from holdall.delivery.device_rollout import DeviceRollout
-from holdall.delivery.loader import Loader, LoaderDraws, Prefetched, batches_for
-from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
-from holdall.delivery.to_device import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, Gather, MinibatchDelivery
+from __future__ import annotations
+
+from typing import Any
+
+from holdall.batch import find_jax_device, import_torch
+from holdall.delivery.delivery import Delivery, Rows
+from holdall.delivery.host import HostDelivery
+from holdall.delivery.loader import Loader
+from holdall.errors import ArgumentError
+from holdall.schema import Schema
+
+__all__ = ["Delivery", "HostDelivery", "Loader", "Rows", "check_device", "new_delivery"]
+
+
+def new_delivery(schema: Schema, device: str | None) -> Delivery:
+    """Return the delivery to `device`. Raise ArgumentError if there is no such device here."""
+    if device is None:
+        return HostDelivery(schema)
+    if device == "jax":
+        torch_device = find_jax_device()
+        if torch_device is None:
+            return HostDelivery(schema, "jax")
+        return _new_device_delivery(schema, torch_device, is_jax=True)
+    if check_device(device, "device").type == "cpu":
+        return HostDelivery(schema, "cpu")
+    return _new_device_delivery(schema, device, is_jax=False)
+
+
+def check_device(device: str, argument: str) -> Any:
+    """Return the torch device that `device` names. Raise ArgumentError if torch does not have it here."""
+    torch = import_torch()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"{argument} ({device}) is not a device of torch ({error}). Use 'cpu' or 'cuda', or None for NumPy arrays."
+        ) from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"{argument} ({device}): torch finds no such CUDA device here. Use 'cpu', or None for NumPy arrays."
+        )
+    return found
+
+
+def _new_device_delivery(schema: Schema, device: str, *, is_jax: bool) -> Delivery:
+    from holdall.delivery.device import DeviceDelivery  # noqa: PLC0415  It imports torch.
+
+    return DeviceDelivery(schema, device, is_jax=is_jax)

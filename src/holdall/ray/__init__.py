@@ -1,9 +1,8 @@
-"""The memory past one machine: the same calls over shards, which are actors of Ray's.
+"""Replay memory on several machines: the methods of a local memory over shards, which are Ray actors.
 
-`holdall.ray.ReplayMemory` is made where the learner is; `memory.writer()` goes to the actors, or `collect` starts them.
-`attach` gives further learners a handle of their own.
-`holdall.ray.sb3` has what Stable-Baselines3's learners need. Names are imported when they are asked for: a shard
-that is started again after a loss waits for no more than it uses.
+The learner makes a `holdall.ray.ReplayMemory`. Actors get a `memory.writer()`, or `collect` starts them. Further
+learners call `attach`. `holdall.ray.sb3` has a buffer for Stable-Baselines3. Names are imported when they are first
+used, so that a restarted shard imports only what it needs.
 """
 
 import importlib
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdall.cluster.handle import MemoryHandle, attach
+    from holdall.cluster.limiter import RateLimit
     from holdall.cluster.memory import ReplayMemory
-    from holdall.cluster.roster import RateLimit
     from holdall.cluster.writer import Writer
     from holdall.ray.players import Collection, collect
 
@@ -21,7 +20,7 @@ __all__ = ["Collection", "MemoryHandle", "RateLimit", "ReplayMemory", "Writer", 
 _HOMES = {
     "Collection": "ray.players",
     "MemoryHandle": "cluster.handle",
-    "RateLimit": "cluster.roster",
+    "RateLimit": "cluster.limiter",
     "ReplayMemory": "cluster.memory",
     "Writer": "cluster.writer",
     "attach": "cluster.handle",
@@ -36,5 +35,5 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for a mod
         if name not in _HOMES:
             raise AttributeError(f"module 'holdall.ray' has no attribute {name!r}")
         found = getattr(importlib.import_module(f"holdall.{_HOMES[name]}"), name)
-        globals()[name] = found  # asked for once
+        globals()[name] = found
         return found

@@ -1,7 +1,4 @@
-"""Stable-Baselines3's learners over shards: a replay buffer, and actors that play with a model's policy.
-
-In:  a model's settings.  Out: its samples, drawn over all shards; actions of its policy, elsewhere.
-"""
+"""Stable-Baselines3 over shards: a replay buffer, and actors that play with a model's policy."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall.cluster.calls import this_node
 from holdall.cluster.memory import ReplayMemory
-from holdall.cluster.protocol import this_node
 from holdall.errors import ArgumentError
 from holdall.ray.players import MakeAct
 from holdall.sampling import Prioritized
@@ -26,7 +23,7 @@ from holdall.sb3.prioritized import PrioritizedSamples
 from holdall.schema import on_host
 
 _LOADED_WITH = {"durability", "on_shard_loss", "prefer", "limit", "patience_s", "sampler"}
-"""Settings of a memory that `load` takes, too."""
+"""Settings of a memory that `load` accepts, too."""
 
 
 class ReplayBuffer(LocalReplayBuffer):
@@ -35,21 +32,31 @@ class ReplayBuffer(LocalReplayBuffer):
     `DQN(..., replay_buffer_class=holdall.ray.sb3.ReplayBuffer, replay_buffer_kwargs={"shards": 2})`
 
     It draws as its memory's sampler does, and not in Stable-Baselines3's order. With `Prioritized(...)`, or `NStep(...,
-    by=Prioritized(...))`, samples have weights and ids, see `holdall.sb3.PrioritizedReplayBuffer`.
+    by=Prioritized(...))`, samples have weights and ids, see `holdall.sb3.PrioritizedReplayBuffer`. Arrays over slots,
+    such as `observations`, are not available.
 
-    `model.save_replay_buffer` keeps all transitions and priorities, compressed, where the shards run on this machine.
-    Elsewhere use `memory.save(url)`, and make the model again with what `holdall.ray.ReplayMemory.load(url)` returns.
+    `model.save_replay_buffer` keeps all transitions and priorities, compressed, if the shards run on this machine.
+    Otherwise use `memory.save(url)`, and make the model again with what `holdall.ray.ReplayMemory.load(url)` returns.
 
     Args:
-        shards: See `holdall.ray.ReplayMemory`, as all further settings; `memory` is that memory.
+        shards: See `holdall.ray.ReplayMemory`, as for all further settings. `memory` is that memory.
     """
 
+    _casts = True  # Steps go through `memory.add`, because shards have no store in this process.
+
     def __init__(
-        self, buffer_size: int, observation_space: spaces.Space[Any], action_space: spaces.Space[Any],
-        device: th.device | str = "auto", n_envs: int = 1, optimize_memory_usage: bool = False,
-        handle_timeout_termination: bool = True, **settings: Any,
-    ) -> None:  # fmt: skip
-        self._settings, self._ticks = settings, 0
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        **settings: Any,
+    ) -> None:
+        self._settings = settings
+        self._ticks = 0  # Steps that this process added.
         super().__init__(
             buffer_size,
             observation_space,
@@ -65,34 +72,49 @@ class ReplayBuffer(LocalReplayBuffer):
         batch = self.memory.sample(batch_size)
         rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
         discounts = None if batch.discount is None else batch.discount.reshape(-1, 1)
-        samples, sampler = self._as_samples(batch, rewards, env, discounts), self.memory.sampler
+        samples = self._make_samples(batch, rewards, env, discounts)
+        sampler = self.memory.sampler
         if not isinstance(getattr(sampler, "by", sampler), Prioritized):
             return samples
-        weights = self._tensor(batch.weights.reshape(-1, 1))
+        weights = self._to_tensor(batch.weights.reshape(-1, 1))
         return PrioritizedSamples.of(samples, weights, batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
-        """Set the priorities of a batch, such as the sizes of its TD errors."""
+        """Set the priorities of a batch, such as the absolute values of its TD errors."""
         self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
 
-    def _ticks_added(self) -> int:
-        """Count them here: shards do not know which of them this process added."""
-        self._ticks += 1
-        return self._ticks
-
     def size(self) -> int:
-        """Count the transitions that all actors have added and that are held."""
+        """Return the number of transitions that all actors have added and that are held."""
         return len(self.memory)
 
+    def view_field(self, name: str) -> Any:
+        """Raise ArgumentError. Transitions of shards have no slots."""
+        raise ArgumentError(
+            f"{name}: a buffer over shards has no arrays over slots. Use buffer.memory.sample or buffer.memory.gather."
+        )
+
+    def _add_cast(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        super()._add_cast(obs, next_obs, action, reward, done, infos)
+        self._ticks += 1
+
+    def _count_ticks(self) -> int:
+        """Return how many steps this process has added. Shards do not know who added a transition."""
+        return self._ticks
+
+    def reset(self) -> None:
+        """Forget every transition."""
+        super().reset()
+        self._ticks = 0
+
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything, with the files of a checkpoint in place of the memory: shards stay where they are."""
+        """Return everything, with the files of a checkpoint instead of the memory."""
         memory: Any = self.memory
         here = this_node()
         elsewhere = [status.node for status in memory.shards() if status.node not in {"", here}]
         if elsewhere:
             raise ArgumentError(
-                f"the buffer is saved on {here}, and has shards on {elsewhere[0]}; use buffer.memory.save(url) with a "
-                "url that all machines see"
+                f"The buffer is saved on {here}, but has shards on {elsewhere[0]}. Use buffer.memory.save(url) with a "
+                "url that all machines see."
             )
         with tempfile.TemporaryDirectory() as folder:
             memory.save(folder, keep=1).result()
@@ -110,21 +132,22 @@ class ReplayBuffer(LocalReplayBuffer):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
             memory: Any = ReplayMemory.load(folder, **settings, journal_url=self._settings.get("url"))
-            len(memory)  # by now the shards have read it
+            len(memory)  # Returns when all shards have opened their files, which may be deleted then.
         self.memory = memory
 
     def _new_memory(self) -> Any:
-        observed, action = self._stored_spaces()
+        observation_space, action_space = self._describe_spaces()
         capacity = self.buffer_size * self.n_envs
-        return ReplayMemory(observed, action, capacity, self.n_envs, **self._settings)
+        return ReplayMemory(observation_space, action_space, capacity, self.n_envs, **self._settings)
 
 
 def epsilon_greedy(model: BaseAlgorithm, num_actors: int, base: float = 0.4, exponent: float = 7.0) -> MakeAct:
-    """Return what `collect` makes actors' policies with: a model's own, each actor exploring by its own share.
+    """Return `make_act` for `collect`: actors play with the model's policy, and each explores with its own probability.
 
     Actor i takes a random action with probability base ** (1 + exponent * i / (num_actors - 1)).
     """
-    policy_class, arguments = type(model.policy), model.policy._get_constructor_parameters()
+    policy_class = type(model.policy)
+    arguments = model.policy._get_constructor_parameters()
     action_space = model.action_space
 
     def make(number: int) -> _EpsilonGreedy:
@@ -135,12 +158,12 @@ def epsilon_greedy(model: BaseAlgorithm, num_actors: int, base: float = 0.4, exp
 
 
 def weights_of(model: BaseAlgorithm) -> dict[str, NDArray[Any]]:
-    """Return a policy's weights as `Collection.send` takes them."""
+    """Return the weights of a model's policy for `Collection.send`."""
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in model.policy.state_dict().items()}
 
 
 class _EpsilonGreedy:
-    """A policy that now and then does something else."""
+    """A policy that takes a random action with a fixed probability."""
 
     def __init__(self, policy: Any, action_space: spaces.Space[Any], share: float, seed: int) -> None:
         th.set_num_threads(1)
@@ -152,7 +175,7 @@ class _EpsilonGreedy:
         self._generator = np.random.default_rng(seed)
 
     def load(self, weights: dict[str, NDArray[Any]]) -> None:
-        """Take over a learner's weights."""
+        """Use the learner's weights from now on."""
         self._policy.load_state_dict({name: th.as_tensor(array.copy()) for name, array in weights.items()})
 
     def __call__(self, obs: Any) -> Any:

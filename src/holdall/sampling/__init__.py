@@ -1,29 +1,18 @@
-"""Which transitions come next: the contract of a sampler, and the samplers."""
+"""Samplers, which decide which transitions form a batch, and what a memory does with its sampler.
 
-from holdall.sampling.draw import (
-    Held,
-    PrioritySampler,
-    Sampler,
-    SmallFields,
-    Stateless,
-    Uniform,
-    checked_priorities,
-    childs_generator,
-    decode_state,
-    drawn_from,
-    encode_state,
-    generator_of,
-    generator_state,
-    pack_state,
-    require_enough,
-    required_sampler,
-    restored_generator,
-    resume,
-    sampler_to_resume,
-    sampler_words,
-    set_priorities,
-    unpack_state,
-)
-from holdall.sampling.episodic import ComposedSampler, Hindsight, Likelihood, NStep, RolloutSequences, Sequence
+Other packages import these names from here.
+"""
+
+from holdall.sampling.calls import check_priorities, check_sampler, draw_from, require_enough, set_priorities
+from holdall.sampling.composed import ComposedSampler, Likelihood
+from holdall.sampling.generators import get_generator_state, new_generator, restore_generator
+from holdall.sampling.held import Held, SmallFields
+from holdall.sampling.hindsight import Hindsight
+from holdall.sampling.n_step import NStep
 from holdall.sampling.prioritized import Prioritized
-from holdall.sampling.row_order import LANE, RowOrder, WriterRun
+from holdall.sampling.registry import SAVED_SETTINGS
+from holdall.sampling.row_order import PLACES_PER_LANE, RowOrder, WriterRun
+from holdall.sampling.sampler import PrioritySampler, Sampler, Stateless
+from holdall.sampling.saving import choose_sampler, describe_sampler, resume_sampler
+from holdall.sampling.sequence import Sequence
+from holdall.sampling.uniform import Uniform

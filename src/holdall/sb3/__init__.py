@@ -1,196 +1,67 @@
-"""Drop-ins for Stable-Baselines3: same constructors, same draws, same weights for one seed; and callbacks.
+"""Drop-ins for Stable-Baselines3: the same constructors, and the same draws and weights for one seed; and callbacks.
 
-WatchCallback logs `memory/...` in Stable-Baselines3's logger, and so in TensorBoard, and its verdicts as warnings.
-LintCallback warns of every finding when `learn` starts, or stops the training before its first step.
+Every name is imported from its module when it is first used, so `from holdall.sb3 import ReplayBuffer` loads no tool.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import time
-import warnings
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING
 
-from holdall.errors import ArgumentError, HoldallError, MissingPackageError
+from holdall.errors import MissingPackageError
 
 try:
-    from stable_baselines3.common.callbacks import BaseCallback
+    import stable_baselines3  # noqa: F401  Only to check that it is installed.
 except ImportError as error:
     raise MissingPackageError("holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\"") from error
 
-from holdall import lint
-from holdall.sb3.checkpoint import CheckpointCallback, resume
-from holdall.sb3.her import HerReplayBuffer
-from holdall.sb3.prioritized import PrioritizedDQN, PrioritizedReplay, PrioritizedReplayBuffer
-from holdall.sb3.replay import ReplayBuffer
-from holdall.sb3.rollout import RolloutBuffer
-from holdall.tools.lint.engine import as_line
-from holdall.tools.watch.reading import GROUPS, MemoryReading
-from holdall.watch import OnPressure, Watch, start
+if TYPE_CHECKING:
+    from holdall.sb3.callbacks import LintCallback, WatchCallback
+    from holdall.sb3.callbacks import LintError as LintError
+    from holdall.sb3.callbacks import LintWarning as LintWarning
+    from holdall.sb3.checkpoint import CheckpointCallback, resume
+    from holdall.sb3.her import HerReplayBuffer
+    from holdall.sb3.prioritized import PrioritizedDQN, PrioritizedReplay, PrioritizedReplayBuffer
+    from holdall.sb3.replay import ReplayBuffer
+    from holdall.sb3.rollout import RolloutBuffer
 
 __all__ = [
-    "CheckpointCallback", "HerReplayBuffer", "LintCallback", "PrioritizedDQN", "PrioritizedReplay",
-    "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer", "WatchCallback", "resume",
-]  # fmt: skip
+    "CheckpointCallback",
+    "HerReplayBuffer",
+    "LintCallback",
+    "PrioritizedDQN",
+    "PrioritizedReplay",
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
+    "RolloutBuffer",
+    "WatchCallback",
+    "resume",
+]
 
-_MIB = 2.0**20
-_LOG = logging.getLogger("holdall")
+_MODULE_BY_NAME = {
+    "CheckpointCallback": "checkpoint",
+    "HerReplayBuffer": "her",
+    "LintCallback": "callbacks",
+    "LintError": "callbacks",
+    "LintWarning": "callbacks",
+    "PrioritizedDQN": "prioritized",
+    "PrioritizedReplay": "prioritized",
+    "PrioritizedReplayBuffer": "prioritized",
+    "ReplayBuffer": "replay",
+    "RolloutBuffer": "rollout",
+    "WatchCallback": "callbacks",
+    "resume": "checkpoint",
+}
 
+if not TYPE_CHECKING:  # A type checker would accept every misspelt name.
 
-class WatchCallback(BaseCallback):
-    """Watches a training: buffers and networks by name, steps, phases and their peaks.
-
-    `model.learn(100_000, callback=WatchCallback())`
-
-    Args:
-        interval_s: Seconds between two readings, which a second process takes.
-        record: A file for `holdall report`.
-        prometheus: A port of the loopback on which the newest reading is served.
-        limit: Memory that the training may use, besides the system's own limits: "8GiB" or bytes.
-        on_pressure: What is done when memory runs short: "warn"; "spill", for holdall's buffers; "checkpoint".
-        pressure_at: Share of a limit from which on memory is short.
-        checkpoint: The callback that saves, between two steps, for `on_pressure="checkpoint"`.
-        verbose: 1 logs verdicts that are warnings or errors as warnings.
-    """
-
-    def __init__(
-        self,
-        interval_s: float = 2.0,
-        record: str | os.PathLike[str] | None = None,
-        prometheus: int | None = None,
-        limit: str | int | None = None,
-        on_pressure: OnPressure = "warn",
-        pressure_at: float = 0.9,
-        checkpoint: CheckpointCallback | None = None,
-        verbose: int = 1,
-    ) -> None:
-        super().__init__(verbose)
-        if on_pressure == "checkpoint" and checkpoint is None:
-            raise ArgumentError(
-                "on_pressure is 'checkpoint', but checkpoint is None; pass a holdall.sb3.CheckpointCallback"
-            )
-        self._checkpoint = checkpoint
-        self._saves_next = False
-        self._settings: dict[str, Any] = {
-            "on_pressure": on_pressure,
-            "pressure_at": pressure_at,
-            "checkpoint": self._save_soon,
-            "interval_s": interval_s, "record": record, "prometheus": prometheus, "limit": limit,
-        }  # fmt: skip
-        self.watch: Watch | None = None
-        self._logged = self._next_look = 0.0
-        self._warned: set[str] = set()
-        self._has_phases = False
-
-    def _on_training_start(self) -> None:
-        if self.watch is None:
-            self.watch = start(**self._settings)
-        agent = self.watch.agent
-        agent.follow_model(self.model)
-        # Off-policy models turn from one to the other many times a second, so their phases mean nothing.
-        self._has_phases = hasattr(self.model, "rollout_buffer")
-        self._publish_if_due = agent.publish_if_due
-        agent.publish()
-
-    def _save_soon(self) -> None:
-        """Ask for a checkpoint; it is taken between two steps."""
-        self._saves_next = True
-
-    def _on_rollout_start(self) -> None:
-        if self._saves_next and self._checkpoint is not None:
-            self._saves_next = False
-            self._checkpoint.init_callback(self.model)
-            self._checkpoint.num_timesteps = self.num_timesteps
-            self._checkpoint.save()
-        if self._has_phases and self.watch is not None:
-            self.watch.agent.enter("collect")
-
-    def _on_rollout_end(self) -> None:
-        if self.watch is None:
-            return
-        if self._has_phases:
-            self.watch.agent.enter("train")
-        self._log(self.watch)
-
-    def _on_step(self) -> bool:
-        self._publish_if_due()
-        return True
-
-    def _on_training_end(self) -> None:
-        if self.watch is not None:
-            if self._has_phases:
-                self.watch.agent.enter(None)
-            self.watch.agent.publish()
-            self.watch.stop()
-            self.watch = None
-
-    def _log(self, watch: Watch) -> None:
-        """Hand the newest reading to the logger, once; it is not looked for oftener than it is taken."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + self._settings["interval_s"]
-        reading = watch.reading()
-        if reading is None or reading.time <= self._logged:
-            return
-        self._logged = reading.time
-        for name, value in memory_metrics(reading).items():
-            self.logger.record(name, value)
-        for verdict in watch.verdicts():
-            if self.verbose and verdict.severity != "info" and verdict.name not in self._warned:
-                self._warned.add(verdict.name)
-                _LOG.warning("%s: %s; %s", verdict.name, verdict.text, verdict.remedy)
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_BY_NAME:
+            raise AttributeError(f"module 'holdall.sb3' has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"holdall.sb3.{_MODULE_BY_NAME[name]}"), name)
+        globals()[name] = found
+        return found
 
 
-def memory_metrics(reading: MemoryReading) -> dict[str, float]:
-    """Return a reading as numbers by name, in MiB."""
-    found = {"memory/total_mib": reading.pss / _MIB, "memory/peak_mib": reading.peak / _MIB}
-    for group in GROUPS:
-        if taken := reading.of(group):
-            found[f"memory/{group}_mib"] = taken / _MIB
-    if reading.gpu is not None:
-        for name in ("allocated", "reserved", "fragmented"):
-            if (value := getattr(reading.gpu, name)) is not None:
-                found[f"memory/gpu_{name}_mib"] = value / _MIB
-    if reading.headroom:
-        found["memory/left_mib"] = min(reading.headroom.values()) / _MIB
-    return found
-
-
-class LintWarning(UserWarning):
-    """Something that `holdall.tools.lint` found in a model."""
-
-
-class LintError(HoldallError, RuntimeError):
-    """Training was not started, because of what `holdall.tools.lint` found."""
-
-
-class LintCallback(BaseCallback):
-    """Looks for mistakes in the configuration when `learn` begins.
-
-    Args:
-        settings: Which rules, against which limits; `fail_on="error"`, the default, stops training before its first
-            step if an error is found, `"never"` only warns.
-        verbose: 1 warns of errors and warnings, 2 of infos too.
-    """
-
-    def __init__(self, settings: lint.Settings | None = None, verbose: int = 1) -> None:
-        super().__init__(verbose)
-        self.settings = settings or lint.Settings()
-        self.findings: list[lint.Finding] = []
-
-    def _on_training_start(self) -> None:
-        steps: Any = self.locals.get("total_timesteps")
-        self.findings = lint.model(self.model, steps, [self.locals.get("callback", self)], self.settings)
-        fails_from = self.settings.fails_from
-        fatal = [one for one in self.findings if fails_from is not None and one.severity >= fails_from]
-        if fatal:
-            raise LintError("; ".join(map(as_line, fatal)))
-        least = lint.Severity.INFO if self.verbose > 1 else lint.Severity.WARNING
-        for finding in self.findings:
-            if finding.severity >= least:
-                warnings.warn(as_line(finding), LintWarning, stacklevel=2)
-
-    def _on_step(self) -> bool:
-        return True
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_BY_NAME})

@@ -1,9 +1,9 @@
 """Checkpoints of a whole training: model, optimizer, VecNormalize, random generators and memory, as one unit.
 
-Invariant: everything in a checkpoint is of one moment between two steps; a checkpoint is complete or absent.
-The model is stored as Stable-Baselines3's own file, which holds pickles: resume only from places that you trust. The
-rest is numbers and text. An algorithm's name is looked up in Stable-Baselines3, sb3-contrib and holdall.sb3, nowhere
-else.
+Guarantee: everything in a checkpoint is of one moment between two steps. A checkpoint is complete or absent.
+
+The model is stored as Stable-Baselines3's own file, which contains pickles: resume only from places that you trust. The
+rest is numbers and text. The name of an algorithm is looked up only in Stable-Baselines3, sb3-contrib and holdall.sb3.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from holdall import ReplayMemory
 from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
-from holdall.sampling import Prioritized, decode_state, encode_state, generator_state, restored_generator
+from holdall.sampling import Prioritized, get_generator_state, restore_generator
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
 from holdall.schema import require_count
+from holdall.store.states import decode_state, encode_state
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
 """Two functions: the first returns the state of a VecEnv as bytes, the second sets it again."""
 
-_MODEL, _TRAINING, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/numbers.npz", "sb3/environment"
+_MODEL = "sb3/model.zip"
+_TRAINING = "sb3/training.json"
+_NUMBERS = "sb3/numbers.npz"
+_ENV = "sb3/environment"
 _AVERAGES = ("obs_rms", "ret_rms")
 
 _LOG = logging.getLogger("holdall")
@@ -47,14 +51,14 @@ _PACKAGES = ("stable_baselines3", "sb3_contrib", "holdall.sb3.prioritized", "hol
 
 
 class CheckpointCallback(BaseCallback):
-    """Saves everything that training needs to go on, every `save_freq` calls, between two steps.
+    """Saves everything that training needs to continue, every `save_freq` calls, between two steps.
 
     `model.learn(100_000, callback=CheckpointCallback(10_000, "runs/dog", keep=3))`
 
     Args:
         save_freq: Calls of `env.step()` between two checkpoints, as in Stable-Baselines3's own callback.
-        path: Where they go: anything that `ReplayMemory.save` takes.
-        keep: How many of them stay.
+        path: Place of the checkpoints: anything that `ReplayMemory.save` accepts.
+        keep: Number of checkpoints to keep.
         env_state: `(get, put)` for environments that can save their state, so that a resumed training continues in the
             middle of its episodes. `get(env)` returns the state as bytes, `put(env, state)` sets it again. `env` is the
             model's VecEnv with all of its wrappers. `env.unwrapped.envs` are the environments of a DummyVecEnv, also
@@ -80,7 +84,7 @@ class CheckpointCallback(BaseCallback):
         self._carrier: ReplayMemory | None = None
 
     def save(self) -> SaveHandle:
-        """Save now; call it between two steps."""
+        """Save now. Call this between two steps."""
         self._is_due = False
         files = training_files(self.model, self.env_state)
         self._handle = self._memory().save(self.path, attach=files, keep=self.keep)
@@ -89,7 +93,7 @@ class CheckpointCallback(BaseCallback):
         return self._handle
 
     def _on_step(self) -> bool:
-        # Here the step was taken, but is not yet in the memory.
+        # At this point the step was made, but is not in the memory yet.
         self._is_due |= self.n_calls % self.save_freq == 0
         return True
 
@@ -104,17 +108,18 @@ class CheckpointCallback(BaseCallback):
         self._wait_for_last_save()
 
     def _wait_for_last_save(self) -> None:
-        """Wait for the last save while it gets on; a failed one is logged, and training goes on."""
-        handle, self._handle = self._handle, None
+        """Wait for the last save as long as it makes progress. If it failed, log that, and continue training."""
+        handle = self._handle
+        self._handle = None
         if handle is None:
             return
         try:
             handle.finish()
         except OSError as error:
-            _LOG.warning("a checkpoint could not be saved (%s); training goes on", error)
+            _LOG.warning("a checkpoint could not be saved (%s); training continues", error)
 
     def _memory(self) -> ReplayMemory:
-        """Return the memory that carries the rest; on-policy algorithms have none worth keeping."""
+        """Return the memory that is saved with the rest; for on-policy algorithms an empty one."""
         buffer = getattr(self.model, "replay_buffer", None)
         if buffer is None:
             if self._carrier is None:
@@ -138,22 +143,22 @@ def resume(
     """Return the model of the newest checkpoint, ready for `learn(..., reset_num_timesteps=False)`.
 
     Args:
-        path: Where `CheckpointCallback` saved it. The model's own file holds pickles, which can run code: resume only
+        path: The path of `CheckpointCallback`. The model's own file contains pickles, which can run code: resume only
             from places that you trust.
-        env: The environments, wrapped as they were: whatever the `load` of Stable-Baselines3 takes. With VecNormalize,
-            its averages are set.
-        algorithm: The model's class, where it is none of Stable-Baselines3's, sb3-contrib's or holdall's.
-        env_state: As in `CheckpointCallback`; without it, the environments are reset when training goes on.
-        budget: See `holdall.ReplayMemory`; if not given, the one that the saved run had.
-        prefer: The same.
-        spill_dir: The same.
+        env: The environments, wrapped as before: anything that the `load` of Stable-Baselines3 accepts. The averages of
+            VecNormalize are restored.
+        algorithm: The model's class, if it is not one of Stable-Baselines3's, sb3-contrib's or holdall's.
+        env_state: As in `CheckpointCallback`. Without it, the environments are reset when training continues.
+        budget: See `holdall.ReplayMemory`; by default that of the saved run.
+        prefer: See `holdall.ReplayMemory`; by default that of the saved run.
+        spill_dir: See `holdall.ReplayMemory`; by default that of the saved run.
     """
     asked = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
     asked = {name: value for name, value in asked.items() if value is not ...}
     files = attached_files(path)
     if _TRAINING not in files:
         raise CheckpointError(
-            f"{path} is the checkpoint of a memory alone, without a model. Load it with holdall.ReplayMemory.load. To "
+            f"{path} is the checkpoint of a memory, without a model. Load it with holdall.ReplayMemory.load. To "
             "save a whole training, use holdall.sb3.CheckpointCallback."
         )
     training = _parse_training(files[_TRAINING], str(path))
@@ -172,7 +177,7 @@ def resume(
 
 
 def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str, bytes]:
-    """Return all of a training but its memory, as files."""
+    """Return a training as files, without its memory."""
     file = io.BytesIO()
     model.save(file)
     buffer: Any = getattr(model, "replay_buffer", None)
@@ -209,13 +214,13 @@ def _restore_training(
     numbers = np.load(io.BytesIO(files[_NUMBERS]), allow_pickle=False)
     if env_state is not None and not training["has_env_state"]:
         raise ArgumentError(
-            "env_state was given, but the checkpoint was saved without; leave it out, or pass it to both"
+            "env_state was given, but the checkpoint was saved without it. Leave it out, or pass it to both."
         )
     lanes = memory.num_envs if env is None else env.num_envs if isinstance(env, VecEnv) else 1
     if training["buffer"] is not None and lanes != memory.num_envs:
         raise ArgumentError(
-            f"env has {lanes} environments, and the training was saved with {memory.num_envs}; pass as many, or "
-            f"load its memory alone with ReplayMemory.load(path, num_envs={lanes})"
+            f"env has {lanes} environments, but the training was saved with {memory.num_envs}. Pass as many, or load "
+            f"only its memory with ReplayMemory.load(path, num_envs={lanes})."
         )
     kind = algorithm or algorithm_named(training["algorithm"])
     settings: dict[str, Any] = {"env": env, "device": device, "force_reset": env_state is None}
@@ -233,14 +238,14 @@ def _restore_training(
     if env_state is not None:
         env_state[1](model.get_env(), files[_ENV])
         _skip_noise_reset(getattr(model, "action_noise", None))
-    # What follows undoes what setting the environments may have done: a reset draws, and is averaged.
+    # Setting the environments may have reset them, which draws random numbers and changes averages.
     _restore_vecnormalize(model.get_vec_normalize_env(), numbers, is_mid_episode=env_state is not None)
     restore_rng_states(model, training["generators"], numbers)
     return model
 
 
 def _skip_noise_reset(noise: Any) -> None:
-    """Pass over the next reset of action noise: `learn` begins with one, which would be in the middle of an episode."""
+    """Skip the next reset of action noise: `learn` begins with one, which would be in the middle of an episode."""
 
     def keep() -> None:
         del noise.__dict__["reset"]
@@ -254,9 +259,9 @@ def _parse_training(raw: bytes, where: str) -> Any:
         training = json.loads(raw)
         names = [training[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamageError(f"{where}: what was saved of the training cannot be read ({error})") from error
+        raise DamageError(f"{where}: the saved training cannot be read ({error})") from error
     if training["priorities"] is not None and len(training["priorities"]) != 2:
-        raise DamageError(f"{where}: what was saved of the training cannot be read ({names})")
+        raise DamageError(f"{where}: the saved training cannot be read ({names})")
     return training
 
 
@@ -268,15 +273,15 @@ def _tiers_json(buffer: ReplayBuffer) -> dict[str, Any]:
 def _require_holdall(buffer: Any) -> ReplayBuffer:
     if not isinstance(buffer, ReplayBuffer):
         raise CheckpointError(
-            f"the model's replay buffer is a {type(buffer).__name__}; make the model with "
+            f"The model's replay buffer is a {type(buffer).__name__}. Make the model with "
             "replay_buffer_class=holdall.sb3.ReplayBuffer. If that buffer was loaded from a file, write "
-            "model.replay_buffer = holdall.sb3.ReplayBuffer.copy_of(model.replay_buffer)"
+            "model.replay_buffer = holdall.sb3.ReplayBuffer.copy_of(model.replay_buffer)."
         )
     return buffer
 
 
 def _vecnormalize_state(env: VecNormalize | None) -> dict[str, Any]:
-    """Return what VecNormalize has learnt of the environments."""
+    """Return the averages and returns of VecNormalize."""
     if env is None:
         return {}
     found: dict[str, Any] = {"vecnormalize/returns": env.returns}
@@ -314,7 +319,7 @@ def _restore_vecnormalize(env: VecNormalize | None, numbers: Any, *, is_mid_epis
 
 
 def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of all generators as JSON; arrays are put into `numbers`."""
+    """Return the states of all generators as JSON. Arrays are added to `numbers`."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  Stable-Baselines3's
     version, state, next_gauss = random.getstate()
     numbers["generators/numpy"] = np.asarray(keys)
@@ -332,7 +337,7 @@ def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_rng_states(model: BaseAlgorithm, states: Any, numbers: Any) -> None:
-    """Set all generators to where they were saved."""
+    """Restore the states of all generators."""
     kind, position, has_gauss, gauss = states["numpy"]
     keys = numbers["generators/numpy"]
     np.random.set_state((kind, keys, position, has_gauss, float.fromhex(gauss)))  # noqa: NPY002  Stable-Baselines3's
@@ -352,7 +357,7 @@ def restore_rng_states(model: BaseAlgorithm, states: Any, numbers: Any) -> None:
 
 
 def _environment_rngs(model: BaseAlgorithm) -> list[Any] | None:
-    """Return the generators of environments that show them."""
+    """Return the states of the environments' generators, or None if the environments have no `np_random`."""
     env = model.get_env()
     try:
         shown = [] if env is None else env.get_attr("np_random")
@@ -364,7 +369,7 @@ def _environment_rngs(model: BaseAlgorithm) -> list[Any] | None:
 def _rng_json(generator: np.random.Generator) -> Any:
     arrays: list[Any] = []
     try:
-        state = generator_state(generator)
+        state = get_generator_state(generator)
     except CheckpointError:
         return None
     encoded = encode_state(state, arrays, "a generator")
@@ -373,17 +378,17 @@ def _rng_json(generator: np.random.Generator) -> Any:
 
 def _rng_of_json(saved: Any) -> np.random.Generator:
     arrays = {number: bytes.fromhex(text) for number, text in enumerate(saved["arrays"])}
-    return restored_generator(decode_state(saved["state"], arrays))
+    return restore_generator(decode_state(saved["state"], arrays))
 
 
 def algorithm_name(kind: type[BaseAlgorithm]) -> str:
-    """Name an algorithm; one of a user's own by its class alone."""
+    """Return the full name of an algorithm, or only the class name of a user's own algorithm."""
     package = next((name for name in _PACKAGES if f"{kind.__module__}.".startswith(f"{name}.")), None)
     return kind.__name__ if package is None else f"{package}.{kind.__name__}"
 
 
 def algorithm_named(full_name: Any) -> type[BaseAlgorithm]:
-    """Return the algorithm of a name, if it is one that everybody has."""
+    """Return the algorithm with a full name. Raise ArgumentError if it is not a public one."""
     package, _, name = str(full_name).rpartition(".")
     found = None
     if package in _PACKAGES:
@@ -391,10 +396,10 @@ def algorithm_named(full_name: Any) -> type[BaseAlgorithm]:
             found = getattr(importlib.import_module(package), name, None)
         except ImportError as error:
             raise ArgumentError(
-                f"algorithm: the checkpoint is of a {full_name}; run 'pip install sb3-contrib'"
+                f"algorithm: the checkpoint is of a {full_name}. Run 'pip install sb3-contrib'."
             ) from error
     if not (isinstance(found, type) and issubclass(found, BaseAlgorithm)):
         raise ArgumentError(
-            f"algorithm was not given, and the checkpoint is of a {full_name}; pass algorithm={full_name}"
+            f"algorithm was not given, and the checkpoint is of a {full_name}. Pass algorithm={full_name}."
         )
     return found

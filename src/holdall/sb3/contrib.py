@@ -1,8 +1,8 @@
 """Drop-ins for sb3-contrib: rollouts with action masks or recurrent states, each frame stored once; prioritized QR-DQN.
 
-In:  what MaskablePPO and RecurrentPPO add.  Out: the minibatches that their own buffers would return.
-Invariant: masks, recurrent states, padding and draws are sb3-contrib's own code; only observations and
-advantages come from `RolloutBuffer`, so one seed gives the same weights, bit for bit.
+Guarantee: MaskablePPO and RecurrentPPO get the minibatches that their own buffers would return. Masks, recurrent
+states, padding and draws are sb3-contrib's own code. Only observations and advantages come from `RolloutBuffer`, so one
+seed gives the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ except ImportError as error:
     ) from error
 
 
-_SETTINGS = ("buffer_size", "observation_space", "action_space", "hidden_state_shape", "device", "gae_lambda", "gamma",
-             "n_envs")  # fmt: skip
+_SETTINGS = (
+    "buffer_size",
+    "observation_space",
+    "action_space",
+    "hidden_state_shape",
+    "device",
+    "gae_lambda",
+    "gamma",
+    "n_envs",
+)
 
 
 class _Compressing:
-    """Takes `compress` out of the arguments, which the buffers of sb3-contrib do not know."""
+    """Removes `compress` from the arguments, which the buffers of sb3-contrib do not accept."""
 
     def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
         self._compress = compress
@@ -63,7 +71,7 @@ def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:
     elif type(plain) is recurrent.RecurrentRolloutBuffer:
         kind = RecurrentRolloutBuffer
     else:
-        raise ArgumentError(f"model has a {type(plain).__name__}; pass a RecurrentPPO as its constructor made it")
+        raise ArgumentError(f"model has a {type(plain).__name__}. Pass a RecurrentPPO as its constructor made it.")
     same = {name: getattr(plain, name) for name in _SETTINGS}
     model.rollout_buffer = kind(**same, compress=compress)
     return model

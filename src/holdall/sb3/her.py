@@ -1,8 +1,8 @@
 """HerReplayBuffer: Stable-Baselines3's hindsight experience replay over a ReplayMemory.
 
-Invariant: the same seed draws the same transitions and goals in the same order, and every tensor is equal bit for bit,
-so the trained weights are the same. Observations and goals are stored once. Infos are kept as JSON and arrays; reading
-them back can run no code.
+Guarantee: the same seed draws the same transitions and goals in the same order, and every tensor is equal bit for bit,
+so the trained weights are the same. Observations and goals are stored once. Infos are stored as JSON and arrays, so
+reading them back cannot run code.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, 
 from holdall.batch import Draw, Goals
 from holdall.errors import ArgumentError, DamageError
 from holdall.sb3.replay import ReplayBuffer
+from holdall.store.tuning import Tuning
 
-_ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
+_ACHIEVED = "achieved_goal"
+_DESIRED = "desired_goal"
 _TAG = "~holdall"
 _KINDS = "biuf"
 _JSON_TYPES = (bool, int, float, str)
 _GOAL_HOOKS = ("_get_real_samples", "_get_virtual_samples", "_sample_goals")
-"""Methods that Stable-Baselines3's `sample` calls; where one is a user's own, that `sample` runs."""
+"""Methods that Stable-Baselines3's `sample` calls. If a user has overridden one of them, that `sample` is used."""
 
 
 class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
@@ -41,18 +43,17 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         env: The training environment; Stable-Baselines3's algorithms pass it.
         n_sampled_goal: Transitions that get another goal, for every one that keeps its own.
         goal_selection_strategy: "future", "final" or "episode".
-        copy_info_dict: Keep infos, and hand them to `compute_reward`. They are kept as JSON and
-            arrays; whatever is neither is refused.
+        copy_info_dict: Store infos, and pass them to `compute_reward`. They are stored as JSON and arrays. Values of
+            other types are refused.
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
-        prefer: The same.
-        spill_dir: The same.
+        prefer: See `holdall.ReplayMemory`.
+        spill_dir: See `holdall.ReplayMemory`.
         prefetch: See `ReplayBuffer`.
     """
 
     _takes_steps = False
-    _drawable: NDArray[np.int64] | None
-    """Places of finished episodes, until these change."""
-    _held_from: int
+    _drawable: NDArray[np.int64] | None  # flat positions of the steps of finished episodes; None: not known
+    _held_from: int  # first tick that was held when episodes were forgotten last
 
     def __init__(
         self,
@@ -72,15 +73,28 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
         prefetch: int = 0,
+        _tuning: Tuning | None = None,
     ) -> None:
-        flags = (optimize_memory_usage, handle_timeout_termination)
-        tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "prefetch": prefetch}
-        ReplayBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs, *flags, **tiers)
-        specs = [self._obs_specs.get(key) for key in (_ACHIEVED, _DESIRED)]
-        if specs[0] is None or specs[0] != specs[1]:
+        ReplayBuffer.__init__(
+            self,
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            budget=budget,
+            prefer=prefer,
+            spill_dir=spill_dir,
+            prefetch=prefetch,
+            _tuning=_tuning,
+        )
+        achieved_spec = self._obs_specs.get(_ACHIEVED)
+        if achieved_spec is None or achieved_spec != self._obs_specs.get(_DESIRED):
             raise ArgumentError(
                 f"observation_space ({observation_space}) must have {_ACHIEVED} and {_DESIRED}, of one shape and "
-                "dtype; use ReplayBuffer for spaces without goals"
+                "dtype. Use ReplayBuffer for spaces without goals."
             )
         strategy: Any = goal_selection_strategy
         if isinstance(strategy, str):
@@ -106,12 +120,12 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         done: NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one transition per environment; the rest of an episode that loses its first step goes with it."""
+        """Add one transition per environment. An episode whose first step is overwritten can no longer be drawn."""
         slot = self.pos
-        kept = [pack_info(info) for info in infos] if self.copy_info_dict else []
+        packed = [pack_info(info) for info in infos] if self.copy_info_dict else []
         ReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
         if self.copy_info_dict:
-            self.infos.write(slot, kept)
+            self.infos.write(slot, packed)
         self._forget_evicted_episodes()
         self.ep_start[slot] = self._current_ep_start
         for lane in np.flatnonzero(done).tolist():
@@ -120,44 +134,50 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
         self._forget_evicted_episodes()
-        if self._replaced() or _overridden_goals(type(self)) or not self.__dict__.keys().isdisjoint(_GOAL_HOOKS):
+        if self._find_replaced_hooks() or self._overrides_goals():
             return her_replay_buffer.HerReplayBuffer.sample(self, batch_size, env)
-        if self._is_delivered(env):
-            return self._delivered(batch_size)
-        batch = self.memory.follow(self._next_recipe(batch_size))
-        return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+        if self._can_deliver(env):
+            return self._deliver_next(batch_size)
+        batch = self.memory.deliver(self._draw(batch_size))
+        return self._make_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
 
-    def _next_recipe(self, batch_size: int) -> Draw:
+    def _overrides_goals(self) -> bool:
+        """Return whether a subclass, or this object, has methods of its own that choose goals."""
+        return _has_overridden_goals(type(self)) or not self.__dict__.keys().isdisjoint(_GOAL_HOOKS)
+
+    def _draw(self, batch_size: int) -> Draw:
         if self._drawable is None:
             self._drawable = np.flatnonzero(self.ep_length > 0)
         if self._drawable.size == 0:
             raise RuntimeError(
                 "Unable to sample before the end of the first episode: learning_starts must be greater than the "
-                "longest episode of the environment." + self._budget_remark()
+                "longest episode of the environment." + self._describe_early_eviction()
             )
-        positions = np.random.choice(self._drawable, size=batch_size, replace=True)  # noqa: NPY002  its generator
+        positions = np.random.choice(self._drawable, size=batch_size)  # noqa: NPY002  Stable-Baselines3's generator
         slots, lanes = np.unravel_index(positions, self.ep_length.shape)
         num_relabelled = int(self.her_ratio * batch_size)
-        relabelled = (slots[:num_relabelled], lanes[:num_relabelled])
-        outcomes = self._ids(self._outcome_slots(*relabelled), relabelled[1])
-        order = np.roll(np.arange(batch_size), -num_relabelled)  # real transitions come first
+        relabelled_slots = slots[:num_relabelled]
+        relabelled_lanes = lanes[:num_relabelled]
+        outcome_slots = self._choose_outcomes(relabelled_slots, relabelled_lanes)
+        order = np.roll(np.arange(batch_size), -num_relabelled)  # Transitions that keep their goal come first.
         rows = np.arange(batch_size - num_relabelled, batch_size)
 
-        def rewards_of(achieved: Any, desired: Any, _infos: Any) -> Any:
-            return self._rewards_of(achieved, desired, *relabelled)
+        def compute_rewards(achieved: Any, desired: Any, _infos: Any) -> Any:
+            return self._compute_rewards(achieved, desired, relabelled_slots, relabelled_lanes)
 
-        goals = Goals(rows, outcomes, _ACHIEVED, _DESIRED, rewards_of)
-        ids = self._ids(slots[order], lanes[order])
+        outcome_ids = self._find_ids(outcome_slots, relabelled_lanes)
+        goals = Goals(rows, outcome_ids, _ACHIEVED, _DESIRED, compute_rewards)
+        ids = self._find_ids(slots[order], lanes[order])
         return Draw(ids, np.ones(batch_size, np.float32), goals=goals)
 
-    def _budget_remark(self) -> str:
-        """Return what to do about episodes that the budget evicts before they end, if it evicts any step early."""
+    def _describe_early_eviction(self) -> str:
+        """Return advice about episodes that the budget evicts before they end, or nothing if it evicts none early."""
         held = self.memory.next_id - self.memory.first_id
         if held >= self._filled * self.n_envs:
             return ""
         return (
-            f" The budget holds {held} transitions, and an episode that lost its first step cannot be drawn: raise "
-            "budget, or name a spill_dir."
+            f" The budget holds {held} transitions, and an episode without its first step cannot be drawn: raise "
+            "budget, or pass a spill_dir."
         )
 
     def reset(self) -> None:
@@ -167,13 +187,14 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self._forget_episodes()
 
     @classmethod
-    def _settings_of(cls, buffer: Any) -> dict[str, Any]:
+    def _read_settings(cls, buffer: Any) -> dict[str, Any]:
         names = ("env", "n_sampled_goal", "goal_selection_strategy", "copy_info_dict")
         return {name: getattr(buffer, name) for name in names}
 
     def _copy_slots(self, buffer: Any) -> None:
         ReplayBuffer._copy_slots(self, buffer)
-        self.ep_start[:], self.ep_length[:] = buffer.ep_start, buffer.ep_length
+        self.ep_start[:] = buffer.ep_start
+        self.ep_length[:] = buffer.ep_length
         self._current_ep_start[:] = buffer._current_ep_start
         self._forget_incomplete_episodes()
         if self.copy_info_dict:
@@ -181,14 +202,20 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
                 self.infos.write(slot, [pack_info(info) for info in buffer.infos[slot]])
 
     def episode_state(self) -> dict[str, NDArray[Any]]:
-        """Return what the buffer knows about episodes and infos, for a checkpoint."""
+        """Return the positions of episodes, and the infos, for a checkpoint."""
         infos, lengths = self.infos.state()
-        starts = {"her/start": self.ep_start, "her/length": self.ep_length, "her/current": self._current_ep_start}
-        return {"her/infos": infos, "her/info_lengths": lengths, **starts}
+        return {
+            "her/infos": infos,
+            "her/info_lengths": lengths,
+            "her/start": self.ep_start,
+            "her/length": self.ep_length,
+            "her/current": self._current_ep_start,
+        }
 
     def restore_episodes(self, state: Any) -> None:
-        """Take over what `episode_state` returned; the memory was restored before."""
-        self.ep_start[:], self.ep_length[:] = state["her/start"], state["her/length"]
+        """Restore the result of `episode_state`. The memory was restored before."""
+        self.ep_start[:] = state["her/start"]
+        self.ep_length[:] = state["her/length"]
         self._current_ep_start[:] = state["her/current"]
         self.infos.restore(state["her/infos"], state["her/info_lengths"])
         self._forget_incomplete_episodes()
@@ -201,7 +228,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self._held_from = first_tick
 
     def _forget_incomplete_episodes(self) -> None:
-        """Forget the finished episodes whose first step the memory does not hold, whenever it was evicted."""
+        """Forget all finished episodes whose first step the memory does not hold."""
         first_tick = self.memory.first_id // self.n_envs
         newest_tick = self.memory.next_id // self.n_envs - 1
         slots, lanes = np.nonzero(self.ep_length)
@@ -213,16 +240,17 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self._drawable = None
 
     def _forget_rest_of_episodes(self, slot: int) -> None:
-        """Drop what is left of the episodes that lose the step in a slot."""
+        """Forget the remaining steps of the episodes whose step in `slot` was evicted."""
         for lane in np.flatnonzero(self.ep_length[slot]).tolist():
             end = self.ep_start[slot, lane] + self.ep_length[slot, lane]
             self.ep_length[np.arange(slot, end) % self.buffer_size, lane] = 0
             self._drawable = None
 
     def _forget_episodes(self) -> None:
-        self.ep_start, self.ep_length = np.zeros((2, self.buffer_size, self.n_envs), dtype=np.int64)
+        self.ep_start = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
+        self.ep_length = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
         self._current_ep_start = np.zeros(self.n_envs, dtype=np.int64)
-        self._held_from = 0  # tick
+        self._held_from = 0
         self._drawable = None
 
     def _compute_episode_length(self, env_idx: int) -> None:
@@ -235,22 +263,23 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         if start_id < self.memory.first_id:
             self.ep_length[np.arange(start, start + length) % self.buffer_size, env_idx] = 0
 
-    def _outcome_slots(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choose a step of the same episode for every transition."""
-        start, length = self.ep_start[slots, lanes], self.ep_length[slots, lanes]
+    def _choose_outcomes(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a slot of the same episode for every transition, in the order of Stable-Baselines3's draws."""
+        start = self.ep_start[slots, lanes]
+        length = self.ep_length[slots, lanes]
         if self.goal_selection_strategy == GoalSelectionStrategy.FINAL:
             chosen = length - 1
         else:
             future = self.goal_selection_strategy == GoalSelectionStrategy.FUTURE
             least = (slots - start) % self.buffer_size if future else 0
-            chosen = np.random.randint(least, length)  # noqa: NPY002  its generator
+            chosen = np.random.randint(least, length)  # noqa: NPY002  Stable-Baselines3's generator
         return np.asarray((chosen + start) % self.buffer_size)
 
-    def _rewards_of(self, achieved: Any, desired: Any, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
-        """Ask the first environment for the rewards of transitions with another goal."""
+    def _compute_rewards(self, achieved: Any, desired: Any, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
+        """Return the rewards of transitions with another goal, which the first environment computes."""
         if self.env is None:
             raise ArgumentError(
-                "env is not set, so no reward can be computed for another goal; call set_env(env) first"
+                "env is not set, so no reward can be computed for another goal. Call set_env(env) first."
             )
         infos = self.infos[slots, lanes] if self.copy_info_dict else [{} for _ in range(len(slots))]
         rewards = self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])
@@ -258,7 +287,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
 
 
 @cache
-def _overridden_goals(kind: type[HerReplayBuffer]) -> bool:
+def _has_overridden_goals(kind: type[HerReplayBuffer]) -> bool:
     return any(getattr(kind, name) is not getattr(her_replay_buffer.HerReplayBuffer, name) for name in _GOAL_HOOKS)
 
 
@@ -277,27 +306,30 @@ def unpack_info(packed: bytes) -> dict[str, Any]:
 
 
 class InfoSlots:
-    """Infos as an array of (slots, environments) that exists only when it is read."""
+    """Infos as an array of (slots, environments) that exists only while it is read."""
 
     def __init__(self, slots: int, lanes: int) -> None:
         self.shape = (slots, lanes)
         self._packed: list[bytes | None] = [None] * (slots * lanes)
 
     def write(self, slot: int, packed: list[bytes]) -> None:
-        """Keep one tick's infos, packed."""
+        """Store the packed infos of one tick."""
         lanes = self.shape[1]
         self._packed[slot * lanes : (slot + 1) * lanes] = packed
 
     def state(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return all infos as bytes, one after another, and their lengths; -1 where there is none."""
+        """Return all infos as bytes, one after another, and their lengths. The length of a missing info is -1."""
         lengths = [-1 if packed is None else len(packed) for packed in self._packed]
         joined = b"".join(packed for packed in self._packed if packed is not None)
         return np.frombuffer(joined, np.uint8), np.array(lengths, np.int64)
 
     def restore(self, joined: NDArray[np.uint8], lengths: NDArray[np.int64]) -> None:
-        """Take over what `state` returned elsewhere."""
+        """Restore the result of `state`. Raise DamageError if the lengths do not fit."""
         if lengths.shape != (len(self._packed),) or np.maximum(lengths, 0).sum() != joined.size:
-            raise DamageError(f"{lengths.size} infos of {joined.size} bytes were saved, {len(self._packed)} are kept")
+            raise DamageError(
+                f"The checkpoint has {lengths.size} infos of {joined.size} bytes, but the buffer has "
+                f"{len(self._packed)} infos."
+            )
         ends = np.cumsum(np.maximum(lengths, 0))
         raw = joined.tobytes()
         self._packed = [
@@ -314,7 +346,7 @@ class InfoSlots:
 
 
 def _to_json(value: Any, path: str, arrays: list[bytes]) -> Any:
-    """Turn a value into JSON; arrays are put aside and named by their position."""
+    """Return a value as JSON. The bytes of arrays are appended to `arrays` and referred to by their offset."""
     if value is None or type(value) in _JSON_TYPES:
         return value
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _KINDS:
@@ -328,9 +360,8 @@ def _to_json(value: Any, path: str, arrays: list[bytes]) -> Any:
         items = [_to_json(child, f"{path}[{index}]", arrays) for index, child in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
     raise ArgumentError(
-        f"{path} is a {type(value).__name__}; copy_info_dict keeps infos as JSON and arrays: None, bool, int, float, "
-        "str, lists, tuples, dicts with string keys, and NumPy arrays of numbers. Leave it out in a wrapper, or use "
-        "copy_info_dict=False"
+        f"{path} is a {type(value).__name__}. copy_info_dict stores None, bool, int, float, str, lists, tuples, dicts "
+        "with string keys, and NumPy arrays of numbers. Remove the value in a wrapper, or use copy_info_dict=False."
     )
 
 
@@ -344,7 +375,8 @@ def _from_json(value: Any, rows: bytes) -> Any:
         return {key: _from_json(child, rows) for key, child in value.items()}
     if kind == "tuple":
         return tuple(_from_json(child, rows) for child in value["items"])
-    dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
+    dtype = np.dtype(value["dtype"])
+    shape = tuple(value["shape"])
     count = int(np.prod(shape, dtype=np.int64))
     array = np.frombuffer(rows, dtype, count, value["at"]).reshape(shape).copy()
     return array if kind == "array" else array[()]

@@ -1,7 +1,6 @@
 """Prioritized experience replay for Stable-Baselines3: a buffer that draws by priority, and a DQN that learns from it.
 
-In:  what its algorithms add, and TD errors.  Out: its samples, with ids and weights beside them; weighted updates.
-Invariant: with alpha 0, buffer and algorithm draw and learn what Stable-Baselines3's own do, bit for bit.
+Guarantee: with alpha 0, buffer and algorithm draw and learn the same as Stable-Baselines3's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class PrioritizedSamples(NamedTuple):
 
     @classmethod
     def of(cls, samples: Any, weights: th.Tensor, ids: NDArray[np.int64]) -> PrioritizedSamples:
-        """Put weights and ids beside samples; those of Stable-Baselines3 2.6 have no discounts."""
+        """Add weights and ids to samples. Samples of Stable-Baselines3 2.6 have no discounts."""
         return cls(**({"discounts": None} | samples._asdict()), weights=weights, ids=ids)
 
 
@@ -54,7 +53,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     Args:
         args: As in `ReplayBuffer`: buffer_size, observation_space, action_space, device, n_envs, ...
         alpha: See `holdall.Prioritized`. With 0, draws are those of `ReplayBuffer`, and weights are 1.
-        beta: The same; it can be changed later, as `buffer.sampler.beta`.
+        beta: See `holdall.Prioritized`. It can be changed later, as `buffer.sampler.beta`.
         settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir, prefetch.
     """
 
@@ -62,50 +61,53 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """Called with every batch that `sample` returns."""
 
     def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **settings: Any) -> None:
-        self._alpha, self._beta = alpha, beta
+        self._alpha = alpha
+        self._beta = beta
         super().__init__(*args, **settings)
 
     @property
     def sampler(self) -> Prioritized:
         """The memory's sampler."""
-        sampler: Any = self.memory.sampler  # a Prioritized: `_own_draws` and `resume` pass one
+        sampler: Any = self.memory.sampler  # a Prioritized: `_choose_sampler` and `resume` pass one
         return sampler  # type: ignore[no-any-return]  # see above
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
-        if self._is_delivered(env):
-            samples: PrioritizedSamples = self._delivered(batch_size)
+        if self._can_deliver(env):
+            samples: PrioritizedSamples = self._deliver_next(batch_size)
         else:
-            ids, weights = self._drawn_with_weights(batch_size)
-            found: ReplayBufferSamples | DictReplayBufferSamples = self._samples(ids, env)
-            samples = PrioritizedSamples.of(found, self._tensor(weights.reshape(-1, 1)), ids)
+            ids, weights = self._draw_weighted(batch_size)
+            found: ReplayBufferSamples | DictReplayBufferSamples = self._gather_samples(ids, env)
+            samples = PrioritizedSamples.of(found, self._to_tensor(weights.reshape(-1, 1)), ids)
         if self.on_sample is not None:
             self.on_sample(samples)
         return samples
 
-    def _drawn_with_weights(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _draw_weighted(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Draw by priority. Return ids and weights."""
         if self.sampler.alpha == 0:
-            return self._drawn(batch_size), np.ones(batch_size, np.float32)
+            return self._draw_ids(batch_size), np.ones(batch_size, np.float32)
         draw = self.memory.draw(batch_size)
         return draw.ids, draw.weights
 
-    def _next_recipe(self, batch_size: int) -> Draw:
-        ids, weights = self._drawn_with_weights(batch_size)
-        return replace(self._recipe(ids), weights=weights)
+    def _draw(self, batch_size: int) -> Draw:
+        ids, weights = self._draw_weighted(batch_size)
+        return replace(self._make_draw(ids), weights=weights)
 
-    def _samples_on_device(self, batch: Batch) -> Any:
-        return PrioritizedSamples.of(super()._samples_on_device(batch), batch.weights.reshape(-1, 1), batch.ids)
+    def _make_device_samples(self, batch: Batch) -> Any:
+        return PrioritizedSamples.of(super()._make_device_samples(batch), batch.weights.reshape(-1, 1), batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
-        """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
+        """Set the priorities of a batch, such as the absolute values of its TD errors; see `ReplayMemory`."""
         self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
 
-    def _own_draws(self) -> dict[str, Any]:
+    def _choose_sampler(self) -> dict[str, Any]:
         # Stable-Baselines3 seeds NumPy's global generator before it makes the buffer.
-        before = np.random.get_state()  # noqa: NPY002  as everything else here
-        seed = int(np.random.randint(2**31))  # noqa: NPY002  likewise
-        if self._alpha == 0:  # draws come from that generator, and begin where they do without priorities
-            np.random.set_state(before)  # noqa: NPY002  likewise
+        before = np.random.get_state()  # noqa: NPY002  Stable-Baselines3's generator
+        seed = int(np.random.randint(2**31))  # noqa: NPY002  Stable-Baselines3's generator
+        if self._alpha == 0:
+            # Draws use that generator, and begin with the same state as without priorities.
+            np.random.set_state(before)  # noqa: NPY002  Stable-Baselines3's generator
         return {"sampler": Prioritized(self._alpha, self._beta), "seed": seed}
 
 
@@ -115,27 +117,29 @@ class PrioritizedReplay(OffPolicyAlgorithm):
     `class PrioritizedQRDQN(PrioritizedReplay, QRDQN): ...`
 
     `train` is the algorithm's own. While it runs, the gradient that reaches the network is multiplied by the weight of
-    its row, which is what a weighted loss gives, and the TD errors of every batch become its priorities. The logged
-    loss is the one before weights.
+    its row, which equals a weighted loss, and the TD errors of every batch become its priorities. The logged loss is
+    not weighted.
 
     Args:
         args: As in the algorithm.
-        alpha: How uneven draws are, see `holdall.Prioritized`; 0 gives the algorithm without priorities, bit for bit.
-        beta: How much of it the weights correct: from this number up to 1 at the end of training; or a function of the
-            progress that remains, from 1 to 0, as Stable-Baselines3's schedules are.
-        settings: As in the algorithm. `replay_buffer_kwargs` may have what `PrioritizedReplayBuffer` takes; `n_steps`
-            becomes the buffer's.
+        alpha: How much priorities count, see `holdall.Prioritized`. 0 gives the algorithm without priorities, bit for
+            bit.
+        beta: How much of the bias the weights correct. A number rises to 1 at the end of training. A function gets the
+            remaining progress, from 1 to 0, as Stable-Baselines3's schedules do.
+        settings: As in the algorithm. `replay_buffer_kwargs` may have the settings of `PrioritizedReplayBuffer`.
+            `n_steps` is passed to the buffer.
     """
 
     def __init__(
         self, *args: Any, alpha: float = 0.6, beta: float | Callable[[float], float] = 0.4, **settings: Any
     ) -> None:
-        self.alpha, self.beta = alpha, beta if callable(beta) else require_number("beta", beta, 0)
+        self.alpha = alpha
+        self.beta = beta if callable(beta) else require_number("beta", beta, 0)
         super().__init__(*args, **settings)
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
-        """Do the algorithm's own updates, weighted; keep the TD errors as priorities."""
-        buffer: Any = self.replay_buffer  # somebody may have loaded another one
+        """Do the algorithm's own updates, weighted, and set the priorities to the TD errors."""
+        buffer: Any = self.replay_buffer  # A user may have loaded another one.
         _require_priorities("replay_buffer", type(buffer))
         remaining = self._current_progress_remaining
         buffer.sampler.beta = self.beta(remaining) if callable(self.beta) else 1 - (1 - self.beta) * remaining
@@ -146,14 +150,14 @@ class PrioritizedReplay(OffPolicyAlgorithm):
             following[:] = [values]
 
         def weigh(network: Any, inputs: Any, values: th.Tensor) -> None:
-            if not values.requires_grad:  # such as a double DQN that asks which action is best
+            if not values.requires_grad:  # For example, a double DQN computes the best action.
                 return
             samples = drawn.pop()
             weights = samples.weights.reshape(-1, *[1] * (values.ndim - 1))
             values.register_hook(lambda gradient: gradient * weights)  # type: ignore[no-untyped-call]  # torch's
             buffer.update_priorities(samples.ids, self.td_errors(samples, values.detach(), following.pop()).abs())
 
-        network, target = self._networks()
+        network, target = self._find_networks()
         hooks = [target.register_forward_hook(keep), network.register_forward_hook(weigh)]
         buffer.on_sample = drawn.append
         try:
@@ -168,23 +172,23 @@ class PrioritizedReplay(OffPolicyAlgorithm):
         """Return the TD error of every row, (batch, 1).
 
         Args:
-            values: What the network returned for `samples.observations`: (batch, actions), or (batch, quantiles,
-                actions), of which the mean counts.
-            following: What the target network returned for `samples.next_observations`.
+            values: Output of the network for `samples.observations`, (batch, actions) or (batch, quantiles, actions).
+                The mean over quantiles counts.
+            following: Output of the target network for `samples.next_observations`.
         """
-        now, then = (each if each.ndim == 2 else each.mean(dim=1) for each in (values, following))
         discounts = self.gamma if samples.discounts is None else samples.discounts
-        target = samples.rewards + (1 - samples.dones) * discounts * then.max(dim=1, keepdim=True).values
-        return target - now.gather(1, samples.actions.long())
+        next_values = _average_quantiles(following).max(dim=1, keepdim=True).values
+        target = samples.rewards + (1 - samples.dones) * discounts * next_values
+        return target - _average_quantiles(values).gather(1, samples.actions.long())
 
-    def _networks(self) -> tuple[th.nn.Module, th.nn.Module]:
+    def _find_networks(self) -> tuple[th.nn.Module, th.nn.Module]:
         """Return the network that learns, and its target."""
         for name in ("q_net", "quantile_net"):
             if hasattr(self, name):
                 return getattr(self, name), getattr(self, f"{name}_target")
         raise ArgumentError(
-            f"{type(self).__name__} has neither a q_net nor a quantile_net: PrioritizedReplay is for algorithms of the "
-            "DQN family; elsewhere weigh the loss by hand, with PrioritizedReplayBuffer and samples.weights"
+            f"{type(self).__name__} has neither a q_net nor a quantile_net. PrioritizedReplay is for algorithms of the "
+            "DQN family. For others, use PrioritizedReplayBuffer and multiply the loss by samples.weights."
         )
 
     def _setup_model(self) -> None:
@@ -192,7 +196,7 @@ class PrioritizedReplay(OffPolicyAlgorithm):
         _require_priorities("replay_buffer_class", kind)
         with made_with(self, kind, alpha=self.alpha):
             super()._setup_model()
-        self._networks()  # an algorithm without any is refused before it trains
+        self._find_networks()  # Refuse an algorithm without such networks before it trains.
 
 
 class PrioritizedDQN(PrioritizedReplay, DQN):
@@ -201,16 +205,18 @@ class PrioritizedDQN(PrioritizedReplay, DQN):
 
 @contextmanager
 def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
-    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
+    """While a model is set up, make it use a buffer of class `kind`, and pass its `n_steps` to the buffer.
 
     Args:
-        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
+        settings: Settings of the buffer. Those of the model's own `replay_buffer_kwargs` take precedence.
     """
-    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
+    asked = model.replay_buffer_kwargs
+    n_steps = getattr(model, "n_steps", 1)
     if n_steps > 1:
         settings |= {"n_steps": n_steps, "gamma": model.gamma}
-        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
-    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
+        model.n_steps = 1  # Otherwise Stable-Baselines3 warns that it does not pass `n_steps` to the buffer.
+    model.replay_buffer_class = kind
+    model.replay_buffer_kwargs = settings | asked
     try:
         yield
     finally:
@@ -222,6 +228,11 @@ def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **set
 def _require_priorities(name: str, kind: type) -> None:
     if not issubclass(kind, PrioritizedReplayBuffer):
         raise ArgumentError(
-            f"{name} ({kind.__module__}.{kind.__name__}) knows no priorities; leave replay_buffer_class out, or, for a "
-            "loaded buffer, write model.replay_buffer = PrioritizedReplayBuffer.copy_of(model.replay_buffer)"
+            f"{name} ({kind.__module__}.{kind.__name__}) has no priorities. Leave replay_buffer_class out, or, for a "
+            "loaded buffer, write model.replay_buffer = PrioritizedReplayBuffer.copy_of(model.replay_buffer)."
         )
+
+
+def _average_quantiles(values: th.Tensor) -> th.Tensor:
+    """Return values as (batch, actions)."""
+    return values if values.ndim == 2 else values.mean(dim=1)

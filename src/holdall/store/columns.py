@@ -7,6 +7,7 @@ observation or `truncated`.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Columns:
     """The columns of a schema, and the numbers of their outputs.
 
     Attributes:
+        observations: Number of observation leaves, which have the first columns.
         reward: Number of the reward's column.
         first_extra: Number of the first extra's column.
         flags: Number of the column of flags.
@@ -35,6 +37,11 @@ class Columns:
         extra_outputs: Outputs of the extras, leaf by leaf.
         terminated_output: Output of `terminated`.
         truncated_output: Output of `truncated`.
+        flags_output: Output of the flags as they are stored, one byte per transition: see `FLAG_TERMINATED`.
+        first_step_outputs: What a batch contains of the first step of each row, which is all but the following.
+        last_step_outputs: What a batch contains of the last step: next observation, terminated, truncated.
+        batch_outputs: Both, in this order.
+        ended_output: Output of `terminated and not truncated` as float32, of shape (rows, 1).
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -42,6 +49,7 @@ class Columns:
         obs_count = len(schema.observation.leaves)
         action_count = len(schema.action.leaves)
         extra_count = len(schema.extras.leaves)
+        self.observations = obs_count
         self.reward = obs_count + action_count
         self.first_extra = self.reward + 1
         self.flags = self.first_extra + extra_count
@@ -52,6 +60,16 @@ class Columns:
         self.extra_outputs = tuple(2 * i for i in range(self.first_extra, self.flags))
         self.terminated_output = 2 * self.flags
         self.truncated_output = 2 * self.flags + 1
+        self.flags_output = 2 * self.flags + 2
+        self.ended_output = 2 * self.flags + 3
+        self.first_step_outputs = (
+            *self.obs_outputs,
+            *self.action_outputs,
+            *self.extra_outputs,
+            self.reward_output,
+        )
+        self.last_step_outputs = (*self.next_obs_outputs, self.terminated_output, self.truncated_output)
+        self.batch_outputs = self.first_step_outputs + self.last_step_outputs
 
     def native(self) -> tuple[NativeColumn, ...]:
         """Return role, type number and shape of every column. The type of the reward is not known yet."""
@@ -71,6 +89,17 @@ class Columns:
             _native_group(self._schema.action),
             _native_group(self._schema.extras),
         )
+
+    def leaf_bytes(self, column: int, reward_dtype: np.dtype[Any] | None) -> int | None:
+        """Return the bytes of one lane's row of a column. None for rewards if `reward_dtype` is None."""
+        schema = self._schema
+        if column == self.flags:
+            return 1
+        if column == self.reward:
+            return None if reward_dtype is None else prod(schema.reward_shape) * reward_dtype.itemsize
+        leaves = (*schema.observation.leaves, *schema.action.leaves, None, *schema.extras.leaves)
+        leaf = leaves[column]
+        return None if leaf is None else leaf.nbytes
 
     def row_bytes(self, sliced: set[int], reward_bytes: int) -> int:
         """Return the bytes that one transition takes if the observation leaves in `sliced` take four bytes each."""

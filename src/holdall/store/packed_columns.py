@@ -1,8 +1,8 @@
 """Plans for packed runs: which values of small observations repeat, and how a run stores each of them.
 
-`find_plan` reads a sample of rows and returns a `Plan`, which `PackedRun.pack` takes. A plan is a guess about rows that
-the search did not see. `PackedRun.pack` compares every row that it packs and stores the rows that differ whole, so a
-wrong guess costs memory and never changes a value.
+`find_plan` reads a sample of rows and returns a `PackingPlan`, which `PackedRun.pack` takes. A plan is a guess about
+rows that the search did not see. `PackedRun.pack` compares every row that it packs and stores the rows that differ
+whole, so a wrong guess costs memory and never changes a value.
 
 A row consists of words, one for each item of each leaf. The search sorts the words into five kinds:
 
@@ -55,7 +55,7 @@ Piece = tuple[int, int, int, int, int, int, bool]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """How `PackedRun.pack` divides the bytes of a row among groups. The header packed.h explains the terms.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Row:
         return words
 
 
-def find_plan(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) -> Plan | None:
+def find_plan(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) -> PackingPlan | None:
     """Return a plan for rows like those of a sample, or None if no values repeat in the sample.
 
     Args:
@@ -279,7 +279,7 @@ def _group_repeating(words: Words, row: _Row, candidates: list[int]) -> list[lis
 # ---------------------------------------------------------------- the tables of a plan
 
 
-def _make_plan(row: _Row, groups: Sequence[_Group], copies: dict[int, int]) -> Plan:
+def _make_plan(row: _Row, groups: Sequence[_Group], copies: dict[int, int]) -> PackingPlan:
     places: dict[int, tuple[int, int]] = {}  # By word: its group, and its offset from the row's first frame.
     tables = []
     for number, group in enumerate(groups):
@@ -292,7 +292,7 @@ def _make_plan(row: _Row, groups: Sequence[_Group], copies: dict[int, int]) -> P
                 places[word] = (number, frame * frame_bytes + offset)
         tables.append((frame_bytes, window, group.is_dense))
     pieces = tuple(_make_pieces(row, leaf, places, copies) for leaf in range(len(row.leaf_bytes)))
-    return Plan(row.leaf_bytes, tuple(tables), pieces)
+    return PackingPlan(row.leaf_bytes, tuple(tables), pieces)
 
 
 def _make_pieces(row: _Row, leaf: int, places: dict[int, tuple[int, int]], copies: dict[int, int]) -> tuple[Piece, ...]:

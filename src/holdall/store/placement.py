@@ -1,298 +1,354 @@
 """Placement: which blocks stay raw, which are compressed, which move to disk, and which ticks are evicted.
 
-`plan` is a pure function of what is held and of the budget. It has no state, no threads and no clock, so its tests are
-tables of inputs and outputs. The store calls it after every closed segment and carries the plan out.
+`Holdings` are the sizes of everything that is held. `plan` is a pure function of the holdings and of the budget. It has
+no state, no threads and no clock, so its tests are tables of inputs and outputs. The store calls it after every closed
+segment and carries the plan out. A plan looks only at the blocks that it names and at sums, so it costs the same for
+ten segments and for ten thousand.
 
-The plan is safe to repeat. A block that the compactor has not finished yet is listed again, and the compactor ignores
-it. Ticks are only evicted because of sizes that are known: a block that is about to be compressed counts as nothing
-until its compressed size is known. `Budget.reserved_bytes` covers it in the meantime.
+A plan is safe to repeat, because the compactor ignores blocks that it is working at. Ticks are only evicted because of
+sizes that are known: a block that is about to be compressed counts as nothing until its compressed size is known.
+`Budget.reserved_bytes` covers it in the meantime.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeVar
 
-from holdall.errors import ArgumentError
-from holdall.store.tuning import Tuning
-from holdall.units import format_bytes
+from holdall.store.budget import Budget
 
 _ASSUMED_RATIO = 0.5
 """Compressed size over raw size, as long as no block was compressed."""
-_MIN_TICKS_PER_SEGMENT = 2
-"""Ticks that fit into the smallest segment, even if none of their observations repeats another one."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Form(Enum):
     """Where the bytes of a block are."""
 
+    OPEN = "open"  # In memory. Slices may still be added, and `Budget.reserved_bytes` covers the block.
     RAW = "raw"  # In memory, uncompressed.
+    COMPRESSING = "compressing"  # In memory, uncompressed. The compactor has it.
+    KEPT = "kept"  # In memory, uncompressed, because compression failed.
     CODED = "coded"  # In memory, compressed.
+    MOVING = "moving"  # In memory, compressed. The compactor has it, and moves it to disk.
     FILED = "filed"  # On disk, compressed.
-    ROWS = "rows"  # In memory: rows and logs of a segment, which leave memory only by eviction.
 
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """What placement knows of a block, or of the rows of a segment."""
+    """What placement knows of a block."""
 
-    first_tick: int  # First tick that needs the block.
-    end_tick: int  # Tick after the last one that needs the block.
+    form: Form
     raw_bytes: int  # Bytes of the uncompressed block.
-    coded_bytes: int | None = None  # Bytes after compression. None: not tried. `raw_bytes`: compression did not help.
-    form: Form = Form.RAW
-    is_open: bool = False  # Whether ticks may still be added. Open blocks are neither compressed nor evicted.
-    file: int | None = None  # Number of the spill file. The disk is freed when all blocks of a file are evicted.
+    memory_bytes: int  # Bytes of RAM that the block takes now.
+    disk_bytes: int = 0  # Bytes of the block on disk.
+    file: int | None = None  # Number of the spill file. A file is deleted when all of its blocks are evicted.
+    field: int = 0  # Number of the observation leaf.
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the compressed size is known."""
+        return self.form in (Form.CODED, Form.MOVING, Form.FILED)
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of the compressed block, wherever they are."""
+        return self.memory_bytes + self.disk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentState(Generic[Key]):
+    end_tick: int  # Tick after the segment's last one.
+    ticks: int
+    rows_bytes: int
+    keys: tuple[Key, ...]  # Blocks that the segment needs.
+
+
+class Holdings(Generic[Key]):
+    """Sizes of all closed segments and of their blocks, oldest first. Blocks are named by keys.
+
+    Attributes:
+        segments: The segments, oldest first.
+        rows_bytes: Bytes of rows and logs, which leave memory only by eviction.
+        block_bytes: Bytes of RAM of all blocks, by form.
+        raw_bytes: Bytes of all blocks if none was compressed.
+        ticks: Ticks of all segments.
+    """
+
+    def __init__(self) -> None:
+        self.segments: deque[_SegmentState[Key]] = deque()
+        self.rows_bytes = 0
+        self.block_bytes = dict.fromkeys(Form, 0)
+        self.raw_bytes = 0
+        self.ticks = 0
+        self._states: dict[Key, BlockState] = {}
+        self._keys_by_form: dict[Form, dict[Key, None]] = {form: {} for form in Form}
+        self._end_ticks: dict[Key, int] = {}  # By block: the tick after the last one that needs it.
+        self._measured_raw_bytes = 0
+        self._measured_coded_bytes = 0
+        self._measured_fields: set[int] = set()
+        self._fields: set[int] = set()
+        self._blocks_by_file: Counter[int] = Counter()
+        self._bytes_by_file: Counter[int] = Counter()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of RAM that the block takes now."""
-        if self.form is Form.FILED:
-            return 0
-        if self.form is Form.CODED:
-            return self.coded_bytes or 0
-        return self.raw_bytes
+        """Bytes of RAM of everything."""
+        return self.rows_bytes + sum(self.block_bytes.values())
 
     @property
-    def can_compress(self) -> bool:
-        """Whether the block is closed, raw, and was not tried before."""
-        return self.form is Form.RAW and not self.is_open and self.coded_bytes is None
+    def ratio(self) -> float:
+        """Compressed size over raw size of the blocks that were compressed."""
+        if self._measured_raw_bytes == 0:
+            return _ASSUMED_RATIO
+        return self._measured_coded_bytes / self._measured_raw_bytes
+
+    @property
+    def unmeasured_fields(self) -> set[int]:
+        """Fields of which no block was compressed yet."""
+        return self._fields - self._measured_fields
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._states
+
+    def __getitem__(self, key: Key) -> BlockState:
+        """Return the state of a block."""
+        return self._states[key]
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes of RAM when the compactor is idle. An estimate, as far as blocks are still to be compressed."""
+        saved_bytes = (1.0 - self.ratio) * self.block_bytes[Form.COMPRESSING]
+        return self.memory_bytes - int(saved_bytes) - self.block_bytes[Form.MOVING]
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of RAM without the blocks that are still to be compressed or moved to disk."""
+        return self.memory_bytes - self.block_bytes[Form.COMPRESSING] - self.block_bytes[Form.MOVING]
+
+    def blocks(self, form: Form) -> Collection[Key]:
+        """Return the blocks of one form, in the order in which they got it."""
+        return self._keys_by_form[form].keys()
+
+    def end_tick(self, key: Key) -> int:
+        """Return the tick after the last one that needs a block."""
+        return self._end_ticks[key]
+
+    def file_size(self, file: int) -> tuple[int, int]:
+        """Return how many blocks a spill file has, and their bytes."""
+        return self._blocks_by_file[file], self._bytes_by_file[file]
+
+    def add_segment(self, end_tick: int, ticks: int, rows_bytes: int, blocks: Mapping[Key, BlockState]) -> None:
+        """Append a closed segment. Blocks that earlier segments need, too, get their state from `blocks`."""
+        self.segments.append(_SegmentState(end_tick, ticks, rows_bytes, tuple(blocks)))
+        self.rows_bytes += rows_bytes
+        self.ticks += ticks
+        for key, state in blocks.items():
+            self._end_ticks[key] = end_tick
+            self._fields.add(state.field)
+            self.change_block(key, state)
+
+    def change_block(self, key: Key, state: BlockState) -> None:
+        """Replace the state of a block."""
+        if key in self._states:
+            self._forget(key)
+        self._states[key] = state
+        self._keys_by_form[state.form][key] = None
+        self.raw_bytes += state.raw_bytes
+        if state.form is not Form.OPEN:
+            self.block_bytes[state.form] += state.memory_bytes
+        if state.is_measured:
+            self._measured_raw_bytes += state.raw_bytes
+            self._measured_coded_bytes += state.coded_bytes
+            self._measured_fields.add(state.field)
+        if state.file is not None:
+            self._blocks_by_file[state.file] += 1
+            self._bytes_by_file[state.file] += state.disk_bytes
+
+    def evict(self, before_tick: int) -> list[Key]:
+        """Remove the segments that end before `before_tick`. Return the blocks that no other segment needs."""
+        evicted: list[Key] = []
+        while self.segments and self.segments[0].end_tick <= before_tick:
+            segment = self.segments.popleft()
+            self.rows_bytes -= segment.rows_bytes
+            self.ticks -= segment.ticks
+            evicted += [key for key in segment.keys if self._end_ticks[key] == segment.end_tick]
+        for key in evicted:
+            self._forget(key)
+            del self._end_ticks[key]
+        return evicted
+
+    def _forget(self, key: Key) -> None:
+        state = self._states.pop(key)
+        del self._keys_by_form[state.form][key]
+        self.raw_bytes -= state.raw_bytes
+        if state.form is not Form.OPEN:
+            self.block_bytes[state.form] -= state.memory_bytes
+        if state.is_measured:
+            self._measured_raw_bytes -= state.raw_bytes
+            self._measured_coded_bytes -= state.coded_bytes
+        if state.file is not None:
+            self._blocks_by_file[state.file] -= 1
+            self._bytes_by_file[state.file] -= state.disk_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How much RAM a memory may use, for which purpose. Make one with `limited`, `automatic` or `least`."""
+class PlacementPlan(Generic[Key]):
+    """Work that brings what is held within the budget."""
 
-    max_bytes: int | None  # Hard limit of everything in RAM. None: nothing is evicted before the capacity is reached.
-    max_raw_bytes: int  # Closed blocks that may stay uncompressed.
-    max_resident_bytes: int | None  # Closed blocks in RAM before the oldest move to disk. None: no such limit.
-    max_queued_bytes: int  # Raw blocks that may wait for the compactor before `add` waits.
-    max_segment_bytes: int  # Blocks of one segment together.
-    reserved_bytes: int  # Part of `max_bytes` for the open segment, blocks in transit, and batches.
-    can_spill: bool  # Whether there is a disk tier.
-
-    @classmethod
-    def limited(cls, max_bytes: int, *, can_spill: bool, tick_bytes: int, tuning: Tuning) -> Budget:
-        """Return the budget of a memory with a hard limit.
-
-        `tick_bytes` are the bytes of one tick if none of its observations repeats another one. Raise ArgumentError if
-        the smallest useful segments do not fit into `max_bytes`.
-        """
-        min_bytes = tuning.segments_per_limit * _MIN_TICKS_PER_SEGMENT * tick_bytes
-        if max_bytes < min_bytes:
-            raise ArgumentError(
-                f"budget ({format_bytes(max_bytes)}) is too small. Segments of {_MIN_TICKS_PER_SEGMENT} ticks need "
-                f"{format_bytes(_MIN_TICKS_PER_SEGMENT * tick_bytes)}, and {tuning.segments_per_limit} of them must "
-                f"fit. Pass at least {min_bytes} bytes ({format_bytes(min_bytes)}), or use fewer environments."
-            )
-        segment_bytes = min(tuning.block_bytes, max_bytes // tuning.segments_per_limit)
-        staging_bytes = min(max_bytes // tuning.staging_divisor, tuning.max_staging_bytes)
-        return cls(
-            max_bytes=max_bytes,
-            max_raw_bytes=max_bytes,
-            max_resident_bytes=None,
-            max_queued_bytes=tuning.min_queued_segments * segment_bytes,
-            max_segment_bytes=segment_bytes,
-            reserved_bytes=tuning.segments_in_transit * segment_bytes + staging_bytes,
-            can_spill=can_spill,
-        )
-
-    @classmethod
-    def automatic(cls, available_bytes: int, *, can_spill: bool, tuning: Tuning) -> Budget:
-        """Return the budget "auto": the newest blocks stay raw in a share of the memory that is available now."""
-        return cls._unlimited(
-            available_bytes,
-            max_raw_bytes=available_bytes // tuning.auto_raw_divisor,
-            max_resident_bytes=available_bytes // tuning.auto_resident_divisor,
-            can_spill=can_spill,
-            tuning=tuning,
-        )
-
-    @classmethod
-    def least(cls, available_bytes: int, *, can_spill: bool, tuning: Tuning) -> Budget:
-        """Return the budget None: every block is compressed, and moved to disk if there is a disk tier."""
-        return cls._unlimited(
-            available_bytes, max_raw_bytes=0, max_resident_bytes=0, can_spill=can_spill, tuning=tuning
-        )
-
-    @classmethod
-    def _unlimited(
-        cls, available_bytes: int, *, max_raw_bytes: int, max_resident_bytes: int, can_spill: bool, tuning: Tuning
-    ) -> Budget:
-        queued_bytes = min(available_bytes // tuning.queue_divisor, tuning.max_queued_bytes)
-        return cls(
-            max_bytes=None,
-            max_raw_bytes=max_raw_bytes,
-            max_resident_bytes=max_resident_bytes if can_spill else None,
-            max_queued_bytes=max(queued_bytes, tuning.min_queued_segments * tuning.block_bytes),
-            max_segment_bytes=tuning.block_bytes,
-            reserved_bytes=0,
-            can_spill=can_spill,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Work that brings what is held within the budget. Positions are those of the blocks given to `plan`."""
-
-    to_compress: tuple[int, ...] = ()  # Positions of blocks to compress, oldest first.
-    to_spill: tuple[int, ...] = ()  # Positions of compressed blocks to move to disk, oldest first.
+    to_compress: tuple[Key, ...] = ()  # Blocks to compress, oldest first.
+    to_spill: tuple[Key, ...] = ()  # Compressed blocks to move to disk, oldest first.
     evict_before_tick: int | None = None  # Ticks before this one are evicted first. None: no tick is evicted.
-    is_disk_full: bool = False  # Whether ticks are evicted although there is a disk tier, because the disk is full.
+    freed_disk_bytes: int = 0  # Disk space that the eviction frees.
 
 
-def plan(blocks: Sequence[BlockState], other_bytes: int, budget: Budget, disk_room_bytes: int | None = None) -> Plan:
-    """Return the least work after which `blocks` fit into `budget`.
+def plan(
+    holdings: Holdings[Key], budget: Budget, disk_room_bytes: int | None = None, *, can_evict: bool = True
+) -> PlacementPlan[Key]:
+    """Return the least work after which `holdings` fit into `budget`.
 
     Blocks are compressed before they are moved to disk, and moved to disk before ticks are evicted.
 
     Args:
-        other_bytes: Bytes in RAM that neither compression nor eviction frees.
-        disk_room_bytes: Bytes that the disk takes. None: as many as needed.
+        disk_room_bytes: Bytes that the disk takes, with the blocks that are being moved. None: as many as needed.
+        can_evict: Whether ticks may be evicted.
     """
-    oldest_first = sorted(range(len(blocks)), key=lambda position: blocks[position].first_tick)
-    room = _resident_room(other_bytes, budget)
-    to_compress = _choose_to_compress(blocks, oldest_first, budget, room)
-    if room is None:
-        return Plan(to_compress=to_compress)
-    disk = disk_room_bytes if budget.can_spill else 0
-    evict_before = None
+    limit_room = None if budget.max_bytes is None else max(budget.max_bytes - budget.reserved_bytes, 0)
+    rooms = [room for room in (limit_room, budget.max_resident_bytes) if room is not None]
+    room = min(rooms, default=None)
+    to_compress = _choose_to_compress(holdings, budget, room)
+    disk_room = disk_room_bytes if budget.can_spill else 0
+    if disk_room is not None:
+        disk_room = max(disk_room - holdings.block_bytes[Form.MOVING], 0)
+    eviction = _Eviction(None, 0, 0)
+    if limit_room is not None and can_evict:
+        eviction = _choose_eviction(holdings, to_compress, limit_room, disk_room)
+    evict_before = eviction.before_tick
+    if evict_before is not None:
+        to_compress = [key for key in to_compress if holdings.end_tick(key) > evict_before]
+    to_spill: list[Key] = []
+    if room is not None and budget.can_spill:
+        saved_bytes = (1.0 - holdings.ratio) * sum(holdings[key].raw_bytes for key in to_compress)
+        excess_bytes = holdings.expected_bytes - eviction.freed_bytes - int(saved_bytes) - room
+        if disk_room is not None:
+            disk_room += eviction.freed_disk_bytes
+        to_spill = _choose_to_spill(holdings, evict_before, excess_bytes, disk_room)
+    return PlacementPlan(tuple(to_compress), tuple(to_spill), evict_before, eviction.freed_disk_bytes)
+
+
+def has_room_for_speed(holdings: Holdings[Key], budget: Budget) -> bool:
+    """Return whether blocks may be compressed fast and less well: without a limit, or while it is far from full."""
+    if budget.max_bytes is None:
+        return True
+    free_bytes = budget.max_bytes - budget.reserved_bytes - holdings.expected_bytes
+    return holdings.block_bytes[Form.RAW] + free_bytes >= 2 * budget.max_segment_bytes
+
+
+def count_ticks_that_fit(holdings: Holdings[Key], budget: Budget) -> int | None:
+    """Return how many ticks like those that are held fit into the limit. None without a limit, or if not known yet."""
+    if budget.max_bytes is None or holdings.ticks == 0 or holdings.unmeasured_fields:
+        return None
+    tick_bytes = (holdings.rows_bytes + holdings.ratio * holdings.raw_bytes) / holdings.ticks
+    return int((budget.max_bytes - budget.reserved_bytes) / max(tick_bytes, 1e-9))
+
+
+def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room: int | None) -> list[Key]:
+    """Return the oldest raw blocks: as many as are too many uncompressed, or too many in memory.
+
+    With a limit, the first block of every field is compressed at once, because its compressed size tells how many
+    transitions fit.
+    """
+    raw_bytes = holdings.block_bytes[Form.RAW]
+    expected_bytes = holdings.expected_bytes
+    saved_share = 1.0 - holdings.ratio
+    unmeasured = set()
     if budget.max_bytes is not None:
-        evict_before = _choose_eviction(blocks, oldest_first, set(to_compress), room, disk)
-    held = [position for position in oldest_first if not _is_evicted(blocks[position], evict_before)]
-    kept = set(held)
-    expected_bytes = _expected_bytes(blocks, held, set(to_compress))
-    if disk is not None:
-        disk += _freed_disk_bytes(blocks, evict_before)
-    return Plan(
-        to_compress=tuple(position for position in to_compress if position in kept),
-        to_spill=_choose_to_spill(blocks, held, expected_bytes - room, disk),
-        evict_before_tick=evict_before,
-        is_disk_full=budget.can_spill and evict_before is not None,
-    )
-
-
-def _resident_room(other_bytes: int, budget: Budget) -> int | None:
-    """Return the bytes of RAM for all `blocks`. None: as many as they need."""
-    if budget.max_bytes is not None:
-        return max(budget.max_bytes - budget.reserved_bytes - other_bytes, 0)
-    return budget.max_resident_bytes
-
-
-def _choose_to_compress(
-    blocks: Sequence[BlockState], oldest_first: Iterable[int], budget: Budget, room: int | None
-) -> tuple[int, ...]:
-    """Return the oldest raw blocks: as many as are too many uncompressed, or too many in memory."""
-    candidates = [position for position in oldest_first if blocks[position].can_compress]
-    raw_bytes = sum(blocks[position].raw_bytes for position in candidates)
-    resident_bytes = sum(block.memory_bytes for block in blocks)
-    saved_share = 1.0 - _compression_ratio(blocks)
+        compressing = {holdings[key].field for key in holdings.blocks(Form.COMPRESSING)}
+        unmeasured = holdings.unmeasured_fields - compressing
     chosen = []
-    for position in candidates:
-        is_too_large = room is not None and resident_bytes > room
-        if raw_bytes <= budget.max_raw_bytes and not is_too_large:
+    for key in holdings.blocks(Form.RAW):
+        is_too_large = room is not None and expected_bytes > room
+        is_too_raw = raw_bytes > budget.max_raw_bytes
+        state = holdings[key]
+        if not (is_too_large or is_too_raw or unmeasured):
             break
-        chosen.append(position)
-        raw_bytes -= blocks[position].raw_bytes
-        resident_bytes -= int(saved_share * blocks[position].raw_bytes)
-    return tuple(chosen)
-
-
-def _compression_ratio(blocks: Sequence[BlockState]) -> float:
-    """Return the compressed size over the raw size of all blocks that were compressed."""
-    known = [block for block in blocks if block.coded_bytes is not None and block.form is not Form.ROWS]
-    raw_bytes = sum(block.raw_bytes for block in known)
-    if raw_bytes == 0:
-        return _ASSUMED_RATIO
-    return sum(block.coded_bytes or 0 for block in known) / raw_bytes
-
-
-def _expected_bytes(blocks: Sequence[BlockState], held: Iterable[int], compressing: set[int]) -> int:
-    """Return the bytes in memory after compression, which are an estimate for blocks that were not compressed yet."""
-    ratio = _compression_ratio(blocks)
-    expected = 0
-    for position in held:
-        block = blocks[position]
-        if position in compressing:
-            expected += int(ratio * block.raw_bytes)
-        else:
-            expected += block.memory_bytes
-    return expected
+        if not (is_too_large or is_too_raw or state.field in unmeasured):
+            continue
+        chosen.append(key)
+        unmeasured.discard(state.field)
+        raw_bytes -= state.raw_bytes
+        expected_bytes -= int(saved_share * state.raw_bytes)
+    return chosen
 
 
 def _choose_to_spill(
-    blocks: Sequence[BlockState], held: Iterable[int], excess_bytes: int, disk_room_bytes: int | None
-) -> tuple[int, ...]:
+    holdings: Holdings[Key], evict_before: int | None, excess_bytes: int, disk_room_bytes: int | None
+) -> list[Key]:
     """Return the oldest compressed blocks: as many as exceed the memory and fit on the disk."""
-    chosen = []
-    for position in held:
-        block = blocks[position]
+    chosen: list[Key] = []
+    for key in holdings.blocks(Form.CODED):
         if excess_bytes <= 0:
             break
-        if block.form is not Form.CODED or block.is_open:
+        if evict_before is not None and holdings.end_tick(key) <= evict_before:
             continue
+        nbytes = holdings[key].memory_bytes
         if disk_room_bytes is not None:
-            if block.memory_bytes > disk_room_bytes:
+            if nbytes > disk_room_bytes:
                 break
-            disk_room_bytes -= block.memory_bytes
-        chosen.append(position)
-        excess_bytes -= block.memory_bytes
-    return tuple(chosen)
+            disk_room_bytes -= nbytes
+        chosen.append(key)
+        excess_bytes -= nbytes
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Eviction:
+    before_tick: int | None  # First tick that stays. None: every tick stays.
+    freed_bytes: int  # Bytes of RAM.
+    freed_disk_bytes: int
 
 
 def _choose_eviction(
-    blocks: Sequence[BlockState],
-    oldest_first: Sequence[int],
-    compressing: set[int],
-    room: int,
-    disk_room_bytes: int | None,
-) -> int | None:
-    """Return the first tick that stays. None: every tick can stay.
-
-    Memory is only freed together with a whole block, so the result is the end of a block.
-    """
-
-    def fits(evict_before: int | None) -> bool:
-        held = [position for position in oldest_first if not _is_evicted(blocks[position], evict_before)]
-        known_bytes = sum(blocks[position].memory_bytes for position in held if position not in compressing)
-        disk = disk_room_bytes
-        if disk is not None:
-            disk += _freed_disk_bytes(blocks, evict_before)
-        spilled = _choose_to_spill(blocks, held, known_bytes - room, disk)
-        return known_bytes - sum(blocks[position].memory_bytes for position in spilled) <= room
-
-    if fits(None):
-        return None
-    ends = sorted({block.end_tick for block in blocks if not block.is_open})
-    if not ends:
-        return None
-    # Evicting more ticks never needs more memory, so a binary search finds the smallest sufficient eviction.
-    sufficient = bisect_left(ends, True, key=fits)
-    return ends[min(sufficient, len(ends) - 1)]
-
-
-def _is_evicted(block: BlockState, evict_before: int | None) -> bool:
-    return evict_before is not None and not block.is_open and block.end_tick <= evict_before
-
-
-def _freed_disk_bytes(blocks: Sequence[BlockState], evict_before: int | None) -> int:
-    """Return the disk space of the spill files in which every block is evicted."""
-    if evict_before is None:
-        return 0
+    holdings: Holdings[Key], compressing: Collection[Key], room: int, disk_room_bytes: int | None
+) -> _Eviction:
+    """Return the smallest eviction after which the rest fits into memory and on the disk."""
+    uncounted = set(compressing)
+    excess_bytes = holdings.known_bytes - sum(holdings[key].raw_bytes for key in uncounted) - room
+    coded_bytes = holdings.block_bytes[Form.CODED]
+    next_spill_bytes = next((holdings[key].memory_bytes for key in holdings.blocks(Form.CODED)), 0)
     freed_bytes = 0
-    bytes_by_file: dict[int, int] = defaultdict(int)
-    needed_files = set()
-    for block in blocks:
-        if block.form is not Form.FILED:
-            continue
-        is_evicted = _is_evicted(block, evict_before)
-        if block.file is None:
-            freed_bytes += (block.coded_bytes or 0) if is_evicted else 0
-        elif is_evicted:
-            bytes_by_file[block.file] += block.coded_bytes or 0
-        else:
-            needed_files.add(block.file)
-    return freed_bytes + sum(nbytes for file, nbytes in bytes_by_file.items() if file not in needed_files)
+    freed_disk_bytes = 0
+    before_tick: int | None = None
+    evicted_by_file: Counter[int] = Counter()
+
+    def has_room() -> bool:
+        spilled_bytes = coded_bytes
+        if disk_room_bytes is not None:
+            disk_room = disk_room_bytes + freed_disk_bytes
+            # A block is moved whole, so room for a part of a block is no room.
+            spilled_bytes = min(coded_bytes, disk_room) if disk_room >= next_spill_bytes else 0
+        return excess_bytes <= spilled_bytes
+
+    for segment in holdings.segments:
+        if has_room():
+            break
+        before_tick = segment.end_tick
+        excess_bytes -= segment.rows_bytes
+        freed_bytes += segment.rows_bytes
+        for key in segment.keys:
+            state = holdings[key]
+            if holdings.end_tick(key) != segment.end_tick or state.form is Form.OPEN:
+                continue
+            is_counted = key not in uncounted and state.form not in (Form.COMPRESSING, Form.MOVING)
+            freed_bytes += state.memory_bytes
+            excess_bytes -= state.memory_bytes if is_counted else 0
+            coded_bytes -= state.memory_bytes if state.form is Form.CODED else 0
+            if state.file is not None:
+                evicted_by_file[state.file] += 1
+                blocks, nbytes = holdings.file_size(state.file)
+                freed_disk_bytes += nbytes if evicted_by_file[state.file] == blocks else 0
+    return _Eviction(before_tick, freed_bytes, freed_disk_bytes)

@@ -14,10 +14,12 @@ import re
 import secrets
 import sys
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
-from holdall._native import Coded
-from holdall.errors import ClosedError
+from holdall._native import Block, Coded
+from holdall.errors import ArgumentError, ClosedError
+from holdall.schema import require_path
 from holdall.store.tuning import Tuning
 
 if sys.platform != "win32":
@@ -34,6 +36,7 @@ class SpillFile:
     """One open file of the disk tier. It is closed and deleted together with the last block that refers to it.
 
     Attributes:
+        path: Path of the file.
         number: Number of the file, unique within its `SpillFolder`.
         descriptor: Descriptor for reading and writing.
         nbytes: Bytes that are written. Bytes after them belong to a write that is not finished.
@@ -41,6 +44,7 @@ class SpillFile:
 
     def __init__(self, path: Path, number: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self.path = path
         self.number = number
         self.nbytes = 0
         self.descriptor = os.open(path, flags, 0o600)
@@ -81,9 +85,15 @@ class SpillFolder:
     """
 
     def __init__(self, spill_dir: str | os.PathLike[str], tuning: Tuning) -> None:
-        self._spill_dir = Path(spill_dir)
+        self._spill_dir = Path(require_path("spill_dir", spill_dir))
         self._tuning = tuning
-        self._folder = _LockedFolder(self._spill_dir)
+        try:
+            self._spill_dir.mkdir(parents=True, exist_ok=True)
+            self._folder = _LockedFolder(self._spill_dir)
+        except OSError as error:
+            raise ArgumentError(
+                f"spill_dir ('{spill_dir}') cannot be written to ({error}). Pass a directory of a disk with free space."
+            ) from error
         self._file: SpillFile | None = None  # File that `store` appends to.
         self._files: tuple[weakref.ref[SpillFile], ...] = ()
         self._next_number = 0
@@ -110,8 +120,9 @@ class SpillFolder:
         try:
             start = file.append(data.data, self._tuning.write_bytes)
         except BaseException:
+            # The next block gets a file of its own, so that this file is deleted with its last block.
+            self._file = None
             if file.nbytes == 0:
-                self._file = None
                 file.delete()
             raise
         return coded.in_file(file.descriptor, start, file)
@@ -133,6 +144,7 @@ class SpillFolder:
             return file
         self._file = None
         if not is_usable:
+            # `spill_dir` itself is not made again, because it may be a disk that is not mounted at the moment.
             self._folder = _LockedFolder(self._spill_dir)
         number = self._next_number
         file = SpillFile(self._folder.path / f"{number:08d}.seg", number)
@@ -146,11 +158,64 @@ class SpillFolder:
         return max(self._tuning.spill_file_bytes, self.disk_bytes // self._tuning.spill_files)
 
 
+class DiskRoom:
+    """What is known of the free space for the disk tier.
+
+    The free space is only known after a block could not be written. It is then what was freed since. Other programs may
+    free more, so a block is written on trial now and then.
+
+    Attributes:
+        free_bytes: Bytes that the disk takes. None: no block was refused lately.
+        failure: Why the last block was refused, and what to do.
+        trial: The block that is written on trial, or None.
+    """
+
+    def __init__(self, trial_interval: int) -> None:
+        self.free_bytes: int | None = None
+        self.failure = ""
+        self.trial: Block | None = None
+        self._trial_interval = trial_interval
+        self._pause_segments = 0
+
+    def is_trial_due(self) -> bool:
+        """Count a closed segment. Return whether a block is to be written on trial."""
+        if self.free_bytes is None or self.trial is not None:
+            return False
+        self._pause_segments -= 1
+        return self._pause_segments < 0
+
+    def record_failure(self, block: Block, failure: str) -> None:
+        """Record that the disk refused a block. A refused trial says nothing of the room that is known."""
+        self.failure = failure
+        if block is self.trial:
+            self.trial = None
+            self._pause_segments = self._trial_interval
+        else:
+            self.free_bytes = 0
+
+    def record_success(self, block: Block, nbytes: int) -> None:
+        """Record that the disk took a block of `nbytes` bytes."""
+        if block is self.trial or self.free_bytes == 0:
+            self.trial = None
+            self.free_bytes = None
+        elif self.free_bytes is not None:
+            self.free_bytes = max(self.free_bytes - nbytes, 0)
+
+    def record_eviction(self, blocks: Collection[Block]) -> None:
+        """Record that blocks were evicted. One of them may have been the trial."""
+        if self.trial in blocks:
+            self.trial = None
+
+    def record_freed(self, nbytes: int) -> None:
+        """Record that `nbytes` on the disk were freed."""
+        if self.free_bytes is not None:
+            self.free_bytes += nbytes
+
+
 class _LockedFolder:
     """A new folder that is locked for as long as this process, or a child that it forked, is alive."""
 
     def __init__(self, parent: Path) -> None:
-        parent.mkdir(parents=True, exist_ok=True)
         self.path = parent / f"holdall-spill-{secrets.token_hex(8)}"
         self._process = os.getpid()
         lock = _make_locked_folder(self.path)

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.schema import Array, Schema, fit_flags, fit_reward
+from holdall.errors import ArgumentError
+from holdall.schema import Array, Schema, as_array, fit_flags, fit_reward
+
+_TIME_LIMIT_KEY = "TimeLimit.truncated"
+"""Key of an info dict that says whether a time limit ended the step."""
 
 
 class Step(NamedTuple):
@@ -36,12 +40,18 @@ def check_step(
     truncated: Any,
     extras: Mapping[str, Any] | None = None,
     valid: Any = None,
+    infos: Any = None,
 ) -> Step:
     """Return the arguments of an `add`, or of an `extend` if `leading` has a time axis. Raise ArgumentError.
 
-    `reward_dtype` is the dtype of the rewards that are held; None before the first one.
+    Args:
+        reward_dtype: Dtype of the rewards that are held; None before the first one.
+        infos: Info dicts, one per lane, that say which steps a time limit ended; see `Writer.append`.
     """
     checked_extras = schema.extras.flatten({} if extras is None else extras, leading, "extras")
+    if infos is not None:
+        truncated = fit_flags(_read_time_limits(infos), leading, "infos")
+        terminated = fit_flags(terminated, leading, "done") ^ truncated
     return Step(
         obs=_in_c_order(schema.observation.flatten(obs, leading, "obs")),
         action=_in_c_order(schema.action.flatten(action, leading, "action")),
@@ -52,6 +62,26 @@ def check_step(
         extras=_in_c_order(checked_extras) if schema.extras.leaves else None,
         valid=None if valid is None else np.ascontiguousarray(fit_flags(valid, leading, "valid")),
     )
+
+
+def _read_time_limits(infos: Any) -> NDArray[np.bool_]:
+    """Return which steps a time limit ended, according to the info dicts of all lanes."""
+    try:
+        flags = [info.get(_TIME_LIMIT_KEY, False) for info in infos]
+    except (AttributeError, TypeError) as error:
+        raise ArgumentError(f"infos is a {type(infos).__name__} without a dict for each lane ({error}).") from error
+    for flag in flags:
+        if not isinstance(flag, bool | np.bool_):
+            raise ArgumentError(f'infos[...]["{_TIME_LIMIT_KEY}"] is {flag!r}. Pass True or False.')
+    return np.array(flags, np.bool_)
+
+
+def count_steps(reward: Any) -> int:
+    """Return the number of steps of trajectories, which the leading axis of their rewards has."""
+    shape = reward.shape if hasattr(reward, "shape") else as_array(reward, "reward").shape
+    if not shape:
+        raise ArgumentError("reward is a scalar. extend takes arrays with a leading time axis.")
+    return int(shape[0])
 
 
 def _in_c_order(arrays: list[Array]) -> tuple[Array, ...]:

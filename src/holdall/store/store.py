@@ -11,24 +11,44 @@ Guarantee: `read(ids)` returns, bit for bit, what was written under these ids, i
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import FULL, UNCHECKED, WRITTEN, Block, Catalog, Coded, Reader, Segment, Writer
-from holdall.errors import DamageError, TransitionIdError
+from holdall.codec.choice import FieldCodec
+from holdall.errors import ArgumentError, HoldallError, TransitionIdError
+from holdall.machine import pool_threads
+from holdall.report import GROWTH_CHECKS, FieldReport
 from holdall.schema import Array, Schema
 from holdall.store import placement
+from holdall.store.budget import Budget
 from holdall.store.columns import Columns
-from holdall.store.compactor import Compactor, Encode
-from holdall.store.placement import BlockState, Budget, Form
-from holdall.store.step import Step, check_step
+from holdall.store.compactor import Compactor, Job, Result
+from holdall.store.early_drops import EarlyDrops
+from holdall.store.field_reports import report_fields
+from holdall.store.inventory import Inventory
+from holdall.store.packer import SegmentPacker
+from holdall.store.placement import Form, PlacementPlan
+from holdall.store.reader_threads import ReaderThreads
+from holdall.store.snapshot import Layout, StoreState
+from holdall.store.spill import DiskRoom, SpillFolder
+from holdall.store.step import Step, check_step, count_steps
 from holdall.store.tuning import Tuning
+from holdall.store.view import View, explain_read_error
 from holdall.store.windows import Window, WindowScout
+from holdall.units import format_bytes
 
-Layout = tuple[Any, ...]
+_LOG = logging.getLogger("holdall")
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 _SHARED: Layout = ("shared",)
 _PAIRED: Layout = ("paired",)
@@ -46,49 +66,100 @@ class Store:
     call. A lock guards only the work between two segments.
 
     Attributes:
+        schema: Spaces of all fields.
         columns: Numbers of the columns and of their outputs.
+        tuning: Sizes and limits.
+        budget: How much RAM the store may use.
         reward_dtype: Dtype of all rewards, which the first one sets. None before it.
+        flags_changed: Number of calls of `set_flags`.
+        before_read: Called with a catalog and ids before rows are read. It brings blocks that are stored elsewhere.
     """
 
     def __init__(
         self,
         schema: Schema,
         capacity_ticks: int,
-        tuning: Tuning,
         budget: Budget,
-        encode: Encode,
         *,
-        max_kept_bytes: int = 0,
+        prefer: str = "balanced",
+        tuning: Tuning | None = None,
+        spill: SpillFolder | None = None,
+        first_tick: int = 0,
+        max_kept_bytes: int | None = None,
+        threads: int | None = None,
     ) -> None:
+        self.schema = schema
         self.columns = Columns(schema)
+        self.tuning = Tuning() if tuning is None else tuning
+        self.budget = budget
         self.reward_dtype: np.dtype[Any] | None = None
-        self._schema = schema
-        self._tuning = tuning
-        self._budget = budget
-        self._compactor = Compactor(encode, tuning, budget.max_queued_bytes)
+        self.flags_changed = 0
+        self.before_read: Callable[[Catalog, Ids], None] | None = None
+        self._capacity_ticks = capacity_ticks
+        self._prefer = prefer
+        self._spill = spill
+        self._disk_room = DiskRoom(self.tuning.disk_trial_interval)
+        self._compactor = Compactor(self.tuning, budget.max_queued_bytes)
+        weakref.finalize(self, self._compactor.stop)  # A store that is dropped without `close` leaves no thread.
+        self._codecs: dict[tuple[int, Layout], FieldCodec] = {}  # By observation leaf and layout.
+        self._drops = EarlyDrops(self.tuning.drop_warning_factor)
+        self._inventory: Inventory | None = Inventory()  # None after an interrupt: it is made again.
+        self._is_measured = not budget.is_automatic  # Whether `budget` is that of the RAM available now.
+        self._is_fit_logged = False
+        self._begun_tick = first_tick  # No tick before this one was ever held.
         self._roll_lock = threading.RLock()  # Re-entrant, because a signal handler may add, too.
         leaves = schema.observation.leaves
         self._windows = [Window.whole(leaf) for leaf in leaves]
         self._layouts = [
-            self._windows[i].layout() if leaf.nbytes > tuning.small_field_bytes else _SHARED
+            self._windows[i].layout() if leaf.nbytes > self.tuning.small_field_bytes else _SHARED
             for i, leaf in enumerate(leaves)
         ]
         self._scouts = {
-            i: WindowScout(leaf, tuning) for i, leaf in enumerate(leaves) if leaf.nbytes > tuning.tiny_field_bytes
+            i: WindowScout(leaf, self.tuning)
+            for i, leaf in enumerate(leaves)
+            if leaf.nbytes > self.tuning.tiny_field_bytes
         }
         self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+        self._packer = SegmentPacker(leaves, self.tuning)
+        self._writer = self._new_writer(first_tick)
+        kept_bytes = budget.staging_bytes if max_kept_bytes is None else max_kept_bytes
+        self._reader = Reader(kept_bytes, self.tuning.bytes_per_thread)
+        self._helpers = ReaderThreads(self._reader, pool_threads() if threads is None else threads)
+
+    def _new_writer(self, first_tick: int) -> Writer:
+        """Return an empty writer whose first tick is `first_tick`."""
         sliced = {i for i, layout in enumerate(self._layouts) if layout[0] == "sliced"}
-        tick_bytes = schema.num_envs * self.columns.row_bytes(sliced, _ASSUMED_REWARD_BYTES)
-        self._writer = Writer(
+        tick_bytes = self.schema.num_envs * self.columns.row_bytes(sliced, _ASSUMED_REWARD_BYTES)
+        max_segment_bytes = self.budget.max_segment_bytes
+        max_rows_bytes = max_segment_bytes
+        if self.budget.max_bytes is not None or self.budget.max_raw_bytes == 0:
+            max_rows_bytes = min(max_rows_bytes, self.tuning.packed_segment_bytes)
+        self._segment_ticks = self.tuning.segment_ticks(self._capacity_ticks, tick_bytes, max_rows_bytes)
+        writer = Writer(
             self.columns.native(),
             self.columns.groups(),
-            schema.num_envs,
-            capacity_ticks,
-            tuning.segment_ticks(capacity_ticks, tick_bytes, budget.max_segment_bytes),
-            budget.max_segment_bytes,
+            self.schema.num_envs,
+            self._capacity_ticks,
+            self._segment_ticks,
+            self._block_bytes(),
             self._native_layouts(),
+            first_tick,
         )
-        self._reader = Reader(max_kept_bytes)
+        if self.reward_dtype is not None:
+            writer.set_type(self.columns.reward, int(self.reward_dtype.num))
+        return writer
+
+    def _block_bytes(self) -> int:
+        """Return the maximum bytes of a block."""
+        # Every sliced field fills a block of its own, so the fields share the bytes of a segment.
+        block_bytes = self.budget.max_segment_bytes // max(len(self._scouts), 1)
+        # A block is freed with its last tick. In a small memory, one block must not span many times the capacity.
+        ticks = max(self._capacity_ticks // self.tuning.segments_per_capacity, self.tuning.min_segment_ticks)
+        leaves = self.schema.observation.leaves
+        largest_bytes = max((leaves[i].nbytes for i in self._scouts), default=0)
+        if largest_bytes > 0:
+            block_bytes = min(block_bytes, ticks * self.schema.num_envs * largest_bytes)
+        return max(block_bytes, 1)
 
     # ---------------------------------------------------------------- which transitions are held
 
@@ -98,19 +169,34 @@ class Store:
         return self._writer.catalog
 
     @property
+    def first_tick(self) -> int:
+        """The oldest tick that is held."""
+        return self._writer.first_tick
+
+    @property
+    def next_tick(self) -> int:
+        """The tick that is written next."""
+        return self._writer.next_tick
+
+    @property
     def first_id(self) -> int:
         """The oldest transition id that is held."""
-        return self._writer.first_tick * self._schema.num_envs
+        return self._writer.first_tick * self.schema.num_envs
 
     @property
     def next_id(self) -> int:
         """The id of the transition that is written next."""
-        return self._writer.next_tick * self._schema.num_envs
+        return self._writer.next_tick * self.schema.num_envs
 
     def __len__(self) -> int:
         """Return the number of transitions. Entries added with `valid=False` are not transitions."""
         catalog = self._writer.catalog
-        return (catalog.next_tick - catalog.first_tick) * self._schema.num_envs - catalog.invalid_count
+        return (catalog.next_tick - catalog.first_tick) * self.schema.num_envs - catalog.invalid_count
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every entry that is held is a transition."""
+        return self._writer.catalog.invalid_count == 0
 
     # ---------------------------------------------------------------- writing
 
@@ -124,19 +210,30 @@ class Store:
         truncated: Any,
         extras: Any = None,
         valid: Any = None,
+        infos: Any = None,
     ) -> None:
         """Write one tick, or raise ArgumentError and write nothing.
 
         Waits first if too many blocks are still uncompressed.
+
+        Args:
+            infos: Info dicts that say which steps a time limit ended. `terminated` is then the `done` of
+                Stable-Baselines3, and `truncated` is ignored.
         """
-        step: tuple[Any, ...] = (obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        outcome = self._writer.append(*step)
+        # A call without a tuple, because packing and unpacking one would take as long as writing the tick.
+        outcome = self._writer.append(obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
+        if outcome != WRITTEN or self._is_searching:
+            step = (obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
+            self._finish_append(outcome, step)
+
+    def _finish_append(self, outcome: int, step: tuple[Any, ...]) -> None:
+        """Write a tick that the writer did not accept at once, and show it to the search for windows."""
         while outcome != WRITTEN:
             if outcome == UNCHECKED:
-                step = self._check((self._schema.num_envs,), step)
+                step = self._check((self.schema.num_envs,), step)
             elif outcome == FULL:
                 self._roll()
-                self._compactor.wait_for_room()
+                self._wait_for_room()
             outcome = self._writer.append(*step)
         if self._is_searching:
             self._search_windows(step)
@@ -154,42 +251,102 @@ class Store:
     ) -> None:
         """Write whole trajectories: the arguments of `append` with a leading time axis.
 
-        All arguments are checked before the first step is written. Every step is written completely or not at all.
+        All arguments are checked before the first step is written. An interrupt is raised after the last step. A second
+        interrupt leaves the first steps, each of them complete.
         """
         given = (obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        steps = self._check((len(reward), self._schema.num_envs), given)
-        written = 0
-        while written < len(steps.reward):
-            count = self._writer.extend(steps, written)
-            for position in range(written, min(written + count, written + self._tuning.scout_max_pairs)):
+        steps = self._check((count_steps(reward), self.schema.num_envs), given)
+        progress = np.zeros(1, np.int64)
+        try:
+            self._write_steps(steps, progress)
+        except BaseException:
+            self._write_steps(steps, progress)
+            raise
+
+    def _write_steps(self, steps: Step, progress: NDArray[np.int64]) -> None:
+        """Write the steps that follow the first `progress[0]` ones, which are written already."""
+        while progress[0] < len(steps.reward):
+            first = int(progress[0])
+            count = self._writer.extend(steps, progress)
+            for position in range(first, first + min(count, self.tuning.scout_max_pairs)):
                 if self._is_searching:
                     self._search_windows(self._cut(steps, position))
-            written += count
-            if written < len(steps.reward):
+            if progress[0] < len(steps.reward):
                 self._roll()
-                self._compactor.wait_for_room()
+                self._wait_for_room()
 
-    def rewrite(self, ids: NDArray[np.int64], extra: int, rows: Array) -> None:
-        """Overwrite the rows of extra number `extra`. Raise TransitionIdError if an id is not held."""
+    def _wait_for_room(self) -> None:
+        """Wait while too many blocks are queued. Wait for all of them if the RAM of this machine is nearly full."""
+        if GROWTH_CHECKS and any(is_short(self.budget.max_segment_bytes) for is_short in tuple(GROWTH_CHECKS)):
+            self.wait_idle()
+        self._compactor.wait_for_room()
+
+    def rewrite(self, ids: NDArray[np.int64], rows_by_extra: Mapping[int, Array]) -> None:
+        """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held."""
+        columns = tuple(self.columns.first_extra + extra for extra in rows_by_extra)
+        rows = tuple(array if array.flags.c_contiguous else array.copy() for array in rows_by_extra.values())
         try:
-            self._writer.rewrite(ids, self.columns.first_extra + extra, rows)
+            self._writer.rewrite(np.ascontiguousarray(ids), columns, rows)
         except IndexError as error:
             raise TransitionIdError(str(error)) from None
 
+    def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
+        """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held."""
+        flags = np.asarray(terminated, np.bool_).astype(np.uint8)
+        flags |= np.asarray(truncated, np.bool_).astype(np.uint8) << np.uint8(1)
+        try:
+            self._writer.rewrite(np.ascontiguousarray(ids), (self.columns.flags,), (flags,))
+        except IndexError as error:
+            raise TransitionIdError(str(error)) from None
+        self.flags_changed += 1
+
+    def set_reward_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Set the dtype of rewards before the first reward. Raise ArgumentError if rewards have another dtype."""
+        with self._roll_lock:
+            if self.reward_dtype is None:
+                self._writer.set_type(self.columns.reward, int(dtype.num))
+                self.reward_dtype = dtype
+        if self.reward_dtype != dtype:
+            raise ArgumentError(f"The rewards that are held are {self.reward_dtype}, so rewards cannot be {dtype}.")
+
     def evict(self, before_tick: int) -> None:
-        """Drop all transitions of ticks before `before_tick`."""
+        """Drop all transitions of ticks before `before_tick`. If nothing is left, free the open segment, too.
+
+        The memory of other segments is freed when the next segment is closed.
+        """
         self._writer.evict(before_tick)
+        if before_tick >= self._writer.next_tick:
+            self._roll()
+
+    def adopt(self, segment: Segment) -> int:
+        """Append a closed segment that was built elsewhere. Return its first tick.
+
+        The dtype of rewards must be set before. Raise ValueError if the segment has other columns or lanes.
+        """
+        with self._roll_lock:
+            while True:
+                self._close_segment()
+                try:
+                    first_tick = self._writer.adopt(segment)
+                    break
+                except ValueError:
+                    # Another thread may have added a tick since the open segment was closed.
+                    if self._writer.catalog.last_segment.ticks == 0:
+                        raise
+            self._balance()
+        self._wait_for_room()
+        return first_tick
 
     def _check(self, leading: tuple[int, ...], step: tuple[Any, ...]) -> Step:
         """Return a step as the writer takes it. The first step sets the dtype of rewards."""
-        checked = check_step(self._schema, leading, self.reward_dtype, *step)
+        checked = check_step(self.schema, leading, self.reward_dtype, *step)
         if self.reward_dtype is None:
             with self._roll_lock:
                 if self.reward_dtype is None:
                     self._writer.set_type(self.columns.reward, int(checked.reward.dtype.num))
                     self.reward_dtype = checked.reward.dtype
         if checked.reward.dtype != self.reward_dtype:  # Another thread set it meanwhile.
-            return check_step(self._schema, leading, self.reward_dtype, *step)
+            return check_step(self.schema, leading, self.reward_dtype, *step)
         return checked
 
     @staticmethod
@@ -201,43 +358,205 @@ class Store:
 
     # ---------------------------------------------------------------- reading
 
-    def read(self, ids: NDArray[np.int64], outputs: tuple[int, ...]) -> tuple[Array, ...]:
-        """Return the rows of `ids`, one array per output of `Columns`. Raise TransitionIdError if an id is not held."""
+    def view(self) -> View:
+        """Return what is held now. Everything in it stays readable until the view is dropped."""
+        if self._reader.wanted_helpers > self._helpers.count:
+            self._helpers.start()
+        return View(self._writer.catalog, self._reader, self.columns, self.flags_changed, self.before_read)
+
+    def read(self, ids: Ids, outputs: tuple[int, ...], catalog: Catalog | None = None) -> tuple[Array, ...]:
+        """Return the rows of `ids`, one array per output of `Columns`. Raise TransitionIdError if an id is not held.
+
+        `catalog` is what was held when the ids were drawn. None: what is held now.
+        """
+        if self._reader.wanted_helpers > self._helpers.count:
+            self._helpers.start()
+        if catalog is None:
+            catalog = self._writer.catalog
+        if self.before_read is not None:
+            self.before_read(catalog, ids)
         try:
-            return self._reader.gather(self._writer.catalog, ids, outputs)
-        except IndexError as error:
-            raise TransitionIdError(str(error)) from None
-        except ValueError as error:
-            raise DamageError(f"A transition cannot be read: {error}.") from error
+            return self._reader.gather(catalog, ids, outputs)
+        except (IndexError, ValueError, OSError) as error:
+            raise explain_read_error(error, catalog, ids) from error
+
+    def are_valid(self, ids: Ids) -> Flags:
+        """Return which of `ids` are transitions. Entries added with `valid=False` are not."""
+        return self.view().are_valid(ids)
+
+    def are_ends(self, ids: Ids) -> Flags:
+        """Return which of `ids` are the last transitions of an episode."""
+        return self.view().are_ends(ids)
+
+    def rewards(self, ids: Ids) -> Array:
+        """Return the rewards of `ids`, which may have any shape."""
+        return self.view().rewards(ids)
+
+    def outcomes(self, ids: Ids) -> tuple[Array, Flags, Flags]:
+        """Return rewards, terminated and truncated of `ids`, which may have any shape."""
+        return self.view().outcomes(ids)
+
+    def extra(self, number: int, ids: Ids) -> Array:
+        """Return the extra with this number of `ids`, which may have any shape."""
+        return self.view().extra(number, ids)
 
     # ---------------------------------------------------------------- between two segments
 
     def _roll(self) -> None:
         """Close the open segment and start the next one with the layouts that fit its data."""
         with self._roll_lock:
-            closed = self._writer.catalog.segments[-1]
-            if closed.ticks == 0:
+            if self._writer.catalog.last_segment.ticks == 0:
                 return
-            self._adapt_layouts(closed)
-            self._writer.roll(self._native_layouts())
+            self._close_segment()
             self._balance()
 
-    def _balance(self) -> None:
+    def _close_segment(self) -> None:
+        """Close the open segment, also if it has no ticks."""
+        open_segment = self._writer.catalog.last_segment
+        if open_segment.ticks > 0:
+            self._adapt_layouts(open_segment)
+        closed = self._writer.roll(self._native_layouts())
+        if closed is not None and self._should_pack():
+            parts = self._packer.pack(closed)
+            if parts:
+                self._writer.replace(closed, parts)
+
+    def _should_pack(self) -> bool:
+        """Return whether small observations are packed. Packed rows take less memory and more time to read."""
+        if self.budget.max_bytes is not None:
+            return True
+        inventory = self._inventory
+        return inventory is not None and inventory.holdings.memory_bytes >= self.budget.max_raw_bytes
+
+    def _balance(self, *, can_evict: bool = True, can_probe: bool = True) -> bool:
         """Compare what is held with the budget, and start the work that brings it back within the budget.
 
         Everything here is derived from the catalog. If an interrupt stops it half-way, the next call decides again.
+
+        Args:
+            can_evict: Whether ticks may be evicted early.
+            can_probe: Whether to try if a full disk takes blocks again.
+
+        Returns:
+            Whether there is work for the compactor.
         """
-        catalog = self._writer.catalog
-        blocks, states = describe_blocks(catalog)
-        plan = placement.plan([*states, *describe_rows(catalog)], 0, self._budget)
+        inventory = self._inventory
+        self._inventory = None
+        if inventory is None:
+            inventory = Inventory()
+        results = self._compactor.take_results()
+        self._record_disk(results)
+        self._forget(inventory.update(self._writer.catalog, results))
+        self._measure_budget(inventory)
+        plan = placement.plan(inventory.holdings, self.budget, self._disk_room.free_bytes, can_evict=can_evict)
         if plan.evict_before_tick is not None:
-            self._writer.evict(plan.evict_before_tick)
-        self._compactor.forget(blocks)
-        self._compactor.submit(blocks[position] for position in plan.to_compress)
+            self._evict_early(plan, inventory)
+        self._compactor.can_hurry = placement.has_room_for_speed(inventory.holdings, self.budget)
+        jobs = self._make_jobs(plan, inventory, can_probe=can_probe)
+        self._compactor.submit(jobs)
+        self._log_fit(inventory)
+        self._keep_inventory(inventory)
+        return bool(jobs)
+
+    def _keep_inventory(self, inventory: Inventory) -> None:
+        """Keep an inventory for the next call of `_balance`."""
+        if self._inventory is None:
+            self._inventory = inventory
+        else:
+            self._inventory = None  # A signal handler closed a segment meanwhile, so both inventories miss something.
+
+    def _forget(self, evicted: list[Block]) -> None:
+        """Withdraw the work on blocks that were evicted."""
+        self._compactor.withdraw(evicted)
+        self._disk_room.record_eviction(evicted)
+
+    def _record_disk(self, results: list[Result]) -> None:
+        for result in results:
+            if result.is_spill and result.error is not None:
+                self._disk_room.record_failure(result.block, result.describe_failure())
+            elif result.is_spill:
+                form = result.block.form
+                self._disk_room.record_success(result.block, form.disk_bytes if isinstance(form, Coded) else 0)
+
+    def _measure_budget(self, inventory: Inventory) -> None:
+        """Measure the available RAM when the first segment is full."""
+        if self._is_measured or inventory.holdings.memory_bytes < self.budget.max_segment_bytes:
+            return
+        self.budget = self.budget.measure_again(self.tuning)
+        self._compactor.max_queued_bytes = self.budget.max_queued_bytes
+        self._is_measured = True
+
+    def _evict_early(self, plan: PlacementPlan[Block], inventory: Inventory) -> None:
+        """Evict the oldest ticks, because they fit neither into memory nor on the disk."""
+        assert plan.evict_before_tick is not None
+        reason = self._explain_drop()
+        held = len(self)
+        self._writer.evict(plan.evict_before_tick)
+        self._drops.record(held - len(self), reason)
+        self._forget(inventory.evict(plan.evict_before_tick))
+        self._disk_room.record_freed(plan.freed_disk_bytes)
+
+    def _explain_drop(self) -> str:
+        limit = format_bytes(self.budget.max_bytes or 0)
+        if self._spill is None:
+            return f"budget ({limit}) is full, and there is no spill_dir. Raise budget, pass one, or lower capacity."
+        if self._disk_room.free_bytes is not None:
+            return self._disk_room.failure
+        return f"budget ({limit}) is full of small fields, which stay in memory. Raise budget, or lower capacity."
+
+    def _make_jobs(self, plan: PlacementPlan[Block], inventory: Inventory, *, can_probe: bool) -> list[Job]:
+        """Return the jobs of a plan, and mark their blocks."""
+        holdings = inventory.holdings
+        jobs = []
+        for block in plan.to_compress:
+            jobs.append(Job(block, self._find_codec(inventory, block).encode, holdings[block].memory_bytes))
+            inventory.mark(block, Form.COMPRESSING)
+        to_spill = list(plan.to_spill)
+        if can_probe and self._disk_room.is_trial_due():
+            trials = [block for block in holdings.blocks(Form.CODED) if block not in plan.to_spill][:1]
+            to_spill += trials
+            self._disk_room.trial = next(iter(trials), None)
+        for block in to_spill:
+            jobs.append(Job(block, self._move_to_disk, holdings[block].memory_bytes, is_spill=True))
+            inventory.mark(block, Form.MOVING)
+        return jobs
+
+    def _move_to_disk(self, block: Block, _is_behind: bool) -> Coded:
+        """Return the form of a compressed block in a file. Only the compactor's worker calls this."""
+        form = block.form
+        assert isinstance(form, Coded)
+        assert self._spill is not None
+        return self._spill.store(form)
+
+    def _find_codec(self, inventory: Inventory, block: Block) -> FieldCodec:
+        """Return the codec of the field that a block belongs to."""
+        leaf, layout = key = inventory.layout_of(block)
+        if key not in self._codecs:
+            observation = self.schema.observation.leaves[leaf]
+            window = Window.from_layout(observation, layout)
+            self._codecs[key] = FieldCodec(observation, window, self._prefer, self.tuning)
+        return self._codecs[key]
+
+    def _log_fit(self, inventory: Inventory) -> None:
+        """Log once how many transitions the limit holds, if that is known and less than the capacity."""
+        if self._is_fit_logged or self.budget.can_spill:
+            return
+        ticks = placement.count_ticks_that_fit(inventory.holdings, self.budget)
+        if ticks is None:
+            return
+        self._is_fit_logged = True
+        if ticks < self._capacity_ticks:
+            _LOG.warning(
+                "budget (%s) holds about %d of the %d transitions of this capacity. After that, the oldest are "
+                "dropped early. Raise budget, pass spill_dir, or lower capacity.",
+                format_bytes(self.budget.max_bytes or 0),
+                ticks * self.schema.num_envs,
+                self._capacity_ticks * self.schema.num_envs,
+            )
 
     def _adapt_layouts(self, closed: Segment) -> None:
         """Choose other layouts for fields whose last segment did not share what the layout expects."""
-        transitions = closed.ticks * self._schema.num_envs
+        transitions = closed.ticks * self.schema.num_envs
         for i, part in enumerate(closed.parts[: len(self._layouts)]):
             if part.kind == "shared" and part.exceptions > _MAX_EXCEPTION_SHARE * transitions:
                 self._layouts[i] = _PAIRED
@@ -249,81 +568,189 @@ class Store:
 
     def _search_windows(self, step: tuple[Any, ...]) -> None:
         """Show a tick to all scouts. Use the windows that they find from the next segment on."""
-        leading = (self._schema.num_envs,)
         obs = self._leaves_of(step[0], "obs")
         next_obs = self._leaves_of(step[3], "next_obs")
         has_found = False
-        for i, scout in self._scouts.items():
-            shape = (*leading, *self._schema.observation.leaves[i].shape)
-            if not scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)):
-                continue
-            if scout.window is not None and scout.window != self._windows[i]:
-                self._windows[i] = scout.window
-                self._layouts[i] = scout.window.layout()
-                has_found = True
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
-        if has_found:
-            self._roll()
+        with self._roll_lock:
+            for i, scout in self._scouts.items():
+                shape = (self.schema.num_envs, *self.schema.observation.leaves[i].shape)
+                if not scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)):
+                    continue
+                if scout.window is not None and scout.window != self._windows[i]:
+                    self._layouts[i] = scout.window.layout()
+                    self._windows[i] = scout.window
+                    has_found = True
+            self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+            if has_found:
+                self._roll()
 
     def _leaves_of(self, observation: Any, argument: str) -> Any:
         """Return the arrays of an observation that the writer accepted, in leaf order."""
         if isinstance(observation, tuple):
             return observation
-        return self._schema.observation.flatten(observation, (self._schema.num_envs,), argument)
+        return self.schema.observation.flatten(observation, (self.schema.num_envs,), argument)
 
     def _native_layouts(self) -> tuple[Layout | None, ...]:
         others = self.columns.flags + 1 - len(self._layouts)
         return (*self._layouts, *[None] * others)
 
+    # ---------------------------------------------------------------- snapshots
+
+    def snapshot(self) -> StoreState:
+        """Return everything that is held. The state never changes and shares its memory with the store."""
+        with self._roll_lock:
+            catalog = self._writer.snapshot()
+            return StoreState(
+                first_tick=catalog.first_tick,
+                next_tick=catalog.next_tick,
+                segments=catalog.segments,
+                layouts=tuple(self._layouts),
+                windows=tuple(self._windows),
+                reward_dtype=self.reward_dtype,
+            )
+
+    def restore(self, state: StoreState) -> None:
+        """Hold what `state` holds, under the same ids, and continue after it. Only for a store without ticks.
+
+        A smaller capacity keeps the newest ticks.
+        """
+        with self._roll_lock:
+            if self._writer.next_tick > self._writer.first_tick:
+                raise HoldallError("A state can only be restored in a store that holds no transitions.")
+            first_tick = max(state.first_tick, state.next_tick - self._capacity_ticks)
+            segments = [each for each in state.segments if each.first_tick + each.ticks > first_tick]
+            self._windows = list(state.windows)
+            self._layouts = list(state.layouts)
+            self.reward_dtype = state.reward_dtype
+            for i, scout in self._scouts.items():
+                if self._windows[i].count > 1:
+                    scout.is_searching = False
+            self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+            writer = self._new_writer(segments[0].first_tick if segments else state.next_tick)
+            for segment in segments:
+                writer.adopt(segment)
+            writer.evict(first_tick)
+            self._writer = writer
+            self._inventory = None
+            self._begun_tick = first_tick
+            self._balance()
+
+    # ---------------------------------------------------------------- accounting
+
+    def report(self) -> list[FieldReport]:
+        """Return the bytes of every field, by kind."""
+        return report_fields(
+            self._writer.catalog, self.schema, self.columns, self.reward_dtype, self._segment_ticks, self.describe
+        )
+
+    @property
+    def segments(self) -> int:
+        """Number of segments, with the open one."""
+        return len(self._writer.catalog.segments)
+
+    @property
+    def backlog(self) -> int:
+        """Number of blocks that are to be compressed or moved to disk."""
+        return self._compactor.backlog
+
+    @property
+    def failure(self) -> str:
+        """Why a block could not be compressed or moved to disk. Empty if all could.
+
+        With a disk tier, it is not empty as long as transitions are missing that were dropped early.
+        """
+        failure = self._compactor.failure
+        if failure or self._spill is None:
+            return failure
+        is_short = self.first_tick > max(self._begun_tick, self.next_tick - self._capacity_ticks)
+        return self._drops.reason if is_short else ""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk tier."""
+        return 0 if self._spill is None else self._spill.disk_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of freed batches that is kept for the next ones."""
+        return self._reader.kept_bytes
+
+    @property
+    def dropped_early(self) -> int:
+        """Number of transitions that were evicted before the capacity was reached."""
+        return self._drops.transitions
+
+    @property
+    def drop_reason(self) -> str:
+        """Why transitions were evicted early, and what to do. Empty if none were."""
+        return self._drops.reason
+
+    @property
+    def capacity_that_fits(self) -> int | None:
+        """Transitions that the limit holds, if that is known and less than the capacity."""
+        if self.budget.can_spill:
+            return None
+        with self._roll_lock:
+            inventory = self._inventory
+            if inventory is None:
+                return None
+            ticks = placement.count_ticks_that_fit(inventory.holdings, self.budget)
+        if ticks is None or ticks >= self._capacity_ticks:
+            return None
+        return ticks * self.schema.num_envs
+
+    def relieve(self, nbytes: int) -> None:
+        """Reduce the bytes in RAM by `nbytes`: blocks are compressed and moved to disk. Nothing is evicted."""
+        with self._roll_lock:
+            self._balance(can_evict=False)
+            holdings = Inventory().holdings if self._inventory is None else self._inventory.holdings
+            raw_bytes = min(self.budget.max_raw_bytes, max(holdings.block_bytes[Form.RAW] - nbytes, 0))
+            resident_bytes = self.budget.max_resident_bytes
+            if self.budget.can_spill:
+                wanted = max(holdings.memory_bytes - nbytes, 0)
+                resident_bytes = wanted if resident_bytes is None else min(resident_bytes, wanted)
+            self.budget = replace(self.budget, max_raw_bytes=raw_bytes, max_resident_bytes=resident_bytes)
+            self._is_measured = True
+            self._balance(can_evict=False)
+
     def wait_idle(self) -> None:
-        """Wait until every block that was submitted for compression is compressed."""
-        self._compactor.wait_idle()
+        """Wait until every block is compressed or moved to disk as the budget demands."""
+        is_busy = True
+        while is_busy:
+            self._compactor.wait_idle()
+            with self._roll_lock:
+                is_busy = self._balance(can_evict=False, can_probe=False)
 
     def close(self) -> None:
-        """Stop the compactor. Nothing may be written after this."""
+        """Stop all threads and delete the disk tier. Nothing may be written or read after this."""
         self._compactor.close()
+        self._helpers.dismiss()
+        if self._spill is not None:
+            self._spill.close()
 
     def describe(self, leaf: int) -> str:
         """Return how observation leaf number `leaf` is stored, for reports."""
         layout = self._layouts[leaf]
         if layout == _SHARED:
-            return "each observation once"
+            closed = self._writer.catalog.segments[-2:-1]
+            is_packed = bool(closed) and closed[0].parts[leaf].kind == "packed"
+            return "each observation once, without values that repeat" if is_packed else "each observation once"
         if layout == _PAIRED:
             return "observations and next observations in full"
-        return self._windows[leaf].describe()
+        found = self._windows[leaf].describe()
+        if self._windows[leaf].count > 1:
+            found += f"; {self._count_shared_slices(leaf):.2f} of them are shared with the step before"
+        codec = self._codecs.get((leaf, layout))
+        return found if codec is None else f"{found}; {codec.describe()}"
 
-
-def describe_blocks(catalog: Catalog) -> tuple[list[Block], list[BlockState]]:
-    """Return every block of a catalog once, and what placement has to know of it."""
-    ticks: dict[Block, tuple[int, int]] = {}
-    for segment in catalog.segments:
-        end_tick = segment.first_tick + segment.ticks
-        for part in segment.parts:
-            if part.block is not None:
-                first_tick, _ = ticks.get(part.block, (segment.first_tick, end_tick))
-                ticks[part.block] = (first_tick, end_tick)
-    states = [_describe_block(block, first_tick, end_tick) for block, (first_tick, end_tick) in ticks.items()]
-    return list(ticks), states
-
-
-def _describe_block(block: Block, first_tick: int, end_tick: int) -> BlockState:
-    form = block.form
-    raw_bytes = block.slice_count * block.slice_bytes
-    if isinstance(form, Coded):
-        return BlockState(first_tick, end_tick, raw_bytes, form.nbytes, Form.CODED)
-    return BlockState(first_tick, end_tick, raw_bytes, is_open=block.is_open)
-
-
-def describe_rows(catalog: Catalog) -> list[BlockState]:
-    """Return what placement has to know of the rows and logs of every segment."""
-    last = catalog.segments[-1]
-    return [
-        BlockState(
-            segment.first_tick,
-            segment.first_tick + segment.ticks,
-            sum(part.nbytes for part in segment.parts),
-            form=Form.ROWS,
-            is_open=segment is last,
-        )
-        for segment in catalog.segments
-    ]
+    def _count_shared_slices(self, leaf: int) -> float:
+        """Return the average number of slices that a next observation has in common with its observation."""
+        window = self._windows[leaf]
+        transitions = 0
+        broken = 0
+        for segment in self._writer.catalog.segments:
+            part = segment.parts[leaf]
+            if part.layout == window.layout():
+                transitions += segment.ticks * segment.lanes
+                broken += part.broken
+        return (window.count - window.shift) * (1 - broken / max(transitions, 1))

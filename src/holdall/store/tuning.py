@@ -17,7 +17,7 @@ class Tuning:
 
     # Segments and blocks.
     block_bytes: int = 16 * _MIB  # Maximum bytes of unique slices in one block.
-    max_segment_ticks: int = 16_384  # Maximum ticks of a segment.
+    max_segment_ticks: int = 65_536  # Maximum ticks of a segment.
     min_segment_ticks: int = 16  # Ticks of a segment in a memory of small capacity.
     segments_per_capacity: int = 16  # Minimum number of segments in a full memory, because a segment is freed whole.
 
@@ -33,6 +33,13 @@ class Tuning:
     scout_max_steps: int = 8  # Candidate steps per axis and pair.
     scout_max_pause_doublings: int = 16  # Limit of the pause after unsuccessful searches: 2 ** 16 segments.
 
+    # Packing of small observations.
+    packed_segment_bytes: int = 2 * _MIB  # Rows of a segment that is packed, because adding waits for the packer.
+    min_packed_rows: int = 512  # Rows of a segment that is packed. Fewer rows say little about what repeats.
+    packed_sample_rows: int = 4096  # Rows in which a plan is searched.
+    packed_sample_lanes: int = 8  # Lanes of these rows.
+    packed_search_interval: int = 16  # Segments before a plan is searched again, if packing did not pay.
+
     # The budget.
     segments_per_limit: int = 32  # Minimum number of segments that fit into a limit.
     segments_in_transit: int = 6  # Open, queued, being compressed, its result, being written to disk, and one spare.
@@ -41,19 +48,29 @@ class Tuning:
     auto_raw_divisor: int = 4  # "auto": available memory divided by this number may hold uncompressed blocks.
     auto_resident_divisor: int = 2  # "auto" with a disk tier: the share of available memory that holds any blocks.
 
+    available_bytes: int | None = None  # RAM that counts as available. None: it is measured.
+
+    # Batches.
+    bytes_per_thread: int = 2**19  # Bytes of a batch for which another thread is woken.
+
     # The compactor.
     min_queued_segments: int = 2  # Segments that may always be queued: one is filled while another is compressed.
     queue_divisor: int = 32  # Without a limit, available memory divided by this number may be queued.
     max_queued_bytes: int = 1024 * _MIB  # Upper bound of the bytes that may be queued without a limit.
     poll_s: float = 0.2  # Seconds between checks of a thread that waits for the worker.
     slow_warning_s: float = 10.0  # Seconds of waiting after which a warning is logged.
+    drop_warning_factor: int = 10  # Early drops are logged again when this many times as many were dropped.
     repeat_warning_s: float = 600.0  # Seconds before a failure of the same kind is logged again.
     stop_timeout_s: float = 30.0  # Seconds that closing waits for the current job, because a disk may hang.
 
+    # The choice of codecs.
+    codec_rest_blocks: int = 8  # Blocks of a field between two choices of its codec.
+
     # The disk tier.
-    spill_file_bytes: int = 64 * _MIB  # Size at which a spill file is finished.
-    spill_files: int = 64  # Approximate number of files in which a disk tier stores its blocks.
+    spill_file_bytes: int = 1 * _MIB  # Smallest size at which a spill file is finished.
+    spill_files: int = 32  # A spill file is finished at this share of the disk tier, because disk is freed by file.
     write_bytes: int = 4 * _MIB  # Bytes of one write call.
+    disk_trial_interval: int = 3  # Segments between two trials whether a full disk takes blocks again.
 
     def segment_ticks(self, capacity_ticks: int, tick_bytes: int, max_segment_bytes: int) -> int:
         """Return the maximum number of ticks of a segment.

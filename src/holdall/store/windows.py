@@ -61,6 +61,20 @@ class Window:
             shift=step // unit,
         )
 
+    @classmethod
+    def from_layout(cls, leaf: Leaf, layout: SlicedLayout) -> Window:
+        """Return the window whose `layout` is given. Raise ValueError if `leaf` has no such window."""
+        _, count, outer, _, shift = layout
+        if count == 1:
+            return cls.whole(leaf)
+        for axis, length in enumerate(leaf.shape):
+            if prod(leaf.shape[:axis]) != outer or length % count != 0:
+                continue
+            window = cls.along(leaf, axis, shift * (length // count))
+            if window.layout() == layout:
+                return window
+        raise ValueError(f"Layout {layout} does not fit a field of shape {leaf.shape}.")
+
     @property
     def slice_bytes(self) -> int:
         """Bytes of one slice."""

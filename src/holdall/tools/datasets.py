@@ -30,7 +30,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.replay import ReplayMemory
+from holdall.memory import ReplayMemory
 from holdall.schema import Tree
 from holdall.space_leaves import stored_space
 

@@ -1,10 +1,10 @@
-"""TorchRL's replay buffers over a memory: `HoldallStorage` takes the place of LazyTensorStorage.
+"""TorchRL's replay buffers over a memory: `HoldallStorage` replaces LazyTensorStorage.
 
-fields.py says which key of a TensorDict lies where in the memory; here TorchRL's positions are mapped to transitions of
-a memory that only ever adds them.
-In:  TensorDicts at positions, as TorchRL's writers set them.  Out: TensorDicts at any index, as its samplers ask for.
-Invariant: a position gives, bit for bit, what was last written there. Writing adds transitions to the memory and notes
-their ids; what is still wanted when it is about to leave the memory is added again.
+fields.py describes how the keys of a TensorDict are stored in the memory. This file maps TorchRL's positions to
+transitions of a memory that can only append. Writing to a position appends a transition and records its id. A
+transition that a position still refers to is appended again before the memory evicts it.
+
+Guarantee: reading a position returns, bit for bit, what was last written there.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.torchrl needs torchrl; run \"pip install 'holdall[torchrl]'\"") from error
 
-from holdall.replay import ReplayMemory
+from holdall.memory import ReplayMemory
 from holdall.schema import require_count, whole
+from holdall.store.tuning import Tuning
 from holdall.torchrl.fields import Fields, Ids, StoredTensor, numpy_index
 
 __all__ = ["HoldallStorage", "StoredTensor"]
 
 _SPARE_SHARE = 16
-"""A memory holds this share of the positions more, so that rows written in any order rarely have to be added again."""
-_FEWEST_SPARE = 16
+"""The memory has room for this share of the positions more, so that rows are rarely appended again."""
+_MIN_SPARE = 16
 _CARRIED_BYTES = 1 << 25
-"""Rows that are added again at once."""
+"""Bytes of rows that are appended again in one call."""
 _FORMAT = 1
 _ONLY_KEY = "tensor"
-"""Of data that is no TensorDict, but one tensor."""
-_LAYOUT, _POSITIONS = "torchrl/layout.json", "torchrl/positions"
+"""Key of data that is one tensor, and not a TensorDict."""
+_LAYOUT_FILE = "torchrl/layout.json"
+_POSITIONS_FILE = "torchrl/positions"
 
 
 class HoldallCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]  # TorchRL has no types
-    """Saves a storage as a checkpoint of its memory: what is new since the last one, compressed as it lies there."""
+    """Saves a storage as a checkpoint of its memory. Only new data is written, compressed."""
 
     def dumps(self, storage: HoldallStorage, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint, and wait until it is safe."""
+        """Write a checkpoint, and wait until it is complete."""
         storage.save_to(path)
 
     def loads(self, storage: HoldallStorage, path: str | os.PathLike[str]) -> None:
@@ -64,18 +66,18 @@ class HoldallCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]  # Tor
 class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no types
     """A storage for TorchRL's replay buffers, in a fraction of the memory of LazyTensorStorage.
 
-    TensorDicts of one structure come back with the same keys, shapes, dtypes and bits. Keys that are there twice, as
-    `key` and `("next", key)`, share what they have in common; frame stacks are stored frame by frame. Slices, such as
+    TensorDicts of one structure are returned with the same keys, shapes, dtypes and bits. Data of `key` and
+    `("next", key)` that is equal is stored once, and frame stacks are stored frame by frame. Slices, such as
     `storage[:]`, are read key by key when they are used.
 
     Args:
-        max_size: Elements that are held; with `ndim` dimensions, over all of them. 1e6 is a million.
-        device: Where sampled TensorDicts are; "auto": where the first data is.
+        max_size: Number of elements, over all `ndim` dimensions. 1e6 is a million.
+        device: Device of sampled TensorDicts; "auto": the device of the first data.
         ndim: Leading dimensions that count as elements: with 2, data is (time, environments).
         budget: RAM that may be used: "auto", None (everything is compressed), or a limit in bytes with a `spill_dir`;
             see `holdall.ReplayMemory`.
-        prefer: How much longer sampling may take when data is compressed; the same.
-        spill_dir: Where the oldest compressed elements go that the budget does not hold.
+        prefer: How much slower sampling compressed data may be; see `holdall.ReplayMemory`.
+        spill_dir: Directory for the oldest compressed elements that exceed the budget.
     """
 
     _default_checkpointer = HoldallCheckpointer
@@ -85,61 +87,73 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     _len: int
 
     def __init__(
-        self, max_size: float, *, device: torch.device | str = "cpu", ndim: int = 1,
-        budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        max_size: float,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
+        _tuning: Tuning | None = None,
+    ) -> None:
         max_size = require_count("max_size", whole(max_size), 1)
         require_count("ndim", ndim, 1)
         if budget not in {"auto", None} and spill_dir is None:
             raise ArgumentError(
-                f"budget ({budget!r}) is a limit, and without a disk tier the oldest elements would be dropped before "
-                "max_size is reached, which TorchRL's samplers cannot know; name a spill_dir, or use 'auto' or None"
+                f"budget ({budget!r}) is a limit. Without a disk tier the oldest elements would be dropped before "
+                "max_size is reached, which TorchRL's samplers cannot know. Pass a spill_dir, or use 'auto' or None."
             )
         self._fields: Fields | None = None
         self._memory: ReplayMemory | None = None
-        self._ids: Ids = np.zeros(0, np.int64)  # per position: the id of its transition, and 1; 0: nothing yet
-        self._settings: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
-        self._collection: Any = None  # the tensorclass of the data, if it is one
-        self._oldest = 0  # no position has a lower id
-        self._folder: Path | None = None  # files of a state that was returned or loaded
+        self._ids: Ids = np.zeros(0, np.int64)  # Per position: the id of its transition plus 1; 0: not written yet.
+        self._settings: dict[str, Any] = {
+            "budget": budget,
+            "prefer": prefer,
+            "spill_dir": spill_dir,
+            "_tuning": _tuning,
+        }
+        self._collection: Any = None  # The tensorclass of the data, or torch.Tensor; None for a TensorDict.
+        self._oldest = 0  # Lower bound of the ids of all positions.
+        self._folder: Path | None = None  # Files of a state that was returned or loaded.
         super().__init__(None, max_size, device=device, ndim=ndim)
 
-    # ---------------------------------------------------------------- what TorchRL's base class asks for
+    # ---------------------------------------------------------------- members that TorchRL's base class uses
 
     @property
     def _storage(self) -> Any:
         """All elements, as a TensorDict that is read when it is used."""
-        return None if self._fields is None else self._lazy(self._cells)
+        return None if self._fields is None else self._make_lazy(self._cells)
 
     @_storage.setter
     def _storage(self, value: Any) -> None:
         if value is not None:
-            raise ArgumentError("a HoldallStorage is filled by set or extend, not with a TensorDict as a whole")
+            raise ArgumentError("A HoldallStorage cannot be replaced by a TensorDict. Use set or extend.")
 
     @property
     def checkpointer(self) -> Any:
-        """What `dumps` and `loads` call."""
+        """The object that `dumps` and `loads` call."""
         return self._checkpointer
 
     @checkpointer.setter
     def checkpointer(self, value: Any) -> None:
         if value is not None and not isinstance(value, HoldallCheckpointer):
             raise ArgumentError(
-                f"checkpointer is a {type(value).__name__}, which writes every element raw; leave it out: a "
-                "HoldallStorage is saved compressed, as it lies in memory"
+                f"checkpointer is a {type(value).__name__}, which writes every element uncompressed. Leave it out: a "
+                "HoldallStorage has its own, which writes compressed data."
             )
         self._checkpointer = value or HoldallCheckpointer()
 
     @property
     def memory(self) -> ReplayMemory:
-        """The memory that holds the elements, for `report()` and the like; there is one after the first data."""
+        """The memory that stores the elements, for `report()` and the like. It is made with the first data."""
         if self._memory is None:
-            raise ArgumentError("the storage holds nothing yet, so it has no memory; add data first")
+            raise ArgumentError("The storage is empty, so it has no memory yet. Add data first.")
         return self._memory
 
     @property
     def _rows(self) -> int:
-        """Transitions that one element consists of."""
+        """Number of transitions in one element."""
         return prod(self._ids.shape[1:])
 
     def _init(self, data: TensorDictBase) -> None:
@@ -151,39 +165,44 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         if data.batch_dims < self.ndim:
             raise ArgumentError(
                 f"data has batch_size {list(data.batch_size)}, but the storage counts elements over ndim={self.ndim} "
-                f"dimensions; give the data as many batch dimensions, or make the storage with ndim={data.batch_dims}"
+                f"dimensions. Pass data with as many batch dimensions, or make the storage with ndim={data.batch_dims}."
             )
-        fields, rest = Fields.of(data), tuple(data.batch_size[1:])
+        fields = Fields.of(data)
+        rest = tuple(data.batch_size[1:])
         if self.device == "auto":
             self.device = data.device or torch.device("cpu")
         counted = prod(rest[: self.ndim - 1])
         size = -(self.max_size // -counted)
-        spare = max(size // _SPARE_SHARE, _FEWEST_SPARE)
+        spare = max(size // _SPARE_SHARE, _MIN_SPARE)
         lanes = prod(rest) if self.ndim > 1 else 1
-        memory = fields.memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
-        self._fields, self._memory, self._oldest = fields, memory, 0
-        self._ids, self.max_size = np.zeros((size, *rest), np.int64), size * counted
-        self._collection = type(data) if is_tensorclass(data) else self._collection
+        self._memory = fields.new_memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
+        self._fields = fields
+        self._oldest = 0
+        self._ids = np.zeros((size, *rest), np.int64)
+        self.max_size = size * counted
+        if is_tensorclass(data):
+            self._collection = type(data)
         self.initialized = True
 
     # ---------------------------------------------------------------- writing
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write elements at positions: an integer, a sequence of them, a slice, or with `ndim` dimensions a tuple."""
-        data = self._in_tensordict(data, self.ndim - _is_integer(cursor))
+        data = self._wrap_in_tensordict(data, self.ndim - _is_integer(cursor))
         if _is_integer(cursor):
-            data, cursor = data.unsqueeze(0), [int(cursor)]
+            data = data.unsqueeze(0)
+            cursor = [int(cursor)]
         if not self.initialized:
             self._begin(data)
-        positions, data = self._checked(*self._elements(cursor, data))
+        positions, data = self._check(*self._find_elements(cursor, data))
         self._write(positions, data)
         if set_cursor:
             self._set_last_cursor(cursor)
             self._len = min(self._len + len(positions) * prod(self._ids.shape[1 : self.ndim]), self.max_size)
         self._bump_mutation_revision()
 
-    def _in_tensordict(self, data: Any, batch_dims: int) -> TensorDictBase:
-        """Return data as a TensorDict: one tensor becomes its only key, a list is stacked."""
+    def _wrap_in_tensordict(self, data: Any, batch_dims: int) -> TensorDictBase:
+        """Return data as a TensorDict. A tensor becomes its only key, and a list is stacked."""
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
             data = torch.stack(data)
         if self._collection is None and not self.initialized:
@@ -192,57 +211,60 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             data = TensorDict({_ONLY_KEY: data}, batch_size=data.shape[:batch_dims])
         if not is_tensor_collection(data):
             raise ArgumentError(
-                f"data is a {type(data).__name__}; HoldallStorage holds tensors and TensorDicts, so pass "
-                "TensorDict({...}, batch_size=[...])"
+                f"data is a {type(data).__name__}. HoldallStorage stores tensors and TensorDicts: pass "
+                "TensorDict({...}, batch_size=[...])."
             )
         return data
 
-    def _elements(self, cursor: Any, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
-        """Return the positions of whole elements that an index names, and their data."""
+    def _find_elements(self, cursor: Any, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return the positions of whole elements that an index selects, and their data."""
         index = numpy_index(cursor)
         if isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind in "iu":
             return index.astype(np.int64), data
         if isinstance(index, slice):
             return np.arange(len(self._ids))[index], data
         cells = np.asarray(self._cells[index])
-        return self._whole_elements(cells.reshape(-1), data.expand(cells.shape).reshape(-1))
+        return self._complete_elements(cells.reshape(-1), data.expand(cells.shape).reshape(-1))
 
-    def _whole_elements(self, cells: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
-        """Return the elements that some cells belong to, and their data: new in these cells, as it is in all others."""
+    def _complete_elements(self, cells: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return the positions of the elements that contain `cells`, and their data with `data` in these cells."""
         if self._rows == 1:
             return cells, data.reshape(len(cells), *self._ids.shape[1:])
         positions, which = np.unique(cells // self._rows, return_inverse=True)
-        whole = self._gathered(self._ids[positions])
+        whole = self._gather(self._ids[positions])
         flat = whole.reshape(-1)
         flat[torch.from_numpy(which.reshape(-1) * self._rows + cells % self._rows)] = data
         return positions, flat.reshape(whole.shape)
 
     @property
     def _cells(self) -> Ids:
+        """The flat position of every cell."""
         return np.arange(self._ids.size).reshape(self._ids.shape)
 
     def write_key(self, number: int, cells: Ids, tensor: torch.Tensor) -> None:
-        """Write one key of some cells; for `StoredTensor`."""
-        fields, flat = self._known_fields, cells.reshape(-1)
+        """Write one key of some cells. For `StoredTensor`."""
+        fields = self._known_fields
+        flat = cells.reshape(-1)
         values = tensor.reshape(len(flat), *tensor.shape[cells.ndim :])
         at_once = max(_CARRIED_BYTES // max(fields.nbytes, 1), 1)
         for first in range(0, len(flat), at_once):
             some = flat[first : first + at_once]
-            data = self._gathered(self._ids.reshape(-1)[some])
+            data = self._gather(self._ids.reshape(-1)[some])
             data.set(fields.tensors[number].key, values[first : first + at_once])
-            self._write(*self._checked(*self._whole_elements(some, data)))
+            self._write(*self._check(*self._complete_elements(some, data)))
         self._bump_mutation_revision()
 
     def read_key(self, number: int, cells: Ids) -> torch.Tensor:
-        """Read one key of some cells; for `StoredTensor`."""
-        ids = self._written(self._ids.reshape(-1)[cells])
+        """Read one key of some cells. For `StoredTensor`."""
+        ids = self._require_written(self._ids.reshape(-1)[cells])
         return self._known_fields.read(self.memory, number, ids).to(self.device)
 
-    def _checked(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
-        """Return positions from 0 on, each once and with the data that came last for it."""
-        size, wanted = len(self._ids), (len(positions), *self._ids.shape[1:])
+    def _check(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return every position once, from 0 on, with the last data for it."""
+        size = len(self._ids)
+        wanted = (len(positions), *self._ids.shape[1:])
         if len(positions) and not -size <= positions.min() <= positions.max() < size:
-            raise IndexError(f"cursor holds {positions.min()} to {positions.max()}, but there are {size} positions")
+            raise IndexError(f"cursor has {positions.min()} to {positions.max()}, but there are {size} positions")
         positions = np.where(positions < 0, positions + size, positions)
         if tuple(data.batch_size[: len(wanted)]) != wanted:
             try:
@@ -250,32 +272,37 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             except RuntimeError as error:
                 raise ArgumentError(
                     f"data has batch_size {list(data.batch_size)}, expected {list(wanted)}: {len(positions)} positions "
-                    f"of elements like the first; pass data of that batch_size"
+                    "of elements like the first. Pass data of that batch_size."
                 ) from error
         if len(positions) > 1 and not (np.diff(positions) == 1).all():
             _, last = np.unique(positions[::-1], return_index=True)
             if len(last) < len(positions):
                 kept = np.sort(len(positions) - 1 - last)
-                positions, data = positions[kept], data[torch.from_numpy(kept)]
+                positions = positions[kept]
+                data = data[torch.from_numpy(kept)]
         return positions, data
 
     def _write(self, positions: Ids, data: TensorDictBase) -> None:
-        """Add elements to the memory, and note their ids."""
-        memory, rows, lanes = self.memory, self._rows, self.memory.num_envs
-        missing = self._known_fields.missing(data)
-        if missing and self._ids[positions].all():  # keys that are not given stay as they are
-            data = self._gathered(self._ids[positions]).select(*missing).update(data)
-        given = self._known_fields.arguments(data, (len(positions) * rows // lanes, lanes))
+        """Append elements to the memory, and record their ids."""
+        memory = self.memory
+        rows = self._rows
+        lanes = memory.num_envs
+        missing = self._known_fields.find_missing(data)
+        if missing and self._ids[positions].all():  # Keys that are not given keep their values.
+            data = self._gather(self._ids[positions]).select(*missing).update(data)
+        given = self._known_fields.make_arguments(data, (len(positions) * rows // lanes, lanes))
         self._ids[positions] = 0
         at_once = memory.capacity // rows - len(self._ids)
         for first in range(0, len(positions), at_once):
             some = positions[first : first + at_once]
             self._make_room(len(some))
-            self._append(some, _cut(given, slice(first * rows // lanes, (first + len(some)) * rows // lanes)))
+            steps = slice(first * rows // lanes, (first + len(some)) * rows // lanes)
+            self._append(some, _select_steps(given, steps))
 
     def _make_room(self, elements: int) -> None:
-        """Add again what so many more elements would push out of the memory although a position names it."""
-        memory, rows = self.memory, self._rows
+        """Append transitions again that a position refers to, if `elements` more elements would evict them."""
+        memory = self.memory
+        rows = self._rows
         heads = self._ids.reshape(len(self._ids), -1)[:, 0]
         while memory.next_id + elements * rows - memory.capacity > self._oldest:
             live = heads.nonzero()[0]
@@ -285,11 +312,13 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             window = max(_CARRIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1) * rows
             carried = live[heads[live] - 1 < self._oldest + window]
             carried = carried[np.argsort(heads[carried])]
-            whole, lanes = self._gathered(self._ids[carried]), memory.num_envs
-            given = self._known_fields.arguments(whole, (len(carried) * rows // lanes, lanes))
+            whole = self._gather(self._ids[carried])
+            lanes = memory.num_envs
+            given = self._known_fields.make_arguments(whole, (len(carried) * rows // lanes, lanes))
             self._append(carried, given)
 
     def _append(self, positions: Ids, given: dict[str, Any]) -> None:
+        """Append steps to the memory, and record the ids of their positions."""
         first = self.memory.next_id + 1
         self.memory.extend(**given)
         self._ids[positions] = np.arange(first, self.memory.next_id + 1).reshape(-1, *self._ids.shape[1:])
@@ -297,44 +326,46 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     # ---------------------------------------------------------------- reading
 
     def get(self, index: Any) -> Any:
-        """Return elements: an integer, a sequence, a mask, a tuple of these; a slice, or a key, is read when used."""
+        """Return the elements at an integer, a sequence, a mask or a tuple. Slices and keys are read when used."""
         if self._fields is None:
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
         held = slice(None) if self._is_full else slice(self._len_along_dim0)
         parts = index if isinstance(index, tuple) else (index,)
         if any(isinstance(part, str) for part in parts):
-            return self._lazy(self._cells[held])[index]
+            return self._make_lazy(self._cells[held])[index]
         if any(isinstance(part, slice) for part in parts):
-            return self._lazy(self._cells[held][numpy_index(index)])
-        return self._in_class(self._gathered(np.asarray(self._ids[held][numpy_index(index)])))
+            return self._make_lazy(self._cells[held][numpy_index(index)])
+        return self._to_class(self._gather(np.asarray(self._ids[held][numpy_index(index)])))
 
-    def _gathered(self, ids: Ids) -> TensorDictBase:
+    def _gather(self, ids: Ids) -> TensorDictBase:
+        """Return the elements whose positions have `ids`."""
         fields = self._known_fields
-        batch = self.memory.gather(self._written(ids).reshape(-1))
-        return fields.build(fields.tensors_of(batch, ids.shape), ids.shape, self.device)
+        batch = self.memory.gather(self._require_written(ids).reshape(-1))
+        return fields.build(fields.split(batch, ids.shape), ids.shape, self.device)
 
-    def _lazy(self, cells: Ids) -> Any:
+    def _make_lazy(self, cells: Ids) -> Any:
         """Return a TensorDict of tensors that are read when they are used."""
         stored = (
             StoredTensor.of(self, number, cells, field.shape, field.dtype, self.device)
             for number, field in enumerate(self._known_fields.tensors)
         )
-        return self._in_class(self._known_fields.build(stored, cells.shape, self.device))
+        return self._to_class(self._known_fields.build(stored, cells.shape, self.device))
 
     @staticmethod
-    def _written(ids: Ids) -> Ids:
-        """Return the ids of transitions, if something was written to all of these positions."""
+    def _require_written(ids: Ids) -> Ids:
+        """Return the transition ids of positions. Raise IndexError if a position was not written yet."""
         if not np.all(ids):
-            raise IndexError(f"index names {int((ids == 0).sum())} positions that were not written yet; ask for others")
+            raise IndexError(f"index selects {int((ids == 0).sum())} positions that were not written yet")
         return np.asarray(ids - 1)
 
     @property
     def _known_fields(self) -> Fields:
         if self._fields is None:
-            raise ArgumentError("the storage holds nothing yet; add data first")
+            raise ArgumentError("The storage is empty. Add data first.")
         return self._fields
 
-    def _in_class(self, data: TensorDictBase) -> Any:
+    def _to_class(self, data: TensorDictBase) -> Any:
+        """Return data in the class in which it was given."""
         if self._collection is torch.Tensor:
             return data.get(_ONLY_KEY)
         return data if self._collection is None else self._collection.from_tensordict(data)
@@ -343,40 +374,52 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Forget all elements, and free their memory."""
         super()._empty()
         if self._fields is not None:
-            before, lanes = self.memory, self.memory.num_envs
-            self._memory = self._fields.memory(before.capacity, lanes, device=str(self.device), **self._settings)
-            self._ids, self._oldest = np.zeros(self._ids.shape, np.int64), 0
+            before = self.memory
+            self._memory = self._fields.new_memory(
+                before.capacity, before.num_envs, device=str(self.device), **self._settings
+            )
+            self._ids = np.zeros(self._ids.shape, np.int64)
+            self._oldest = 0
             before.close()
 
     # ---------------------------------------------------------------- checkpoints
 
     def save_to(self, path: str | os.PathLike[str]) -> None:
-        """Save all elements to a directory, or to a prefix of an object store; only what is new is written."""
+        """Save all elements to a directory, or to a prefix of an object store. Only new data is written."""
         if self._fields is None:
             raise RuntimeError("Cannot save a non-initialized storage.")
         cursor = self._last_cursor_index
         layout = {
-            "format": _FORMAT, "fields": self._fields.words(), "shape": self._ids.shape, "ndim": self.ndim,
-            "len": self._len, "last_cursor": None if cursor is None else int(cursor),
+            "format": _FORMAT,
+            "fields": self._fields.to_json(),
+            "shape": self._ids.shape,
+            "ndim": self.ndim,
+            "len": self._len,
+            "last_cursor": None if cursor is None else int(cursor),
             "is_tensor": self._collection is torch.Tensor,
-        }  # fmt: skip
+        }
         steps = np.diff(self._ids.reshape(-1), prepend=0)
         positions = zlib.compress(steps.astype("<i8").tobytes(), level=1)
-        attach = {_LAYOUT: json.dumps(layout).encode(), _POSITIONS: positions}
+        attach = {_LAYOUT_FILE: json.dumps(layout).encode(), _POSITIONS_FILE: positions}
         self.memory.save(path, attach=attach, keep=1).result()
 
     def load_from(self, path: str | os.PathLike[str]) -> None:
-        """Become what was saved; compressed elements stay in the files, and are read when they are asked for."""
+        """Restore a saved storage. Compressed elements stay in the files, and are read when they are sampled."""
         device = torch.device("cpu") if self.device == "auto" else self.device
         memory = ReplayMemory.load(path, device=str(device), **self._settings)
         try:
-            fields, ids, layout = self._loaded(memory, path)
+            fields, ids, layout = self._read_layout(memory, path)
         except BaseException:
             memory.close()
             raise
-        before, self._memory = self._memory, memory
-        self._fields, self._ids, self._oldest, self.device = fields, ids, 0, device
-        self._len, self.initialized = int(layout["len"]), True
+        before = self._memory
+        self._memory = memory
+        self._fields = fields
+        self._ids = ids
+        self._oldest = 0
+        self.device = device
+        self._len = int(layout["len"])
+        self.initialized = True
         if layout["is_tensor"]:
             self._collection = torch.Tensor
         self.max_size = prod(ids.shape[: self.ndim])
@@ -385,48 +428,55 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         if before is not None:
             before.close()
 
-    def _loaded(self, memory: ReplayMemory, path: Any) -> tuple[Fields, Ids, dict[str, Any]]:
-        """Return what was saved with a memory, if it fits this storage."""
-        if _LAYOUT not in memory.attached:
-            raise CheckpointError(f"{path} holds a memory, but not of a HoldallStorage; load it with ReplayMemory.load")
-        layout = json.loads(memory.attached[_LAYOUT])
+    def _read_layout(self, memory: ReplayMemory, path: Any) -> tuple[Fields, Ids, dict[str, Any]]:
+        """Return the fields, ids and layout that were saved with a memory. Raise if they do not fit this storage."""
+        if _LAYOUT_FILE not in memory.attached:
+            raise CheckpointError(
+                f"{path} is a checkpoint of a memory, but not of a HoldallStorage. Load it with ReplayMemory.load."
+            )
+        layout = json.loads(memory.attached[_LAYOUT_FILE])
         if layout.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} is of format {layout.get('format')}, this is {_FORMAT}; update holdall")
-        fields, shape = Fields.of_words(layout["fields"]), tuple(map(int, layout["shape"]))
+            raise CheckpointError(
+                f"{path} has format {layout.get('format')}, but this version reads {_FORMAT}. Update holdall."
+            )
+        fields = Fields.from_json(layout["fields"])
+        shape = tuple(map(int, layout["shape"]))
         size = -(self.max_size // -prod(shape[1 : self.ndim]))
         if layout["ndim"] != self.ndim or shape[0] != size or (self._fields is not None and self._fields != fields):
             raise ArgumentError(
-                f"{path} holds {shape[0]} positions of ndim={layout['ndim']}, this storage has {size} of "
-                f"ndim={self.ndim}, or other keys; make it with max_size={prod(shape[: layout['ndim']])}, "
-                f"ndim={layout['ndim']} and nothing in it"
+                f"{path} has {shape[0]} positions of ndim={layout['ndim']}, but this storage has {size} of "
+                f"ndim={self.ndim}, or other keys. Make an empty one with max_size={prod(shape[: layout['ndim']])} and "
+                f"ndim={layout['ndim']}."
             )
-        steps = zlib.decompressobj().decompress(memory.attached[_POSITIONS], 8 * prod(shape) + 1)
+        steps = zlib.decompressobj().decompress(memory.attached[_POSITIONS_FILE], 8 * prod(shape) + 1)
         ids = np.cumsum(np.frombuffer(steps, "<i8")).astype(np.int64)
         lost = (ids != 0) & ((ids <= memory.first_id) | (ids > memory.next_id))
         if ids.size != prod(shape) or lost.any():
-            raise CheckpointError(f"{path} names elements that it does not hold; load another checkpoint")
+            raise CheckpointError(f"{path} refers to elements that it does not contain. Load another checkpoint.")
         return fields, ids.reshape(shape), layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the files of a checkpoint as tensors of bytes, for `torch.save`; `dumps` writes them directly."""
+        """Return the files of a checkpoint as tensors of bytes, for `torch.save`. `dumps` writes files instead."""
         files = {}
         if self.initialized:
-            folder = self._folder = self._folder or self._new_folder()
+            if self._folder is None:
+                self._folder = self._new_folder()
+            folder = self._folder
             self.save_to(folder)
-            found = sorted(path for path in folder.rglob("*") if path.is_file())
+            paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
             files = {
                 str(path.relative_to(folder)): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-                for path in found if path.stat().st_size
-            }  # fmt: skip
+                for path in paths
+            }
         return {"holdall": _FORMAT, "_storage": files, "initialized": self.initialized, "_len": self._len}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Become what `state_dict` returned; its files are kept in a temporary directory."""
+        """Restore the result of `state_dict`. Its files are stored in a temporary directory."""
         if not state_dict["initialized"]:
             self._empty()
             return
         content = state_dict["_storage"]
-        if "holdall" not in state_dict:  # of one of TorchRL's own storages
+        if "holdall" not in state_dict:  # The state of one of TorchRL's own storages.
             if not isinstance(content, torch.Tensor):
                 content = TensorDict().load_state_dict(content, strict=False)
             self._empty()
@@ -438,7 +488,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         for name, file in content.items():
             path = (root / name).resolve()
             if root not in path.parents:
-                raise CheckpointError(f"state_dict holds a file {name!r} outside of its directory; do not load it")
+                raise CheckpointError(f"state_dict has a file {name!r} outside of its directory. Do not load it.")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(file.cpu().numpy().tobytes())
         self.load_from(root)
@@ -453,14 +503,14 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             raise RuntimeError(
-                "a HoldallStorage cannot be shared between processes; keep the buffer in one, and let collectors send "
-                "their data to it, or use holdall.ray"
+                "A HoldallStorage cannot be shared between processes. Keep the buffer in one process, to which "
+                "collectors send their data, or use holdall.ray."
             )
         state: dict[str, Any] = super().__getstate__()
         return state | {"_folder": None}
 
     def close(self) -> None:
-        """Free everything; what was sampled stays as it is."""
+        """Free everything. Sampled data stays valid."""
         if self._memory is not None:
             self._memory.close()
 
@@ -471,7 +521,8 @@ def _is_integer(cursor: Any) -> bool:
     return isinstance(cursor, int | np.integer)
 
 
-def _cut(value: Any, where: slice) -> Any:
+def _select_steps(value: Any, steps: slice) -> Any:
+    """Return a range of steps of all arrays in a nested dict."""
     if isinstance(value, dict):
-        return {key: _cut(part, where) for key, part in value.items()}
-    return value[where]
+        return {key: _select_steps(part, steps) for key, part in value.items()}
+    return value[steps]

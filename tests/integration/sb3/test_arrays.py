@@ -243,5 +243,5 @@ def test_flags_that_cannot_be_kept_are_refused() -> None:
     pair.feed(3)
     with pytest.raises(ArgumentError, match=r"dones.*0 or 1"):
         pair.ours.dones[0] = 0.5
-    with pytest.raises(ArgumentError, match=r"dones.*hold no transition"):
+    with pytest.raises(ArgumentError, match=r"dones.*have no transition"):
         pair.ours.dones[5] = 1

@@ -16,7 +16,7 @@ from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.her import her_replay_buffer
 
 from holdall.sb3 import HerReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
-from holdall.storage import segment
+from holdall.store.tuning import Tuning
 
 SPACE = spaces.Dict(
     image=spaces.Box(0, 255, (40, 40, 3), np.uint8),
@@ -26,11 +26,7 @@ ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
 ENVS = 2
 SLOTS = 400
 BUDGET = "1.5MiB"
-
-
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "SEGMENT_BYTES", 100_000)
+TUNING = Tuning(block_bytes=100_000)
 
 
 def observed(tick: int) -> dict[str, NDArray[Any]]:
@@ -52,11 +48,11 @@ def ticks(count: int) -> Iterator[tuple[Any, ...]]:
 def test_with_a_disk_tier_every_slot_is_drawn_as_stable_baselines3_draws_it(tmp_path: Path, budget: str | None) -> None:
     """Most of it lies in files, and no bit of a batch tells."""
     theirs = DictReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS)
-    ours = ReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=budget, spill_dir=tmp_path)
+    ours = ReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=budget, spill_dir=tmp_path, _tuning=TUNING)
     for tick in ticks(SLOTS + 150):
         theirs.add(*tick)
         ours.add(*tick)
-    ours.memory.drain()
+    ours.memory.store.wait_idle()
     assert ours.report().disk_bytes > 1_000_000
     for seed in range(5):
         np.random.seed(seed)  # noqa: NPY002  Stable-Baselines3's generator
@@ -74,7 +70,7 @@ def test_with_a_disk_tier_every_slot_is_drawn_as_stable_baselines3_draws_it(tmp_
 @pytest.mark.parametrize("kind", [ReplayBuffer, PrioritizedReplayBuffer])
 def test_without_one_the_newest_that_fit_are_drawn(kind: type[ReplayBuffer], n_steps: int) -> None:
     """Slots whose transition left early are never drawn, and all others are."""
-    ours = kind(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=BUDGET, n_steps=n_steps)
+    ours = kind(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=BUDGET, n_steps=n_steps, _tuning=TUNING)
     for tick in ticks(SLOTS + 50):
         ours.add(*tick)
         if ours.pos % 50 == 49:
@@ -102,7 +98,7 @@ def goal_space() -> spaces.Dict:
 
 def goal_buffer() -> HerReplayBuffer:
     env: Any = GoalEnv()
-    return HerReplayBuffer(SLOTS * ENVS, goal_space(), ACTIONS, env, "cpu", ENVS, budget=BUDGET)
+    return HerReplayBuffer(SLOTS * ENVS, goal_space(), ACTIONS, env, "cpu", ENVS, budget=BUDGET, _tuning=TUNING)
 
 
 def add_goal_step(buffer: her_replay_buffer.HerReplayBuffer, tick: int, *, is_last: bool) -> None:
@@ -157,7 +153,7 @@ def test_hindsight_draws_no_episode_that_lost_a_step_when_it_was_copied() -> Non
     theirs = her_replay_buffer.HerReplayBuffer(SLOTS * ENVS, goal_space(), ACTIONS, env, "cpu", ENVS)
     for tick in range(SLOTS):
         add_goal_step(theirs, tick, is_last=tick % 9 == 8)
-    ours = HerReplayBuffer.copy_of(theirs, budget=BUDGET)
+    ours = HerReplayBuffer.copy_of(theirs, budget=BUDGET, _tuning=TUNING)
     first = ours.memory.first_id // ENVS
     assert first > 9, "the copy has to drop some"
     assert drawn_ticks(ours) == set(range(-(-first // 9) * 9, SLOTS // 9 * 9))

@@ -36,7 +36,7 @@ def test_rows_are_those_of_the_plain_buffer(space: Any, n_steps: int) -> None:
     """Only which rows are drawn differs."""
     buffer, plain = filled(space=space, n_steps=n_steps), filled(ReplayBuffer, space, n_steps=n_steps)
     samples = buffer.sample(50)
-    expected = plain._samples(samples.ids, None)
+    expected = plain._gather_samples(samples.ids, None)
     assert_same_batch(expected, type(expected)(*samples[: len(expected)]))
 
 

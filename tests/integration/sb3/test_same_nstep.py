@@ -112,7 +112,7 @@ def test_dict_samples_are_the_oracles(lanes: int) -> None:
         oracle.add(obs, action, reward, next_obs, done & ~cut, cut)
     batch = seeded(1, lambda: ours.sample(60))
     slots, envs = seeded(1, lambda: (np.random.randint(0, 40, 60), np.random.randint(0, lanes, 60)))  # noqa: NPY002
-    ids = ours._ids(slots, envs)
+    ids = ours._find_ids(slots, envs)
     expected = n_step_batch(oracle, ids, 3, 0.97)
     for key in space.spaces:
         shape = tuple(batch.observations[key].shape)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
 from holdall.sb3 import ReplayBuffer
-from holdall.storage import segment
-from holdall.storage.codec_choice import COST_CAPS
+from holdall.store.tuning import Tuning
 
 from .comparison import Task, assert_same_learning, learn, trained
 from .environments import ARM, FRAME_PX, STACK, Stacked, Wander, dict_space
@@ -33,29 +32,25 @@ class Film(Stacked):
         return self._frames
 
 
-@pytest.fixture(autouse=True)
-def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of a few ticks, and any cost: what is sealed must not depend on how busy a machine is."""
-    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
-    monkeypatch.setitem(COST_CAPS, "memory", 1e9)
+SMALL_SEGMENTS = Tuning(block_bytes=8_000)
 
 
 def assert_same_from_sealed(task: Task, field: str) -> ReplayBuffer:
-    """Train with either buffer; the second half of ours draws from segments that were sealed."""
-    sealed: list[str] = []
+    """Train with either buffer. In the second half, ours draws from compressed segments."""
+    sealed: list[int] = []
 
     def seal_all(model: OffPolicyAlgorithm) -> None:
         if isinstance(model.replay_buffer, ReplayBuffer):
-            model.replay_buffer.memory.drain()
-            findings = {found.name: found.finding for found in model.replay_buffer.report().fields}
-            sealed.append(findings[field])
+            model.replay_buffer.memory.store.wait_idle()
+            reports = {report.name: report for report in model.replay_buffer.report().fields}
+            sealed.append(reports[field].sealed_bytes)
 
     acts = (learn(110), seal_all, learn(110, reset_num_timesteps=False), seal_all)
-    kept: dict[str, Any] = {"replay_buffer_kwargs": {"budget": None, "prefer": "memory"}}
+    kept: dict[str, Any] = {"replay_buffer_kwargs": {"budget": None, "prefer": "memory", "_tuning": SMALL_SEGMENTS}}
     plain = trained(task.model(None), *acts)
     ours = trained(task.model(ReplayBuffer, **kept), *acts)
     assert plain._n_updates > 50, "too short a training proves nothing"
-    assert all("segments sealed by" in finding for finding in sealed), sealed
+    assert all(sealed), sealed
     assert_same_learning(plain, ours)
     assert isinstance(ours.replay_buffer, ReplayBuffer)
     return ours.replay_buffer
@@ -66,7 +61,8 @@ def test_dqn_learns_the_same_from_sealed_frame_stacks() -> None:
     buffer = assert_same_from_sealed(Task(Film, "DQN", "CnnPolicy"), "obs")
     report = buffer.report()
     assert report.failure == ""
-    assert report.total_bytes < report.plain_bytes / 8
+    (obs,) = [field for field in report.fields if field.name == "obs"]
+    assert obs.slice_bytes < obs.plain_bytes / 8
 
 
 @pytest.mark.parametrize("lanes", [2, pytest.param(1, marks=pytest.mark.nightly)])

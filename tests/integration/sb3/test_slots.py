@@ -221,7 +221,7 @@ def test_reading_an_array_takes_little_beside_it(name: str) -> None:
         step = next(pair.steps)
         for _ in range(50):
             pair.ours.add(*step)
-    pair.ours.memory.drain()  # choosing a codec takes memory, too
+    pair.ours.memory.store.wait_idle()  # choosing a codec takes memory, too
 
     def read_all() -> Any:
         return read_as[name](pair.ours) if name in read_as else np.asarray(getattr(pair.ours, name))

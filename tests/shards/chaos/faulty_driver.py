@@ -142,7 +142,7 @@ class Life:
 
     def _wait_for_shards(self) -> None:
         until = time.monotonic() + _PATIENCE_S
-        while len(self._memory._cluster.refresh()) < SHARDS:
+        while len(self._memory._members.refresh()) < SHARDS:
             assert time.monotonic() < until, "a shard has not come back"
 
     def replace(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class Life:
 
     def processes(self) -> dict[str, Any]:
         """Say which processes there are to kill."""
-        shards = [self._memory._cluster.handle(number) for number in self._memory._cluster.numbers]
+        shards = [self._memory._members.handle(number) for number in self._memory._members.numbers]
         rosters = [self._memory._fleet.roster]
         asked = {"shards": shards, "rosters": rosters, "writers": self._writers, "learners": self._learners}
         return {kind: [pid for pid in map(_pid, actors) if pid] for kind, actors in asked.items()}

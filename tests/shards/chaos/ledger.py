@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Slots
+from holdall.cluster.ids import make_ids
 from holdall.cluster.journal import Journal
-from holdall.cluster.protocol import ids_of
-from holdall.native import chosen_kernels
+from holdall.cluster.segment import unpack_payload
+from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, Writer
 from holdall.schema import Schema
-from holdall.storage import unpack_segment
+from holdall.store.columns import Columns
 
 Numbers = NDArray[np.int64]
 
@@ -82,23 +83,22 @@ def acknowledged(ledger: Path) -> dict[int, int]:
 def held(memory: ReplayMemory) -> dict[int, Numbers]:
     """Read everything that the shards hold, check its bits, and return the numbers, shard by shard."""
     found = {}
-    for shard, counters in memory._cluster.refresh().items():
+    for shard, counters in memory._members.refresh().items():
         rows = np.arange(counters.first_row, counters.next_row)
-        parts = [memory.gather(ids_of(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
+        parts = [memory.gather(make_ids(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
         found[shard] = np.concatenate([checked(part) for part in parts])
     return found
 
 
 def written(url: Path, shard: int) -> Numbers:
     """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
-    journal = Journal(Slots.at(url, "journal", f"{shard:05d}"))
-    schema, coder = Schema.of(OBSERVATION, ACTION, EXTRAS, 1), chosen_kernels().coder
+    journal = Journal(Slots.at(url, "journal", f"{shard:05d}"), ClusterTuning())
+    columns = Columns(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
     numbers = [np.empty(0, np.int64)]
-    numbers += [
-        unpack_segment(entry.payload, schema, {}, coder).rows.columns["extras.0"].reshape(-1)
-        for page in journal.open()
-        for entry in page.entries
-    ]
+    for page in journal.open():
+        for entry in page.entries:
+            part = unpack_payload(entry.payload, columns).segment.parts[columns.first_extra]
+            numbers.append(part.arrays()["rows"].view(np.int64))
     return np.concatenate(numbers)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from holdall.cluster.protocol import shards_of
+from holdall.cluster.ids import shards_of_ids
 from holdall.ray import ReplayMemory
 
 from ..nodes import Node, Nodes, can_be_apart
@@ -128,7 +128,7 @@ def _until_drawn(memory: ReplayMemory, shards: set[int]) -> float:
     while True:
         batch = memory.sample(64)
         checked(batch)
-        left -= set(shards_of(batch.ids).tolist()) - set(memory._cluster.lost)
+        left -= set(shards_of_ids(batch.ids).tolist()) - set(memory._members.lost)
         if not left:
             return time.monotonic() - start
         assert time.monotonic() - start < PATIENCE_S, f"shards {left} have not come back"
@@ -138,14 +138,14 @@ def _victim(memory: ReplayMemory, nodes: Nodes) -> tuple[Node, set[int]]:
     """Return a worker that has shards and not what the whole memory hangs on, and those shards."""
     roster = _root(memory._fleet.roster)
     for _ in range(10):
-        where = {number: _root(memory._cluster.handle(number)) for number in memory._cluster.numbers}
+        where = {number: _root(memory._members.handle(number)) for number in memory._members.numbers}
         for node in nodes.workers:
             own = {process.pid for process in node.processes()}
             there = {number for number, process in where.items() if process in own}
             if there and roster not in own and len(there) < len(where):
                 return node, there
         memory.add_shard()
-        memory._cluster.refresh()
+        memory._members.refresh()
     raise NothingToLoseError(where)
 
 

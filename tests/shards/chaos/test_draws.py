@@ -6,7 +6,6 @@ router, and weighed by it. A shard joins, and one is lost: the same must hold of
 
 from __future__ import annotations
 
-import threading
 from typing import Any, cast
 
 import numpy as np
@@ -14,18 +13,16 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.batch import of_ids
 from holdall.cluster.answer import Answer
 from holdall.cluster.journal import Entry
-from holdall.cluster.learner import assigned, weights_of
-from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.learner import assign_rows, compute_weights
+from holdall.cluster.messages import ShardCounters
+from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard_data import ShardData
-from holdall.native import chosen_kernels
-from holdall.sampling.draw import Held, Uniform
-from holdall.sampling.prioritized import Prioritized
+from holdall.cluster.tuning import ClusterTuning
+from holdall.sampling import Held, Prioritized, Uniform
 from holdall.schema import Schema, schema_words
-from holdall.storage import Encoder
-from holdall.storage.ticks import Tick
+from holdall.store.tuning import Tuning
 
 from .chi_square import chi_square_p
 
@@ -40,51 +37,54 @@ class BareShard:
     def __init__(self, number: int, rows: int, prioritized: bool) -> None:
         self.sampler = Prioritized(alpha=0.7, beta=1.0) if prioritized else Uniform()
         self.generator = np.random.default_rng([7, number])
-        self.data = ShardData(schema_words(SCHEMA), 4_096, self.sampler, self.generator, threading.Lock())
-        self.data.begin_at(number << 36)  # as after some losses
+        self.data = ShardData(schema_words(SCHEMA), 4_096, self.sampler, self.generator, ClusterTuning())
+        self.data.start_at(number << 36)  # as after some losses
         self.fill(rows)
         if isinstance(self.sampler, Prioritized):
             told = self.generator.gamma(2.0, 1.0, rows) + 0.1
             self.sampler.update_priorities(self.held, np.arange(self.held.next_id - rows, self.held.next_id), told)
 
     def fill(self, rows: int) -> None:
-        encoder = Encoder(SCHEMA, 1, rows, chosen_kernels())
+        builder = SegmentBuilder(SCHEMA, rows, "balanced", Tuning())
         nothing, no = np.zeros((1, 2), np.float32), np.zeros(1, np.bool_)
         for row in range(rows):
             action, reward = np.zeros(1, np.int64), np.array([row], np.float64)
-            encoder.add(Tick([nothing], [action], reward, [nothing], no, no, [], None))
-        self.data.take(Entry(b"w" * 16, 0, b"", encoder.close({})))
+            assert builder.append((nothing, action, reward, nothing, no, no, None, None))
+        self.data.accept(Entry(b"w" * 16, 0, builder.close()))
 
     @property
     def held(self) -> Held:
-        return self.data.held()
+        return self.data.held(self.data.store.view())
 
     @property
     def chances(self) -> NDArray[np.float64]:
         """What each row held should be drawn in proportion to."""
         rows = np.arange(self.held.first_id, self.held.next_id)
-        return self.sampler.scaled(self.held, rows) if isinstance(self.sampler, Prioritized) else np.ones(len(rows))
+        return (
+            self.sampler.read_scaled(self.held, rows) if isinstance(self.sampler, Prioritized) else np.ones(len(rows))
+        )
 
     @property
     def counters(self) -> ShardCounters:
         store, mass = self.data.store, float(self.chances.sum())
-        rows = (store.first_tick, store.next_tick, store.transitions)
-        return ShardCounters(0, *rows, inserted=store.next_tick, changes=0, backlog=0, mass=mass)
+        rows = (store.first_row, store.next_row, len(store))
+        return ShardCounters(0, *rows, inserted=store.next_row, changes=0, backlog=0, mass=mass)
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.counters, of_ids(rows), self.chances[rows - self.held.first_id], cast("Any", None))
+        return Answer(self.counters, rows, self.chances[rows - self.held.first_id], cast("Any", None))
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
     """Draw a million rows; return how often each was drawn, and the sum of its weights, shard after shard."""
-    where = assigned(masses, DRAWS, np.random.default_rng(3))
+    where = assign_rows(masses, DRAWS, np.random.default_rng(3))
     answers = {shard: shards[shard].answer(len(rows)) for shard, rows in where.items()}
-    weights = weights_of(list(answers.values()), list(where.values()), [masses[shard] for shard in answers], beta=1.0)
+    believed = [masses[shard] for shard in answers]
+    weights = compute_weights(list(answers.values()), list(where.values()), believed, beta=1.0)
     counts, sums = [], []
     for number, shard in shards.items():
         held = shard.held.next_id - shard.held.first_id
-        place = answers[number].draw.ids - shard.held.first_id
+        place = answers[number].ids - shard.held.first_id
         counts.append(np.bincount(place, minlength=held))
         sums.append(np.bincount(place, weights[where[number]], minlength=held))
     return np.concatenate(counts), np.concatenate(sums)

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from holdall import ArgumentError
-from holdall.cluster.protocol import shards_of
+from holdall.cluster.ids import shards_of_ids
 from holdall.ray import ReplayMemory
 
 from ..processes import process_of, wait_until
@@ -68,7 +68,7 @@ class Arena:
     def kill_shard(self, generator: np.random.Generator) -> None:
         shard = int(generator.integers(SHARDS))
         try:
-            process = psutil.Process(process_of(self.memory._cluster.handle(shard)))
+            process = psutil.Process(process_of(self.memory._members.handle(shard)))
         except (ray.exceptions.RayActorError, psutil.NoSuchProcess):
             return  # it has not come back from the last time
         process.kill()
@@ -85,8 +85,8 @@ class Arena:
         now = time.monotonic()
         self.longest_wait_s = max(self.longest_wait_s, now - self._last_batch)  # the first one is not waited for
         self._last_batch = now
-        for shard in set(shards_of(batch.ids).tolist()) & set(self._killed_at):
-            if shard not in self.memory._cluster.lost:
+        for shard in set(shards_of_ids(batch.ids).tolist()) & set(self._killed_at):
+            if shard not in self.memory._members.lost:
                 self.away_s.append(now - self._killed_at.pop(shard))
 
     def draw_for(self, seconds: float) -> None:
@@ -191,9 +191,9 @@ def test_the_roster_may_be_killed(durability: str, tmp_path: Path) -> None:
         for number in range(900, 1_200):
             later.add(*step(number))
         later.flush()
-        memory._cluster.refresh()
+        memory._members.refresh()
         checked(memory.gather(ids))
         found = held(memory)
         assert np.array_equal(np.sort(np.concatenate(list(found.values()))), np.arange(1_200))
         memory.add_shard()
-        assert len(memory._cluster.refresh()) == SHARDS + 1
+        assert len(memory._members.refresh()) == SHARDS + 1

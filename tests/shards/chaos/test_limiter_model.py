@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.cluster.roster import _LEASE_S as LEASE_S
-from holdall.cluster.roster import Limiter, RateLimit
+from holdall.cluster.limiter import _LEASE_S as LEASE_S
+from holdall.cluster.limiter import Limiter, RateLimit
 
 BLOCK, BATCH, WRITERS = 128, 64, 4
 

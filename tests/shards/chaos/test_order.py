@@ -5,7 +5,6 @@ Ray hands the calls of one writer to threads in order; which of them gets on fir
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,9 +20,10 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 import ray
 
 from holdall import ShardError
-from holdall.cluster import writer as writer_module
+from holdall.cluster.messages import InsertRequest
 from holdall.cluster.shard import Shard
-from holdall.cluster.writer import SegmentStream
+from holdall.cluster.stream import SegmentStream, SentSegment
+from holdall.cluster.tuning import ClusterTuning
 from holdall.schema import schema_words
 
 from ..processes import shard_terms
@@ -42,46 +42,49 @@ def begun(folder: Path) -> Any:
 
 
 def numbers_held(shard: Any) -> list[int]:
-    store = shard._data.store
-    found: list[int] = store.read(np.arange(store.first_tick, store.next_tick)).extras[0].reshape(-1).tolist()
+    view = shard._data.store.view()
+    found: list[int] = view.extra(0, np.arange(view.first_id, view.next_id)).tolist()
     return found
+
+
+def insert(shard: Any, first: int, payloads: list[bytes], oldest: int = 0) -> Any:
+    return shard.insert(InsertRequest(WRITER, first, payloads, oldest))
 
 
 def test_a_segment_waits_for_the_one_before_it(tmp_path: Path) -> None:
     shard, (first, second) = begun(tmp_path), payloads(2)
     told: list[Any] = []
-    later = threading.Thread(target=lambda: told.append(shard.insert(WRITER, 1, [second])))
+    later = threading.Thread(target=lambda: told.append(insert(shard, 1, [second])))
     later.start()
     while WRITER not in shard._expected:
         time.sleep(0.001)
-    assert shard.insert(WRITER, 0, [first]).expected in (1, 2)
+    assert insert(shard, 0, [first]).expected in (1, 2)
     later.join()
     assert told[0].expected == 2
     assert numbers_held(shard) == list(range(2 * ROWS))
 
 
-def test_one_whose_predecessor_was_lost_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.01)
+def test_one_whose_predecessor_was_lost_is_not_taken(tmp_path: Path) -> None:
     shard, (first, second) = begun(tmp_path), payloads(2)
-    assert shard.insert(WRITER, 1, [second]).expected == 0
-    assert shard.insert(WRITER, 0, [first, second]).expected == 2
+    assert insert(shard, 1, [second]).expected == 0
+    assert insert(shard, 0, [first, second]).expected == 2
     assert numbers_held(shard) == list(range(2 * ROWS))
 
 
 def test_a_shard_that_knows_nothing_goes_on_with_the_oldest_that_is_left(tmp_path: Path) -> None:
     shard, sent = begun(tmp_path), payloads(7)
-    assert shard.insert(WRITER, 5, sent[5:], 5).expected == 7
-    assert shard.insert(WRITER, 5, sent[5:6], 5).expected == 7  # which was sent before that, and comes late
+    assert insert(shard, 5, sent[5:], 5).expected == 7
+    assert insert(shard, 5, sent[5:6], 5).expected == 7  # which was sent before that, and comes late
     assert numbers_held(shard) == list(range(5 * ROWS, 7 * ROWS))
 
 
 def test_a_segment_that_is_refused_is_left_out_and_the_next_one_taken(tmp_path: Path) -> None:
     shard, (first, _, third) = begun(tmp_path), payloads(3)
     damaged = first[:-1] + bytes([first[-1] ^ 1])
-    ack = shard.insert(WRITER, 0, [first, damaged, third])
+    ack = insert(shard, 0, [first, damaged, third])
     assert ack.expected == 1
-    assert ack.refused
-    assert shard.insert(WRITER, 2, [third], 2).expected == 3
+    assert ack.refusal
+    assert insert(shard, 2, [third], 2).expected == 3
     assert numbers_held(shard) == [*range(ROWS), *range(2 * ROWS, 3 * ROWS)]
 
 
@@ -91,18 +94,18 @@ class FaultyLine:
     def __init__(self, shard: Any, seed: int) -> None:
         self._shard, self._generator = shard, np.random.default_rng(seed)
         self._threads = ThreadPoolExecutor(16)
-        self.send = SimpleNamespace(remote=self._call)
+        self.insert = SimpleNamespace(remote=self._call)
         self.calls = 0
 
-    def _call(self, packed: bytes) -> Future[bytes]:
+    def _call(self, request: InsertRequest) -> Future[Any]:
         fate, late_s = self._generator.random(), 0.004 * self._generator.random()
         self.calls += 1
 
-        def run() -> bytes:
+        def run() -> Any:
             time.sleep(late_s)
             if fate < 0.1:
                 raise ray.exceptions.RayActorError
-            answer = pickle.dumps(self._shard.insert(*pickle.loads(packed)))
+            answer = self._shard.insert(request)
             if fate < 0.2:
                 raise ray.exceptions.RayActorError
             return answer
@@ -114,19 +117,17 @@ class FaultyLine:
 def test_what_a_stream_sends_is_held_once_and_in_order(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def waited(calls: list[Future[bytes]], timeout: float) -> tuple[list[Any], list[Any]]:
+    def waited(calls: list[Future[Any]], timeout: float) -> tuple[list[Any], list[Any]]:
         done, rest = wait(calls, timeout)
         return list(done), list(rest)
 
     faulty = SimpleNamespace(wait=waited, exceptions=ray.exceptions, is_initialized=ray.is_initialized)
-    monkeypatch.setattr(writer_module, "ray", faulty)
-    monkeypatch.setattr("holdall.cluster.protocol.received", lambda call: call.result())
-    monkeypatch.setattr(writer_module, "PAUSE_S", 0.001)
-    monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.002)
+    monkeypatch.setattr("holdall.cluster.stream.ray", faulty)
+    monkeypatch.setattr("holdall.cluster.stream.get_result", lambda call: call.result())
     shard, sent = begun(tmp_path), payloads(60)
     sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # which is refused
     line = FaultyLine(shard, seed)
-    stream = SegmentStream(line, 0, WRITER, 60.0)
+    stream = SegmentStream(line, 0, WRITER, 60.0, ClusterTuning(pause_s=0.001))
     refused = 0
 
     def refusing(act: Any, *arguments: Any) -> None:
@@ -141,9 +142,9 @@ def test_what_a_stream_sends_is_held_once_and_in_order(
     for payload in sent:
         while not stream.has_room:
             refusing(stream.poll, 0.01)
-        refusing(stream.send, payload, ROWS)
+        refusing(stream.send, SentSegment(payload, ROWS, -1))
         most = max(most, len(stream._calls))
-    while stream.under_way:
+    while stream.in_flight:
         refusing(stream.flush)
     line._threads.shutdown()
     assert refused == 1

@@ -30,8 +30,8 @@ def memory(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: ReplayMemory) -> None:
-    shard = psutil.Process(process_of(memory._cluster.handle(0)))
-    before = memory._cluster.refresh()[0].next_row
+    shard = psutil.Process(process_of(memory._members.handle(0)))
+    before = memory._members.refresh()[0].next_row
     writer = memory.writer()
     added = 0
     if is_known:
@@ -41,7 +41,7 @@ def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: R
     shard.send_signal(signal.SIGSTOP)
     try:
         for patience in (nullcontext(), impatient(writer)):  # what raised is not held: it is added again, and not twice
-            with patience, pytest.raises(ShardError, match="make the same call again"):  # noqa: PT012  which of them it is does not matter
+            with patience, pytest.raises(ShardError, match="Repeat the call"):  # noqa: PT012  which of them it is does not matter
                 while added < 2_000:
                     writer.add(*step(added))
                     added += 1
@@ -50,7 +50,7 @@ def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: R
     writer.add(*step(added))
     added += 1
     writer.flush()
-    after = memory._cluster.refresh()[0].next_row
+    after = memory._members.refresh()[0].next_row
     numbers = checked(memory.gather(np.arange(before, after)))
     assert numbers.tolist() == list(range(added))
 

@@ -12,12 +12,11 @@ import pytest
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.checkpoint import Slots
-from holdall.cluster.protocol import Ack
+from holdall.cluster.messages import Ack, InsertRequest
+from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard import Shard
-from holdall.native import chosen_kernels
 from holdall.schema import Schema, schema_words
-from holdall.storage import Encoder, pack_segment
-from holdall.storage.ticks import Tick
+from holdall.store.tuning import Tuning
 
 from ..processes import shard_terms
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
@@ -27,12 +26,10 @@ SCHEMA = Schema.of(OBSERVATION, ACTION, EXTRAS, 1)
 
 
 def segment(numbers: range) -> bytes:
-    kernels = chosen_kernels()
-    encoder = Encoder(SCHEMA, 1, len(numbers), kernels)
+    builder = SegmentBuilder(SCHEMA, len(numbers), "balanced", Tuning())
     for number in numbers:
-        obs, action, reward, next_obs, ends, no, extras = step(number)
-        encoder.add(Tick([obs], [action], reward, [next_obs], ends, no, [extras["number"]], None))
-    return pack_segment(encoder.close({}), kernels.coder)
+        assert builder.append((*step(number), None))
+    return builder.close()
 
 
 @pytest.mark.usefixtures("cluster")  # or the shard, which asks where it runs, starts a Ray of its own
@@ -48,8 +45,9 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     shard: Any = Shard(0, shard_terms(schema_words(SCHEMA), 1_000, tmp_path), 0)
     monkeypatch.setattr(Slots, "create", create_slowly)
     told: list[Ack] = []
-    calls = [(WRITER, 0, [segment(range(50))]), (WRITER, 0, [segment(range(50))]), (WRITER, 1, [])]
-    asking = [threading.Thread(target=lambda call=call: told.append(shard.insert(*call))) for call in calls]
+    payload = segment(range(50))
+    calls = [InsertRequest(WRITER, *call, 0) for call in ((0, [payload]), (0, [payload]), (1, []))]
+    asking = [threading.Thread(target=lambda call=call: told.append(shard.insert(call))) for call in calls]
     for thread in asking:
         thread.start()
         while shard._expected.get(WRITER, 0) == 0:

@@ -13,10 +13,8 @@ import pytest
 
 from holdall.checkpoint import manifest as manifests
 from holdall.checkpoint.directory import DirectoryReader
-from holdall.checkpoint.files import outline
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    Chunk,
     Manifest,
     Ref,
     SegmentEntry,
@@ -24,6 +22,7 @@ from holdall.checkpoint.manifest import (
     encode,
     manifest_name,
 )
+from holdall.checkpoint.retention import outline
 from holdall.errors import DamageError
 
 FILE = "0123456789abcdef-0000000000000001.seg"
@@ -39,10 +38,9 @@ MANIFEST = Manifest(
     schema={"num_envs": 2},
     files={FILE: 100},
     state=REF,
-    rows=(Chunk(0, 4, REF), Chunk(4, 5, REF)),
-    segments=(SegmentEntry(3, 6, REF, (0,)),),
-    blocks=(BlockEntry(8, 12, (REF, REF)),),
-    dictionaries={"d" * 64: REF},
+    segments=(SegmentEntry(0, 4, (REF,), (0,)), SegmentEntry(4, 5, (REF, REF), ())),
+    blocks=(BlockEntry(REF, 8),),
+    dictionaries={"d" * 32: REF},
     attached={"agents/agent_0.pth": (REF,)},
 )
 
@@ -83,16 +81,18 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a record in no file": lambda w: w["state"].__setitem__(0, 1),
     "a digest that is none": lambda w: w["state"].__setitem__(3, "xyz"),
     "a block that is not there": lambda w: w["segments"][0].__setitem__(2, [1]),
-    "a gap between rows": lambda w: w["rows"][1].__setitem__(0, 5),
+    "a gap between segments": lambda w: w["segments"][1].__setitem__(0, 5),
+    "a segment without ticks": lambda w: w["segments"][1].__setitem__(1, 0),
+    "a segment without a record": lambda w: w["segments"][1].__setitem__(3, []),
     "an attachment that leaves its folder": lambda w: w["attached"].__setitem__("../x", []),
     "a hidden attachment": lambda w: w["attached"].__setitem__(".ssh/id", []),
     "a number that is a truth value": lambda w: w.__setitem__("number", True),
     "no schema": lambda w: w.__setitem__("schema", []),
-    "something missing": lambda w: w.pop("rows"),
+    "something missing": lambda w: w.pop("segments"),
     "another format": lambda w: w.__setitem__("format", "pickle"),
     "a version to come": lambda w: w.__setitem__("version", 2),
     "a feature that is not known": lambda w: w.__setitem__("features", ["encrypted"]),
-    "rows that are no list": lambda w: w.__setitem__("rows", 3),
+    "segments that are no list": lambda w: w.__setitem__("segments", 3),
 }
 
 
@@ -117,7 +117,7 @@ def test_a_manifest_that_is_known_is_not_parsed_again(tmp_path: Path, monkeypatc
     standing(tmp_path, raw)
     written.committed.append((raw, MANIFEST))
     assert outline(read, 7) == MANIFEST
-    monkeypatch.setattr(manifests, "parsed", pytest.fail)
+    monkeypatch.setattr(manifests, "parse_json", pytest.fail)
     for reader in (written, read, written):
         found = outline(reader, 7)
         assert (found.number, found.files, found.commit, found.shards) == (7, {FILE: 100}, "b" * 32, ())

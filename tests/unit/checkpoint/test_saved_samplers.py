@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence, Uniform
-from holdall.sampling import sampler_to_resume
+from holdall.sampling import choose_sampler
 from holdall.schema import malformed_refused
 from holdall.testing import assert_same_bits
 
@@ -95,4 +95,4 @@ def test_a_sampler_whose_settings_are_not_saved_has_to_be_passed(sampler: Any, t
 def test_settings_that_make_no_sense_are_damage(wrong: dict[str, Any]) -> None:
     """Whoever wrote them; and no class but holdall's own is ever made of a name."""
     with pytest.raises(DamageError), malformed_refused("a checkpoint"):
-        sampler_to_resume(None, wrong, goes_on=True)
+        choose_sampler(None, wrong, has_same_ids=True)

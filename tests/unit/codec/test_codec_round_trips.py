@@ -50,7 +50,6 @@ CODECS: dict[str, Codec] = {
     "palette": replace(PLAIN, word_bytes=4),
     "shuffle": replace(PLAIN, shuffle_bytes=4),
     "left": replace(PICTURE, transform=Transform.LEFT, subtracts_green=True),
-    "up": replace(PICTURE, transform=Transform.UP),
     "pixels": replace(PICTURE, transform=Transform.PIXELS, is_interleaved=False),
     "colours": replace(PICTURE, transform=Transform.COLOURS),
     "colour columns": replace(PICTURE, transform=Transform.COLOUR_COLUMNS),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from holdall import (
     Prioritized,
     ReplayMemory,
 )
-from holdall.delivery.batches import HostBatches
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -38,9 +35,9 @@ def fed(ticks: int = 150, **options: Any) -> tuple[ReplayMemory, Stream]:
 def no_thread_is_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any("holdall-loader" in t.name for t in threading.enumerate()):
+    while time.monotonic() < deadline and any("holdall loader" in t.name for t in threading.enumerate()):
         time.sleep(0.01)
-    assert not [thread for thread in threading.enumerate() if "holdall-loader" in thread.name]
+    assert not [thread for thread in threading.enumerate() if "holdall loader" in thread.name]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
@@ -98,18 +95,17 @@ def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() ->
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_is_raised_in_the_consumer(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When its batch is asked for; the batches before are handed out."""
+def test_an_error_is_raised_in_the_consumer(prefetch: int) -> None:
+    """When its batch is asked for. The batches before and after it are handed out."""
     memory, _ = fed()
-    make, built = HostBatches.make, []
+    calls = []
 
-    def fail(self: HostBatches, *arguments: Any) -> Any:
-        built.append(1)
-        if len(built) == 3:
+    def fail_once(_catalog: Any, _ids: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
             raise DamageError("bytes are damaged")
-        return make(self, *arguments)
 
-    monkeypatch.setattr(HostBatches, "make", fail)
+    memory.store.before_read = fail_once
     with memory.loader(8, prefetch) as loader:
         next(loader)
         next(loader)
@@ -124,7 +120,7 @@ def test_a_closed_memory_ends_its_loaders() -> None:
     with memory.loader(8, prefetch=1) as loader:
         next(loader)
         memory.close()
-        with pytest.raises(ClosedError, match="the memory was closed"):
+        with pytest.raises(ClosedError, match="The memory was closed"):
             next(loader)
 
 
@@ -136,7 +132,7 @@ def test_a_closed_loader_says_so() -> None:
     image = batch.obs["image"].copy()
     loader.close()
     loader.close()
-    with pytest.raises(ClosedError, match="the loader was closed"):
+    with pytest.raises(ClosedError, match="The loader was closed"):
         next(loader)
     memory.sample(8)
     assert (batch.obs["image"] == image).all()
@@ -163,7 +159,7 @@ def test_threads_may_share_a_loader(prefetch: int) -> None:
     loader.close()
     for thread in threads:
         thread.join()
-    assert {str(error) for error in errors} <= {"the loader was closed; make a new one with memory.loader(...)"}
+    assert {str(error) for error in errors} <= {"The loader was closed. Make a new one with memory.loader(...)."}
     drawn = sorted(batch.ids.tolist() for batch in got)
     assert drawn == sorted(same.sample(8).ids.tolist() for _ in range(len(got)))
 
@@ -195,89 +191,6 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         memory.loader(8, prefetch=-1)
     with memory.loader(500) as loader, pytest.raises(ArgumentError, match=r"batch_size \(500\) is more than the 200"):
         next(loader)
-
-
-def expected_ids(loader: Any, count: int) -> list[list[int]]:
-    return [next(loader).ids.tolist() for _ in range(count)]
-
-
-def saved_and_loaded(memory: ReplayMemory, path: Path) -> ReplayMemory:
-    memory.save(path).result()
-    return ReplayMemory.load(path)
-
-
-@pytest.mark.parametrize("sampler", [None, Prioritized(), NStep(3, 0.9, by=Prioritized())])
-@pytest.mark.parametrize("ahead", [0, 1, 2], ids="prefetch {} after the load".format)
-def test_batches_drawn_before_a_save_survive_a_second_save(sampler: Any, ahead: int, tmp_path: Path) -> None:
-    """Those that nobody asked for yet are part of every later checkpoint, whoever has them at that moment."""
-    memory, _ = fed(sampler=copy.deepcopy(sampler))
-    with memory.loader(16, prefetch=3) as loader:
-        next(loader)
-        again = saved_and_loaded(memory, tmp_path / "first")  # three are drawn, and no loader has asked for them
-        third = saved_and_loaded(again, tmp_path / "second")
-        with third.loader(16, prefetch=ahead) as same:
-            fourth = saved_and_loaded(third, tmp_path / "third")  # a loader has them, and was not asked yet
-            expected = expected_ids(loader, 6)
-            assert expected_ids(same, 1) == expected[:1]
-            fifth = saved_and_loaded(third, tmp_path / "fourth")  # some are under way again, others not
-        for each, begun in ((fourth, 0), (fifth, 1)):
-            with each.loader(16, prefetch=3) as same:
-                assert expected_ids(same, 6 - begun) == expected[begun:]
-    for each in (memory, again, third, fourth, fifth):
-        each.close()
-
-
-def test_a_loader_finds_the_rows_of_saved_batches_when_it_is_made(tmp_path: Path) -> None:
-    """As the saved one had found them: what is added before the first batch is asked for evicts none of them."""
-    memory, stream = fed(sampler=NStep(3, 0.9))
-    with memory.loader(16, prefetch=3) as loader:
-        next(loader)
-        loaded = saved_and_loaded(memory, tmp_path)
-        with loaded.loader(16, prefetch=3) as same:
-            given = stream.ticks(150).arguments()
-            for each in (memory, loaded):
-                each.extend(**given)
-            for _ in range(6):
-                assert_same_bits(next(same), next(loader))
-    loaded.close()
-
-
-def test_a_loader_that_was_not_asked_yet_keeps_its_place_in_a_checkpoint(tmp_path: Path) -> None:
-    """Loaders go on in the order in which they were made."""
-    memory, _ = fed()
-    with memory.loader(8) as first, memory.loader(16) as second:
-        next(second)
-        loaded = saved_and_loaded(memory, tmp_path)
-        with loaded.loader(8) as same_first, loaded.loader(16) as same_second:
-            assert expected_ids(same_second, 2) == expected_ids(second, 2)
-            assert expected_ids(same_first, 2) == expected_ids(first, 2)
-    loaded.close()
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_save_while_a_batch_is_drawn_holds_that_batch(prefetch: int, tmp_path: Path) -> None:
-    """Another thread may save between the draw of a batch and the moment when it is handed out."""
-    memory, _ = fed()
-    batches: Any = memory._batches
-    start, saves = batches.start, list[Path]()
-
-    def saving(*arguments: Any) -> Any:
-        saves.append(tmp_path / str(len(saves)))
-        thread = threading.Thread(target=lambda: memory.save(saves[-1]).result())
-        thread.start()
-        thread.join()
-        return start(*arguments)
-
-    batches.start = saving
-    with memory.loader(8, prefetch) as loader:
-        ids = expected_ids(loader, 3)
-        rest = expected_ids(loader, prefetch)
-    asked_at = [max(0, made - prefetch) for made in range(3 + prefetch)]
-    for path, asked in zip(saves, asked_at, strict=False):
-        loaded = ReplayMemory.load(path)
-        with loaded.loader(8, prefetch) as same:
-            assert expected_ids(same, 3 + prefetch - asked) == (ids + rest)[asked:], path.name
-        loaded.close()
 
 
 class Newest:

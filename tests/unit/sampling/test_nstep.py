@@ -50,7 +50,7 @@ def test_rewards_of_every_dtype_are_summed_as_documented(dtype: str) -> None:
 def test_sealed_observations_give_the_same() -> None:
     """First and last observation are decoded each on its own."""
     memory, oracle = fed(NStep(3, 0.99), ticks=150, budget=None)
-    memory.drain()
+    memory.store.wait_idle()
     batch = memory.sample(60)
     assert_same_bits(batch, n_step_batch(oracle, batch.ids, 3, 0.99))
 

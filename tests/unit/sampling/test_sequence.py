@@ -131,7 +131,7 @@ def test_stride_with_nothing_to_begin_with_is_an_error() -> None:
 def test_sealed_sequences_are_the_same() -> None:
     """Slices that steps share are decoded once, and are the same in all of them."""
     memory, oracle = fed(Sequence(8), ticks=150, budget=None)
-    memory.drain()
+    memory.store.wait_idle()
     batch = memory.sample(20)
     assert_same_bits(batch, sequence_batch(oracle, batch.ids[:, 0], 8))
 

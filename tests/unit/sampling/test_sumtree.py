@@ -1,16 +1,18 @@
-"""The sum tree: draws in proportion, and depends on its leaves alone."""
+"""SumTree: finds slots in proportion to their numbers, and depends on the numbers only."""
 
 from __future__ import annotations
+
+import pickle
 
 import numpy as np
 import pytest
 
-from holdall.sampling.prioritized import SumTree
+from holdall._native import SumTree
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 64, 65, 1000])
-def test_a_point_falls_on_the_slot_whose_numbers_it_lies_between(slots: int) -> None:
-    """As in a running sum, for numbers that add up without rounding."""
+def test_a_point_is_found_in_the_slot_that_a_running_sum_gives(slots: int) -> None:
+    """For numbers whose sums are exact."""
     generator = np.random.default_rng(slots)
     numbers = generator.integers(0, 5, slots).astype(float)
     numbers[generator.integers(slots)] = 7.0
@@ -25,21 +27,22 @@ def test_a_point_falls_on_the_slot_whose_numbers_it_lies_between(slots: int) -> 
 
 
 @pytest.mark.parametrize("changes", [1, 30, 900])
-def test_a_tree_depends_on_its_leaves_alone(changes: int) -> None:
-    """However many changes led there, the sums have the bits of a tree that was built at once."""
+def test_a_tree_depends_on_its_numbers_only(changes: int) -> None:
+    """The order of changes does not matter, to the last bit."""
     generator = np.random.default_rng(changes)
     grown = SumTree(5000)
-    for _ in range(40):
+    for _ in range(20):
         grown.put(generator.integers(0, 5000, changes), generator.random(changes))
-        assert grown.total > 0
+        grown.update(generator.integers(0, 5000, changes), generator.random(changes) + 0.1, 0, 5000, 2.0)
     built = SumTree(5000)
     built.put(np.arange(5000), grown.values(np.arange(5000)))
     assert built.total.hex() == grown.total.hex()
-    assert built._nodes.tobytes() == grown._nodes.tobytes()
+    points = generator.random(20_000)
+    assert built.find(points)[0].tobytes() == grown.find(points)[0].tobytes()
 
 
-def test_nothing_is_found_that_holds_nothing() -> None:
-    """Not even by a point that rounding put beyond the last number."""
+def test_slots_that_are_zero_are_never_found() -> None:
+    """Not even for a point that rounding put after the last number."""
     tree = SumTree(100)
     tree.put(np.arange(0, 90, 3), np.random.default_rng(0).random(30) * 1e-3)
     points = np.append(np.random.default_rng(1).random(1000), [0.0, 1.0, np.nextafter(1.0, 2.0)])
@@ -48,18 +51,81 @@ def test_nothing_is_found_that_holds_nothing() -> None:
     assert (found % 3 == 0).all()
 
 
-def test_of_equal_slots_the_last_number_counts() -> None:
-    """Also when they are set in one go."""
+def test_the_last_number_of_a_slot_counts() -> None:
+    """Also when a slot is given twice in one call, and when one number is given for all slots."""
     tree = SumTree(8)
     tree.put(np.array([3, 3]), np.array([5.0, 2.0]))
     assert tree.total == 2.0
+    tree.put(np.array([3, 4]), 1.0)
+    assert tree.total == 2.0
 
 
-def test_numbers_are_set_by_id_and_evicted_ids_are_skipped() -> None:
-    """Slots are ids modulo the capacity; what is refused changes nothing."""
-    tree = SumTree(10)
-    assert tree.update(np.array([12, 3, 12]), np.array([1.0, 7.0, 4.0]), (8, 18, 10), 9.0) == 4.0
+def test_numbers_are_set_by_id_and_evicted_ids_are_ignored() -> None:
+    """Ids below `first_id` change neither slots nor `highest`."""
+    tree = SumTree(10, 3.0)
+    tree.update(np.array([12, 3, 12]), np.array([1.0, 7.0, 4.0]), 8, 18, 9.0)
     assert tree.values(np.arange(10)).tolist() == [0, 0, 4.0, 0, 0, 0, 0, 0, 0, 0]
-    for ids, values in (([13, 18], [1.0, 1.0]), ([13, 14], [1.0, 0.0]), ([13, 14], [1.0, np.nan]), ([13], [9.5])):
-        assert tree.update(np.array(ids), np.array(values), (8, 18, 10), 9.0) is None
-    assert tree.total == 4.0
+    assert tree.highest == 4.0
+    tree.raise_highest(2.0)
+    assert tree.highest == 4.0
+    tree.raise_highest(5.0)
+    assert tree.highest == 5.0
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "error"),
+    [
+        ([13, 18], [1.0, 1.0], IndexError),
+        ([13, 14], [8.0, 0.0], ValueError),
+        ([13, 14], [8.0, np.nan], ValueError),
+        ([13], [9.5], ValueError),
+        ([13, 14], [1.0], ValueError),
+    ],
+)
+def test_a_refused_update_changes_nothing(ids: list[int], values: list[float], error: type[Exception]) -> None:
+    """Arguments are checked before the first number is set."""
+    tree = SumTree(10, 3.0)
+    with pytest.raises(error):
+        tree.update(np.array(ids), np.array(values), 8, 18, 9.0)
+    assert tree.total == 0.0
+    assert tree.highest == 3.0
+
+
+@pytest.mark.parametrize(
+    ("slots", "values", "error"),
+    [
+        ([0, 10], [1.0, 1.0], IndexError),
+        ([0, -1], [1.0, 1.0], IndexError),
+        ([0], [-1.0], ValueError),
+        ([0], [np.inf], ValueError),
+        ([0, 1], [1.0], ValueError),
+    ],
+)
+def test_a_refused_put_changes_nothing(slots: list[int], values: list[float], error: type[Exception]) -> None:
+    """Slots that do not exist would be written outside the tree."""
+    tree = SumTree(10)
+    with pytest.raises(error):
+        tree.put(np.array(slots), np.array(values))
+    assert tree.total == 0.0
+    with pytest.raises(IndexError):
+        tree.values(np.array([10]))
+
+
+def test_a_pickled_tree_is_the_same() -> None:
+    """Numbers, sums and `highest`."""
+    tree = SumTree(100, 7.0)
+    tree.put(np.arange(100), np.random.default_rng(0).random(100))
+    copy = pickle.loads(pickle.dumps(tree))
+    assert copy.total.hex() == tree.total.hex()
+    assert copy.highest == 7.0
+    out = np.empty(30)
+    copy.copy_to(out)
+    assert out.tolist() == tree.values(np.arange(30)).tolist()
+
+
+def test_a_tree_has_at_least_one_slot() -> None:
+    """And fails where there is no memory."""
+    with pytest.raises(ValueError, match="slots is 0"):
+        SumTree(0)
+    with pytest.raises((MemoryError, ValueError)):
+        SumTree(1 << 47)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
 from holdall.batch import Draw
-from holdall.sampling.draw import Held, Uniform
+from holdall.sampling import Held, Uniform
 from holdall.testing import Stream
 from holdall.testing.strategies import box
 
@@ -91,8 +91,8 @@ def test_weights_are_ones() -> None:
 def test_a_single_transition_can_be_drawn() -> None:
     """The smallest memory works."""
     assert memory_of(1, 1, 1).sample(1).ids.tolist() == [0]
-    store = memory_of(1, 1, 1)._open()
-    assert Uniform().draw(Held(41, 42, 1, 1, store), 3, np.random.default_rng(0)).ids.tolist() == [41, 41, 41]
+    fields = memory_of(1, 1, 1).store.view()
+    assert Uniform().draw(Held(41, 42, 1, 1, fields), 3, np.random.default_rng(0)).ids.tolist() == [41, 41, 41]
 
 
 class Fixed:

@@ -1,15 +1,18 @@
-"""Compactor: blocks in, compressed forms out."""
+"""Compactor: blocks in, other forms out."""
 
 from __future__ import annotations
 
+import logging
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from holdall._native import Block, Coded, Raw, decode, encode
 from holdall.codec.codec import Codec, Method
-from holdall.store.compactor import Compactor
+from holdall.store.compactor import Compactor, Job
 from holdall.store.tuning import Tuning
 
 SLICES = np.arange(64, dtype=np.uint8).repeat(32).reshape(32, 64)
@@ -25,15 +28,25 @@ def compress(block: Block, is_behind: bool) -> Coded:
     return coded
 
 
+def fail(block: Block, is_behind: bool) -> Coded:
+    raise MemoryError("no room")
+
+
+def refuse(block: Block, is_behind: bool) -> Coded:
+    raise OSError(28, "No space left on device")
+
+
 def test_submitted_blocks_are_compressed_and_read_as_before() -> None:
-    compactor = Compactor(compress, Tuning(), max_queued_bytes=10**6)
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
     blocks = [new_block() for _ in range(5)]
-    compactor.submit(blocks)
+    compactor.submit([Job(block, compress, 2048) for block in blocks])
     compactor.wait_idle()
     assert compactor.backlog == 0
     for block in blocks:
         assert isinstance(block.form, Coded)
         assert decode(block.form, 0, 32).tobytes() == SLICES.tobytes()
+    assert [(result.block, result.error) for result in compactor.take_results()] == [(block, None) for block in blocks]
+    assert compactor.take_results() == []
     compactor.close()
 
 
@@ -44,37 +57,68 @@ def test_a_block_is_compressed_once() -> None:
         seen.append(block)
         return compress(block, is_behind)
 
-    compactor = Compactor(count, Tuning(), max_queued_bytes=10**6)
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
     block = new_block()
     for _ in range(3):
-        compactor.submit([block, block])
+        compactor.submit([Job(block, count, 2048), Job(block, count, 2048)])
     compactor.wait_idle()
-    compactor.submit([block])
+    compactor.submit([Job(block, count, 2048)])
     compactor.wait_idle()
     assert len(seen) == 1
     compactor.close()
 
 
-def test_a_block_that_cannot_be_compressed_keeps_its_form_and_is_not_tried_again() -> None:
-    tries: list[Block] = []
-
-    def fail(block: Block, is_behind: bool) -> Coded:
-        tries.append(block)
-        raise MemoryError("no room")
-
-    compactor = Compactor(fail, Tuning(), max_queued_bytes=10**6)
-    block = new_block()
-    for _ in range(2):
-        compactor.submit([block])
-        compactor.wait_idle()
-    assert isinstance(block.form, Raw)
-    assert compactor.failure == "MemoryError: no room"
-    assert len(tries) == 1
-    compactor.forget([])
-    compactor.submit([block])
+def test_a_failed_block_keeps_its_form_and_later_blocks_are_compressed(caplog: pytest.LogCaptureFixture) -> None:
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    blocks = [new_block(), new_block()]
+    with caplog.at_level(logging.WARNING, "holdall"):
+        for _ in range(2):
+            compactor.submit([Job(blocks[0], fail, 2048)])
+            compactor.wait_idle()
+    assert isinstance(blocks[0].form, Raw)
+    assert compactor.failure == "A block could not be compressed (MemoryError: no room). It stays uncompressed."
+    assert len(caplog.records) == 1  # The second failure of the same kind is not logged.
+    assert [type(result.error) for result in compactor.take_results()] == [MemoryError, MemoryError]
+    compactor.submit([Job(blocks[1], compress, 2048)])
     compactor.wait_idle()
-    assert len(tries) == 2
+    assert compactor.failure == ""
     compactor.close()
+
+
+def test_a_failure_to_write_to_disk_is_shown_until_the_disk_takes_a_block() -> None:
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    block = new_block()
+    block.form = compress(block, False)
+    compactor.submit([Job(block, refuse, 2048, is_spill=True)])
+    compactor.wait_idle()
+    compactor.submit([Job(new_block(), compress, 2048)])
+    compactor.wait_idle()
+    assert "No space left on device" in compactor.failure
+    assert "Free disk space" in compactor.failure
+    coded = block.form
+    assert isinstance(coded, Coded)
+    compactor.submit([Job(block, lambda *_: coded, 2048, is_spill=True)])
+    compactor.wait_idle()
+    assert compactor.failure == ""
+    compactor.close()
+
+
+def test_nothing_that_fails_after_the_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    has_begun = threading.Event()
+    may_fail = threading.Event()
+
+    def fail_late(block: Block, is_behind: bool) -> Coded:
+        has_begun.set()
+        may_fail.wait()
+        raise OSError(9, "Bad file descriptor")
+
+    compactor.submit([Job(new_block(), fail_late, 2048)])
+    has_begun.wait()
+    threading.Timer(0.05, may_fail.set).start()
+    compactor.close()
+    assert compactor.failure == ""
+    assert not caplog.records
 
 
 @pytest.mark.timeout(20)
@@ -87,8 +131,8 @@ def test_waiting_for_room_ends_when_the_queue_is_short_and_when_it_is_closed() -
         may_go_on.wait()
         return compress(block, is_behind)
 
-    compactor = Compactor(wait, Tuning(poll_s=0.01), max_queued_bytes=2048)
-    compactor.submit([new_block() for _ in range(3)])
+    compactor = Compactor(Tuning(poll_s=0.01), max_queued_bytes=2048)
+    compactor.submit([Job(new_block(), wait, 2048) for _ in range(3)])
     has_begun.wait()
     is_over = threading.Event()
 
@@ -104,5 +148,72 @@ def test_waiting_for_room_ends_when_the_queue_is_short_and_when_it_is_closed() -
     assert is_over.is_set()
     compactor.close()
     compactor.wait_for_room()
-    compactor.submit([new_block()])
+    compactor.submit([Job(new_block(), compress, 2048)])
     assert compactor.backlog == 0
+
+
+def test_a_worker_that_is_behind_hurries_unless_everybody_waits_for_it() -> None:
+    hurries: list[bool] = []
+
+    def note(block: Block, is_behind: bool) -> Coded:
+        hurries.append(is_behind)
+        time.sleep(0.02)
+        return compress(block, is_behind)
+
+    compactor = Compactor(Tuning(), max_queued_bytes=3 * 2048)
+    compactor.submit([Job(new_block(), note, 2048) for _ in range(5)])
+    compactor.wait_for_room()
+    assert hurries[0]
+    compactor.wait_idle()
+    assert not hurries[-1]
+    compactor.close()
+
+
+def test_a_withdrawn_block_is_not_compressed() -> None:
+    may_go_on = threading.Event()
+
+    def wait(block: Block, is_behind: bool) -> Coded:
+        may_go_on.wait()
+        return compress(block, is_behind)
+
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    first = new_block()
+    second = new_block()
+    compactor.submit([Job(first, wait, 2048), Job(second, compress, 2048)])
+    compactor.withdraw([second])
+    may_go_on.set()
+    compactor.wait_idle()
+    assert isinstance(second.form, Raw)
+    compactor.close()
+
+
+class Interrupt(BaseException):
+    """Raised by the signal handler of a test."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Some interrupts hit a finalizer.
+def test_an_interrupt_at_any_moment_leaves_the_compactor_usable() -> None:
+    compactor = Compactor(Tuning(poll_s=0.01), max_queued_bytes=2048)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    blocks = []
+    try:
+        for i in range(300):
+            blocks.append(new_block())
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + i % 100))
+                compactor.submit([Job(blocks[-1], compress, 2048)])
+                compactor.wait_for_room()
+                time.sleep(1)  # The signal ends it.
+            except (Interrupt, RuntimeError):  # Python's Condition raises the latter if an interrupt hits its `wait`.
+                pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    compactor.submit([Job(block, compress, 2048) for block in blocks])
+    compactor.wait_idle()
+    assert all(isinstance(block.form, Coded) for block in blocks)
+    compactor.close()

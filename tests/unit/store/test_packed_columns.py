@@ -23,7 +23,7 @@ from holdall._native import (
     Segment,
     Writer,
 )
-from holdall.store.packed_columns import Plan, find_plan
+from holdall.store.packed_columns import PackingPlan, find_plan
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -37,19 +37,19 @@ def as_bytes(leaf: Array) -> Bytes:
     return np.ascontiguousarray(leaf).view(np.uint8).reshape(*leaf.shape[:2], row_bytes)
 
 
-def plan_for(leaves: list[Array]) -> Plan | None:
+def plan_for(leaves: list[Array]) -> PackingPlan | None:
     """Search a plan in all rows of leaves of (ticks, lanes, items)."""
     samples = [as_bytes(leaf).swapaxes(0, 1) for leaf in leaves]
     rows = leaves[0].shape[0] * leaves[0].shape[1]
     return find_plan([sample.reshape(rows, sample.shape[2]) for sample in samples], [leaf.itemsize for leaf in leaves])
 
 
-def pack(plan: Plan, leaves: list[Array], max_share: float = ANY_SIZE) -> PackedRun | None:
+def pack(plan: PackingPlan, leaves: list[Array], max_share: float = ANY_SIZE) -> PackedRun | None:
     ticks, lanes = leaves[0].shape[:2]
     return PackedRun.pack(plan, [as_bytes(leaf) for leaf in leaves], ticks, lanes, max_share=max_share)
 
 
-def pack_anyway(plan: Plan | None, leaves: list[Array]) -> PackedRun:
+def pack_anyway(plan: PackingPlan | None, leaves: list[Array]) -> PackedRun:
     assert plan is not None
     run = pack(plan, leaves)
     assert run is not None
@@ -285,9 +285,9 @@ def test_inconsistent_plans_raise(changed: dict[str, Any], message: str) -> None
         "pieces": (((0, 0, 8, 1, 0, 0, False),),),
     }
     rows = [np.zeros((3, 1, 8), np.uint8)]
-    pack_anyway(Plan(**fields), rows)
+    pack_anyway(PackingPlan(**fields), rows)
     with pytest.raises(ValueError, match=message):
-        pack(Plan(**{**fields, **changed}), rows)
+        pack(PackingPlan(**{**fields, **changed}), rows)
 
 
 def test_rows_of_another_size_raise() -> None:

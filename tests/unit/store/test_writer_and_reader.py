@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall._native import (
+    FLAG_TERMINATED,
+    FLAG_TRUNCATED,
     FULL,
     ROLE_FLAGS,
     ROLE_OBSERVATION,
@@ -176,7 +178,7 @@ def test_what_is_read_is_what_was_written(
         elif move == "rewrite" and writer.next_tick > writer.first_tick:
             ids = world.rng.integers(writer.first_tick * lanes, writer.next_tick * lanes, 4)
             rows = world.rng.standard_normal((4, 2)).astype("f4")
-            writer.rewrite(ids, EXTRA, rows)
+            writer.rewrite(ids, (EXTRA,), (rows,))
             for i, row in zip(ids.tolist(), rows, strict=True):
                 changed = world.steps[i // lanes]["rows"]
                 changed[8] = changed[8].copy()
@@ -213,7 +215,7 @@ def test_arguments_that_do_not_fit_write_nothing() -> None:
         arguments = [*step[:position], wrong, *step[position + 1 :]]
         assert writer.append(*arguments) == UNCHECKED
     assert writer.next_tick == 0
-    with pytest.raises(TypeError, match="6 to 8 arguments"):
+    with pytest.raises(TypeError, match="6 to 9 arguments"):
         writer.append(*step[:5])
 
 
@@ -241,7 +243,7 @@ def test_steps_that_are_written_together_are_those_written_one_by_one() -> None:
     writer = new_writer(3, 100)
     written = 0
     while written < len(steps):
-        written += writer.extend(arguments, written)
+        written += writer.extend(arguments, np.array([written]))
         writer.roll()
     check(world, writer, Reader())
 
@@ -255,7 +257,7 @@ def test_an_id_that_is_not_held_is_an_index_error() -> None:
         with pytest.raises(IndexError, match="is not held"):
             Reader().gather(writer.catalog, np.array([wrong]), OUTPUTS)
         with pytest.raises(IndexError, match="is not held"):
-            writer.rewrite(np.array([wrong]), EXTRA, np.zeros((1, 2), "f4"))
+            writer.rewrite(np.array([wrong]), (EXTRA,), (np.zeros((1, 2), "f4"),))
 
 
 @pytest.mark.parametrize(
@@ -307,3 +309,29 @@ def test_memory_of_freed_batches_is_used_again_and_never_that_of_a_living_one() 
         for number, array in living:
             assert (array == number).all()
     assert len(addresses) < 40
+
+
+@pytest.mark.parametrize("lanes", [2, 100])
+def test_info_dicts_say_which_steps_a_time_limit_ended(lanes: int) -> None:
+    columns = ((0, np.dtype("f4").num, (3,)), (1, np.dtype("f4").num, ()), (1, np.dtype("f4").num, ()))
+    flags = (2, np.dtype("u1").num, ())
+    layouts = (("shared",), None, None, None)
+    writer = Writer((*columns, flags), ((1, None), (1, None), (0, None)), lanes, 10, 5, 1000, layouts)
+    obs = np.zeros((lanes, 3), "f4")
+    row = np.zeros(lanes, "f4")
+    done = np.arange(lanes) < 2
+    infos = [{"TimeLimit.truncated": lane in {0, 5}, "episode": lane} for lane in range(lanes)]
+
+    assert writer.append(obs, row, row, obs, done, None, None, None, infos) == WRITTEN
+    assert writer.append(obs, row, row, obs, done, None, None, None, infos[1:]) == UNCHECKED
+    assert writer.append(obs, row, row, obs, done, None, None, None, [None] * lanes) == UNCHECKED
+    assert writer.append(obs, row, row, obs, done, None) == UNCHECKED
+
+    read = Reader().gather(writer.catalog, np.arange(lanes), (6, 7, 8, 9))
+    truncated = np.array([info["TimeLimit.truncated"] for info in infos])
+    terminated = done ^ truncated
+    np.testing.assert_array_equal(read[0], terminated)
+    np.testing.assert_array_equal(read[1], truncated)
+    np.testing.assert_array_equal(read[2], terminated * FLAG_TERMINATED | truncated * FLAG_TRUNCATED)
+    np.testing.assert_array_equal(read[3], (terminated & ~truncated).astype("f4")[:, None])
+    assert all(array.ctypes.data % 64 == 0 for array in read)

@@ -13,8 +13,7 @@ from hypothesis import given
 
 from holdall import ReplayMemory
 from holdall.schema import Leaf, Tree
-from holdall.storage import rings as ring
-from holdall.storage import segment
+from holdall.store.tuning import Tuning
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits, random_rows
 from holdall.testing.strategies import DTYPES, any_space, box, streams
 
@@ -133,26 +132,25 @@ def test_a_drawn_stream_fits_its_own_spaces(stream: Stream) -> None:
 
 
 REACHED = {
-    # shape, dtype, plan, mishaps, ticks: what the report has to say
-    "a window in segments": ((4, 36, 36), LeafPlan(axis=0), QUIET, "window of 4 along axis 0"),
-    "a window that moved from a ring": ((4, 12, 12), LeafPlan(axis=0), QUIET, "window of 4 along axis 0"),
-    "slices in the log": ((500, 12), LeafPlan(axis=0, step=1), QUIET, "window of 500 along axis 0"),
+    # Shape, plan and mishaps, and what the report says.
+    "a window": ((4, 36, 36), LeafPlan(axis=0), QUIET, "window of 4 along axis 0"),
+    "a window of a small field": ((4, 12, 12), LeafPlan(axis=0), QUIET, "window of 4 along axis 0"),
+    "a long window": ((500, 12), LeafPlan(axis=0, step=1), QUIET, "window of 500 along axis 0"),
     "whole observations": ((36, 36, 4), LeafPlan(), QUIET, "whole observations"),
-    "a shared ring": ((7,), LeafPlan(), QUIET, "100.0 % of next observations shared"),
-    "a paired ring": ((7,), LeafPlan(), Mishaps(foreign_next=0.9), "next observations seldom shared"),
-    "a ring between the sizes": ((20, 20), LeafPlan(), QUIET, "100.0 % of next observations shared"),
+    "shared rows": ((7,), LeafPlan(), QUIET, "each observation once"),
+    "paired rows": ((7,), LeafPlan(), Mishaps(foreign_next=0.9), "observations and next observations in full"),
+    "shared rows of a larger field": ((20, 20), LeafPlan(), QUIET, "each observation once"),
 }
 
 
 @pytest.mark.parametrize(("shape", "plan", "mishaps", "finding"), REACHED.values(), ids=REACHED)
 def test_streams_reach_every_way_of_storing_a_field(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], plan: LeafPlan, mishaps: Mishaps, finding: str
+    shape: tuple[int, ...], plan: LeafPlan, mishaps: Mishaps, finding: str
 ) -> None:
     """A suite that never finds a window would prove nothing about windows."""
-    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", 4)
     stream = stream_of(shape, plan, mishaps)
-    memory = ReplayMemory(stream.observation_space, stream.action_space, 200)
+    small = Tuning(block_bytes=20_000, min_segment_ticks=4)
+    memory = ReplayMemory(stream.observation_space, stream.action_space, 200, _tuning=small)
     memory.extend(**stream.ticks(60).arguments())
     assert finding in memory.report().fields[0].finding
 

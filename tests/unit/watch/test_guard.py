@@ -78,7 +78,7 @@ def test_memories_give_memory_back_and_lose_nothing(own: Agent, tmp_path: Path, 
         before = held_bytes().unique
         assert memory.report().disk_bytes == 0
         assert guard(own, "spill", limit_bytes=held_bytes().proportional + MIB, at=0.5).check()
-        memory.drain()
+        memory.store.wait_idle()
         assert held_bytes().unique < before - 20 * MIB
         assert (memory.report().disk_bytes > 0) == spills
         assert len(memory) == 4000

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.replay import ReplayMemory
+from holdall.memory import ReplayMemory
 from holdall.tools.bench import version_of
 from holdall.tools.bench.trace import TraceStep
 
@@ -321,7 +321,7 @@ class HoldallAdapter(BufferAdapter):
 
     def wait(self) -> None:
         """Wait until all compression is done."""
-        self.buffer.drain()
+        self.buffer.store.wait_idle()
 
     def close(self) -> None:
         """Free the blocks at once."""

@@ -128,7 +128,7 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
     model.learn(fill, callback=filling)
     peaks["collect"] = peak_bytes()
     if task.buffer == "holdall":
-        model.replay_buffer.memory.drain()
+        model.replay_buffer.memory.store.wait_idle()
     held = model.replay_buffer.size()
     model.learning_starts = 0
     training = MeasureCallback("train", task.timesteps)

@@ -19,9 +19,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.machine import held_bytes
-from holdall.replay import ReplayMemory
+from holdall.memory import ReplayMemory
 from holdall.rollout import RolloutMemory
-from holdall.storage import SEGMENT_BYTES
+from holdall.store.tuning import Tuning
 from holdall.tools.plan.environments import has_images, make_single_env, random_steps
 from holdall.tools.plan.phases import SEGMENTS_OF_A_CAPACITY, HoldallNeed
 from holdall.tools.plan.spec import Spec
@@ -75,7 +75,7 @@ def measure_need(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
         played,
         raw.findings | sealed.findings,
         max(trials[0].beside_bytes, fixed),
-        SEGMENT_BYTES,
+        Tuning().block_bytes,
         min(max(trial.bytes_per_transition for trial in trials), raw.bytes_per_transition),
     )
     return asdict(found)

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from holdall.codec.choice import PREFERENCES
 from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
 from holdall.schema import require_choice, require_count
-from holdall.storage import COST_CAPS
 from holdall.tools.plan import phases
 from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import FitVerdict, LimitCheck, MachineLimits, PlanInputs, RunPhase, largest_phase
@@ -351,7 +351,7 @@ def make_plan(
         environment: What `measure_environment` found, if an environment was made.
         notes: What else is known of the run.
     """
-    require_choice("prefer", prefer, COST_CAPS)
+    require_choice("prefer", prefer, PREFERENCES)
     require_count("probe", probe_steps, least=0)
     said = list(notes)
     limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)

@@ -25,9 +25,8 @@ from typing import Any
 from holdall import report as tracked
 from holdall.errors import ClosedError, WatchError
 from holdall.machine import begin_peak, peak_bytes
-from holdall.report import Tracked
 from holdall.tools.watch import agent_files
-from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region
+from holdall.tools.watch.agent_files import AgentReport, HeldField, PhasePeak, Region
 from holdall.tools.watch.reading import IMPORT_PHASE, GrowingLine, PythonObjects, heap, python_objects, trace_growth
 
 FillFunction = Callable[[], float]
@@ -59,6 +58,7 @@ class Agent:
         self._models: list[Any] = []
         self._networks: list[Any] = []
         self._regions: tuple[Region, ...] = ()
+        self._held: tuple[HeldField, ...] = ()
         self._in_networks: tuple[Region, ...] = ()
         self._networks_due = 0.0
         self._phases: dict[str, PhasePeak] = {}
@@ -168,6 +168,7 @@ class Agent:
     def _report(self) -> AgentReport:
         # Training may change them during the look-up; then the regions of the last report are sent again.
         with contextlib.suppress(RuntimeError, ReferenceError, AttributeError, TypeError, ValueError):
+            self._held = tuple(measure_memories(self._own_memories()))
             buffers = [*self._buffers()]
             if time.monotonic() >= self._networks_due:
                 self._in_networks = tuple(self._network_regions())
@@ -188,6 +189,8 @@ class Agent:
             goal=next((int(goal) for one in models if (goal := getattr(one, "_total_timesteps", None))), self.goal),
             phase=_TRACE_PHASE if self._is_tracing else self.phase or _found_phase(models, step),
             regions=self._regions,
+            held=self._held,
+            held_in_heap=_read_heap_bytes(),
             heap=heap(),
             python=self._python,
             gpu=_torch_gpu_bytes(torch),
@@ -202,19 +205,28 @@ class Agent:
     def _living_models(self) -> list[Any]:
         return [model for known in self._models if (model := known()) is not None]
 
+    def _own_memories(self) -> list[Any]:
+        """Return holdall's memories, and the buffers of models that are holdall's."""
+        memories: list[Any] = list(tracked.LIVING)
+        for model, name in product(self._living_models(), ("replay", "rollout")):
+            buffer = getattr(model, f"{name}_buffer", None)
+            is_known = any(getattr(buffer, "memory", buffer) is memory for memory in memories)
+            if _is_own_buffer(buffer) and not is_known:
+                memories.append(buffer)
+        return memories
+
     def _buffers(self) -> Iterator[Region]:
-        memories = list(tracked.LIVING)
-        yield from memory_regions(memories)
+        """Yield the arrays of buffers of other libraries, and those that the user named."""
         for name, (known, fill) in list(self._arrays.items()):
-            if (array := known()) is None:
+            array = known()
+            if array is None:
                 del self._arrays[name]
             else:
                 yield from array_regions(name, array, None if fill is None else float(fill()))
         for model, name in product(self._living_models(), ("replay", "rollout")):
             buffer = getattr(model, f"{name}_buffer", None)
-            if buffer is None or any(getattr(buffer, "memory", None) is memory for memory in memories):
-                continue  # or it is holdall's own, which was named before
-            yield from memory_regions([buffer]) if hasattr(buffer, "arrays") else buffer_regions(name, buffer)
+            if buffer is not None and not _is_own_buffer(buffer):
+                yield from buffer_regions(name, buffer)
 
     def _network_regions(self) -> Iterator[Region]:
         found = [network for known in self._networks if (network := known()) is not None]
@@ -282,24 +294,40 @@ def agent() -> Agent:
         return _one
 
 
-def memory_regions(memories: Iterable[Tracked]) -> Iterator[Region]:
-    """Yield where the arrays of holdall's own memories are.
-
-    NumPy arrays are unknown to the garbage collector, so memories list them themselves.
-    """
-    taken: Counter[str] = Counter()
+def measure_memories(memories: Iterable[Any]) -> Iterator[HeldField]:
+    """Yield the fields of holdall's own memories on the host, with the bytes that the memories count."""
+    count_by_kind: Counter[str] = Counter()
     for memory in memories:
         kind = "rollout" if "Rollout" in type(memory).__name__ else "replay"
-        taken[kind] += 1
-        prefix = kind if taken[kind] == 1 else f"{kind} {taken[kind]}"
-        fill = float(memory.fill)
-        for name, array in memory.arrays():
-            for region in array_regions(f"{prefix}.{name}", array, fill):
-                yield region._replace(grows=True)
+        count_by_kind[kind] += 1
+        prefix = kind if count_by_kind[kind] == 1 else f"{kind} {count_by_kind[kind]}"
+        with contextlib.suppress(ClosedError):
+            fill = float(memory.fill)
+            report = memory.report()
+            if _is_on_host(memory):
+                yield from (HeldField(f"{prefix}.{one.name}", one.total_bytes, fill) for one in report.fields)
+            yield HeldField(f"{prefix}.staging", report.staging_bytes, fill)
+
+
+def _read_heap_bytes() -> int:
+    """Return the bytes of holdall's memories that the C library's allocator was asked for."""
+    native = sys.modules.get("holdall._native")  # It is never imported for this.
+    return 0 if native is None else max(int(native.get_heap_bytes()), 0)
+
+
+def _is_on_host(memory: Any) -> bool:
+    """Return whether the transitions of a memory are in the RAM of this process."""
+    device = getattr(getattr(memory, "store", None), "device", None)
+    return device is None or getattr(device, "type", "cpu") == "cpu"
+
+
+def _is_own_buffer(buffer: Any) -> bool:
+    """Return whether a buffer of a model is one of holdall's, which reports its bytes itself."""
+    return type(buffer).__module__.startswith("holdall.") or hasattr(buffer, "report")
 
 
 def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
-    """Yield the arrays of a buffer that lies in plain attributes, as those of Stable-Baselines3 do."""
+    """Yield the arrays of a buffer whose attributes they are, as in Stable-Baselines3."""
     attributes = getattr(buffer, "__dict__", {})
     size, position = attributes.get("buffer_size"), attributes.get("pos")
     fill = None

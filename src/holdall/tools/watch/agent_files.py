@@ -122,6 +122,14 @@ class Region(NamedTuple):
     grows: bool = False  # whether more is allocated for the same name as it fills
 
 
+class HeldField(NamedTuple):
+    """One field of one of holdall's memories, as the memory's report counts it. Its addresses are not known."""
+
+    name: str
+    nbytes: int
+    fill: float  # Fraction of the memory's capacity that is filled.
+
+
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
     """A phase of training, over all the times that it ran."""
@@ -142,6 +150,8 @@ class AgentReport:
     goal: int | None = None  # steps at which training ends
     phase: str | None = None
     regions: tuple[Region, ...] = ()
+    held: tuple[HeldField, ...] = ()  # Fields of holdall's own memories.
+    held_in_heap: int = 0  # Bytes of them that the C library's allocator was asked for.
     heap: Heap | None = None
     python: PythonObjects | None = None
     gpu: dict[str, int] = field(default_factory=dict)
@@ -202,7 +212,8 @@ def _path(folder: Path, kind: str, pid: int) -> Path:
 def _parse_report(content: bytes) -> AgentReport | None:
     try:
         values = json.loads(content)
-        is_large = len(values["regions"]) > _MOST_REGIONS or len(values["events"]) > _MOST_EVENTS
+        is_large = len(values["events"]) > _MOST_EVENTS
+        is_large |= len(values["regions"]) > _MOST_REGIONS or len(values["held"]) > _MOST_REGIONS
         if values["format"] != _REPORT_FORMAT or is_large:
             return None
         optional = {name: None if values[name] is None else check(values[name]) for name, check in _OPTIONAL.items()}
@@ -211,6 +222,8 @@ def _parse_report(content: bytes) -> AgentReport | None:
             started=_checked_count(values["started"]),
             time=_checked_float(values["time"]),
             regions=tuple(_checked_region(*one) for one in values["regions"]),
+            held=tuple(_checked_field(*one) for one in values["held"]),
+            held_in_heap=_checked_count(values["held_in_heap"]),
             gpu=_checked_counts(values["gpu"]),
             spilled=_checked_counts(values["spilled"]),
             phases={_checked_name(name): _checked_phase(**phase) for name, phase in values["phases"].items()},
@@ -228,6 +241,10 @@ def _checked_region(group: Any, name: Any, address: Any, nbytes: Any, fill: Any,
         raise ValueError(group)
     share = None if fill is None else min(max(_checked_float(fill), 0.0), 1.0)
     return Region(group, _checked_name(name), _checked_count(address), _checked_count(nbytes), share, in_heap, grows)
+
+
+def _checked_field(name: Any, nbytes: Any, fill: Any) -> HeldField:
+    return HeldField(_checked_name(name), _checked_count(nbytes), min(max(_checked_float(fill), 0.0), 1.0))
 
 
 def _checked_line(file: Any, line: Any, code: Any, nbytes: Any, count: Any, seconds: Any) -> GrowingLine:

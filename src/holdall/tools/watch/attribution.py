@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar, Self
 
 from holdall.machine import Mapping, mappings, read_text
-from holdall.tools.watch.agent_files import AgentReport, Region
+from holdall.tools.watch.agent_files import AgentReport, HeldField, Region
 from holdall.tools.watch.reading import GROUPS, AttributedPart
 from holdall.units import format_bytes
 
@@ -98,9 +98,28 @@ def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Regi
             allocated = _blocks_by_total(report.heap.mapped, claims)
             in_blocks = min(allocated, nameless)
             nameless -= in_blocks
+        nameless, in_blocks = _attribute_held_fields(report.held, nameless, in_blocks, sums)
         sums.add(group, "large blocks without a name", in_blocks, allocated)
     sums.add("unattributed", "memory without a name", nameless, nameless)
     return sums.in_order()
+
+
+def _attribute_held_fields(
+    held: Sequence[HeldField], nameless: int, in_blocks: int, sums: _PartSums
+) -> tuple[int, int]:
+    """Attribute memory without a name to the fields of holdall's memories, which report sizes and no addresses.
+
+    Their large arrays are mapped, so they are taken from the mappings without a name first, and then from the blocks of
+    the C library. Return what remains of both.
+    """
+    for field in held:
+        from_mappings = min(field.nbytes, nameless)
+        from_blocks = min(field.nbytes - from_mappings, in_blocks)
+        nameless -= from_mappings
+        in_blocks -= from_blocks
+        part = Region("buffers", field.name, 0, field.nbytes, field.fill, grows=True)
+        sums.add("buffers", field.name, from_mappings + from_blocks, field.nbytes, part)
+    return nameless, in_blocks
 
 
 def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], known: list[Region]) -> list[_Claim]:

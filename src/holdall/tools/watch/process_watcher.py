@@ -158,6 +158,10 @@ class ProcessWatcher:
             touched = min(int(region.nbytes * (1.0 if region.fill is None else region.fill)), left)
             left -= touched
             parts.append(AttributedPart(region.group, region.name, touched, region.nbytes, region.fill, region.grows))
+        for one in () if report is None else report.held:
+            touched = min(one.nbytes, left)
+            left -= touched
+            parts.append(AttributedPart("buffers", one.name, touched, one.nbytes, one.fill, grows=True))
         return [*parts, AttributedPart("unattributed", "this system reports only the sum", left, left)]
 
 
@@ -166,6 +170,7 @@ def _live_objects(report: agent_files.AgentReport) -> LiveObjects | None:
     if report.heap is None:
         return None
     named = sum(region.nbytes for region in report.regions if region.in_heap and region.group == "buffers")
+    named += report.held_in_heap
     python = 0 if report.python is None else report.python.in_use
     heap = max(report.heap.in_use + report.heap.mapped + python - named, 0)
     return LiveObjects(report.time, report.step, report.phase, heap, python)

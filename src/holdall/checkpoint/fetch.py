@@ -1,0 +1,200 @@
+"""Blocks of a checkpoint in an object store: they are fetched before they are read, and the rest in the background.
+
+`RemoteBlocks` is the hook `Store.before_read` of a memory that was loaded from an object store. It fetches the units of
+the slices that a batch needs. `BackgroundFetch` fetches all blocks, newest first. When it has finished, the hook is
+removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall._native import Catalog, Coded, Part, Segment
+from holdall.checkpoint.data_file import DataFile, Demand, bring
+from holdall.checkpoint.manifest import Waiting
+from holdall.errors import HoldallError
+
+_FETCH_BYTES = 4 * 2**20
+_STOP_S = 5.0
+_NEXT_FOLLOWS = np.uint32(0x80000000)
+"""Bit of a cursor whose next observation follows the observation in the log."""
+
+_LOG = logging.getLogger("holdall")
+
+Ids = NDArray[np.int64]
+
+
+class _Log(NamedTuple):
+    """The arrays of a sliced part."""
+
+    cursors: NDArray[np.uint32]
+    log: NDArray[Any]  # (entries, lanes)
+    window: int
+
+
+class RemoteBlocks:
+    """The parts of a loaded memory whose blocks are in remote files. Called before every read, from any thread."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._logs: dict[int, _Log] = {}  # By serial number of the part.
+        for segment in segments:
+            for part in segment.parts:
+                if _find_file(part) is not None:
+                    self._logs[part.serial] = _read_log(part, segment.lanes)
+
+    def __call__(self, catalog: Catalog, ids: Ids) -> None:
+        """Fetch what `ids` need."""
+        wanted: dict[int, list[Demand]] = {}
+        ids = ids.reshape(-1)
+        segments = catalog.segments
+        first_ticks = np.array([segment.first_tick for segment in segments], np.int64)
+        ticks = np.unique(ids // catalog.lanes)
+        ticks = ticks[(ticks >= catalog.first_tick) & (ticks < catalog.next_tick)]
+        for number in np.unique(np.searchsorted(first_ticks, ticks, side="right") - 1).tolist():
+            segment = segments[number]
+            rows = ids - segment.first_tick * catalog.lanes
+            rows = rows[(rows >= 0) & (rows < segment.ticks * catalog.lanes)]
+            for part in segment.parts:
+                demand = self._find_demand(part, rows, catalog.lanes)
+                if demand is not None:
+                    wanted.setdefault(id(demand.file), []).append(demand)
+        bring(
+            Demand(
+                demands[0].file,
+                np.concatenate([demand.starts for demand in demands]),
+                np.concatenate([demand.ends for demand in demands]),
+            )
+            for demands in wanted.values()
+        )
+
+    def _find_demand(self, part: Part, rows: Ids, lanes: int) -> Demand | None:
+        """Return the ranges that transitions of a part need, or None if they are in memory or on this machine."""
+        log = self._logs.get(part.serial)
+        file = _find_file(part)
+        if log is None or file is None or part.block is None:
+            return None
+        coded = part.block.form
+        if not isinstance(coded, Coded) or coded.location is None:
+            return None
+        starts = (log.cursors[rows] & ~_NEXT_FOLLOWS).astype(np.int64)
+        # A next observation starts within the observation or directly after it.
+        entries = np.minimum(starts[:, None] + np.arange(2 * log.window), len(log.log) - 1)
+        slices = np.unique(log.log[entries, (rows % lanes)[:, None]]).astype(np.int64)
+        places = slices if coded.places is None else coded.places[slices].astype(np.int64)
+        units = np.unique(places // coded.codec.group)
+        offsets = coded.offsets.astype(np.int64)
+        start = coded.location[1]
+        return Demand(file, start + offsets[units], start + offsets[units + 1])
+
+
+def start_fetch(segments: Sequence[Segment], store: Any, waiting: Waiting | None) -> BackgroundFetch | None:
+    """Install the hook and start the background fetch, if blocks of `segments` are in remote files."""
+    files = [_find_file(part) for segment in segments for part in segment.parts]
+    if waiting is None or not any(file is not None for file in files):
+        return None
+    store.before_read = RemoteBlocks(segments)
+    return BackgroundFetch(segments, store, waiting)
+
+
+def bring_all(segments: Sequence[Segment]) -> None:
+    """Fetch all remote blocks of `segments`."""
+    for each in _list_ranges(segments):
+        file = each.file()
+        if file is not None:
+            file.bring(np.array([each.start], np.int64), np.array([each.start + each.nbytes], np.int64))
+
+
+class _BlockRange(NamedTuple):
+    file: weakref.ref[DataFile]  # A memory that evicted a block does not need its file any more.
+    start: int
+    nbytes: int
+
+
+class BackgroundFetch:
+    """The thread that fetches all blocks of one memory."""
+
+    def __init__(self, segments: Sequence[Segment], store: Any, waiting: Waiting) -> None:
+        self._waiting = waiting
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        arguments = (_list_ranges(segments), weakref.ref(store), self._stopped)
+        thread = threading.Thread(target=fetch_blocks, args=arguments, name="holdall-fetch", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:
+            _LOG.warning("A loaded checkpoint is fetched when it is sampled, because no thread can start: %s", error)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until everything is fetched, or fetching failed."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def stop(self) -> None:
+        """Stop fetching, and end all waiting for the object store."""
+        self._stopped.set()
+        self._waiting.give_up()
+        self.wait(_STOP_S)
+
+
+def _list_ranges(segments: Sequence[Segment]) -> list[_BlockRange]:
+    """Return the ranges of all remote blocks, newest first."""
+    ranges: dict[int, _BlockRange] = {}
+    for segment in reversed(segments):
+        for part in segment.parts:
+            file = _find_file(part)
+            if file is not None and part.block is not None and isinstance(part.block.form, Coded):
+                location = part.block.form.location
+                if location is not None:
+                    ranges[part.block.serial] = _BlockRange(weakref.ref(file), location[1], location[2])
+    return list(ranges.values())
+
+
+def fetch_blocks(ranges: list[_BlockRange], store: weakref.ref[Any], stopped: threading.Event) -> None:
+    """Fetch blocks until all are here or `stopped` is set. Then remove the hook of `store`."""
+    try:
+        for each in ranges:
+            for first in range(0, each.nbytes, _FETCH_BYTES):
+                file = each.file()
+                if stopped.is_set() or file is None:
+                    break
+                start = each.start + first
+                end = min(start + _FETCH_BYTES, each.start + each.nbytes)
+                file.bring(np.array([start], np.int64), np.array([end], np.int64))
+                del file
+    except HoldallError as error:
+        if not stopped.is_set():
+            _LOG.warning("The rest of a loaded checkpoint is fetched when it is sampled: %s", error)
+        return
+    if stopped.is_set():
+        return
+    for each in ranges:
+        arrived = each.file()
+        if arrived is not None:
+            arrived.is_remote = False
+    filled = store()
+    if filled is not None:
+        filled.before_read = None
+
+
+def _find_file(part: Part) -> DataFile | None:
+    """Return the remote file of a part's block, or None."""
+    form = None if part.block is None else part.block.form
+    if isinstance(form, Coded) and isinstance(form.file, DataFile) and form.file.is_remote:
+        return form.file
+    return None
+
+
+def _read_log(part: Part, lanes: int) -> _Log:
+    arrays = part.arrays()
+    layout = part.layout
+    assert layout is not None
+    assert len(layout) == 5  # Only sliced parts have blocks.
+    return _Log(arrays["cursors"], arrays["log"].reshape(-1, lanes), layout[1])

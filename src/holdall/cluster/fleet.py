@@ -1,0 +1,153 @@
+"""Fleet: how the actors of a memory are started and ended."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from holdall.cluster.calls import ask
+from holdall.cluster.ids import MAX_SHARDS
+from holdall.cluster.messages import GoneError, ShardCounters
+from holdall.cluster.roster import Roster
+from holdall.cluster.shard import THREADS, Shard
+from holdall.cluster.terms import NAMESPACE, PLACEMENTS, MemoryTerms
+from holdall.errors import ArgumentError, ShardError
+
+_ROSTER = "The memory's roster"
+
+
+class Fleet:
+    """The actors of one memory. Owned by the process that made the memory.
+
+    Args:
+        placement: See `holdall.ray.ReplayMemory`.
+        resources: The same.
+
+    Attributes:
+        roster: The memory's roster.
+        actors: Shards by number.
+    """
+
+    def __init__(
+        self, terms: MemoryTerms, seed: int | None, placement: str, resources: Mapping[str, float] | None
+    ) -> None:
+        self.actors: dict[int, Any] = {}
+        self._home = f"{NAMESPACE}-{secrets.token_hex(8)}"  # Namespace in which shards have their numbers as names.
+        self._terms = terms
+        self._patience_s = terms.patience_s
+        self._next_number = 0
+        self._lock = threading.RLock()
+        remote: Any = ray.remote
+        # Ray's record of every call would cost as much as a small call itself. Shards have metrics of their own.
+        roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster)
+        try:
+            self.roster = roster.options(name=terms.name, namespace=NAMESPACE).remote(terms, self._home)
+        except ValueError as error:
+            raise ArgumentError(
+                f"name ({terms.name!r}) is that of another memory in this cluster. Choose another one."
+            ) from error
+        # Ray restarts a lost shard, but never repeats a call that changes one.
+        shard = remote(max_restarts=-1, max_task_retries=0, enable_task_events=False, **THREADS)
+        self._shard = shard(Shard)
+        self._reserved = dict(resources or {})
+        self._options = _actor_options(placement, self._reserved)
+        machines = 1
+        if placement == "spread":
+            machines = sum(bool(node["Alive"]) for node in ray.nodes())
+        self._arguments = (terms, seed, -(-terms.shards // max(1, machines)))
+
+    def start(self, number: int, saved: tuple[str, int] | None = None) -> None:
+        """Start a shard.
+
+        Args:
+            saved: Place and number of a checkpoint of the shard to start with.
+        """
+        with self._lock:
+            self.actors[number] = self._make(number, saved)
+            self._admit(number, self.actors[number])
+
+    def grow(self) -> int:
+        """Start one more shard, and return its number once it runs."""
+        with self._lock:
+            self._require_room()
+            number = self._next_number
+            actor = self._make(number)
+            try:
+                ray.get(actor.counters.remote(), timeout=self._patience_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                ray.kill(actor)
+                self._ask_roster(lambda: self.roster.dismiss.remote(number))
+                raise ShardError(
+                    f"Shard {number} did not start within {self._patience_s:g} s ({type(error).__name__}). The memory "
+                    "is as before. See `ray status` for room in the cluster, and call add_shard() again."
+                ) from error
+            self.actors[number] = actor
+            self._admit(number, actor)
+            return number
+
+    def wait_until_up(self) -> None:
+        """Wait until the shards run. Raise ShardError, and end all actors, if one cannot be started."""
+        # A shard may have a long journal to read.
+        patience_s = self._patience_s if self._terms.url is None else math.inf
+        for number, actor in self.actors.items():
+            try:
+                ask(actor.trouble.remote, f"Shard {number}", patience_s, self._patience_s)
+            except GoneError as error:
+                self.end()
+                reason = str(error.__cause__).strip().splitlines()[-1]  # The error of its constructor.
+                raise ShardError(f"Shard {number} could not be started: {reason}") from error
+            except ShardError:
+                continue  # Draws go on without it, and it is asked again.
+
+    def begin(self, known: Mapping[int, ShardCounters]) -> None:
+        """Report to the roster what shards hold, before the first writer adds something."""
+        self._ask_roster(lambda: self.roster.begin.remote(known))
+
+    def end(self, *, has_saved: bool = False) -> None:
+        """End all actors, after they have finished their checkpoints."""
+        if not ray.is_initialized():  # They have ended with Ray.
+            return
+        try:
+            if has_saved or self._terms.url is not None:
+                ending = [actor.end_saves.remote() for actor in self.actors.values()]
+                ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
+        finally:  # Also if an interrupt ends the wait.
+            for actor in (*self.actors.values(), self.roster):
+                ray.kill(actor)
+
+    def _make(self, number: int, saved: tuple[str, int] | None = None) -> Any:
+        if number >= MAX_SHARDS:
+            raise ArgumentError(f"A memory can have at most {MAX_SHARDS} shards. Make a new one.")
+        self._next_number = max(self._next_number, number + 1)
+        named = self._shard.options(**self._options, name=str(number), namespace=self._home)
+        return named.remote(number, *self._arguments, saved)
+
+    def _admit(self, number: int, actor: Any) -> None:
+        self._ask_roster(lambda: self.roster.admit.remote(number, actor))
+
+    def _ask_roster(self, question: Any) -> None:
+        ask(question, _ROSTER, self._patience_s)
+
+    def _require_room(self) -> None:
+        """Raise ShardError if no machine has the resources that a shard reserves."""
+        available: dict[str, float] = ray.available_resources()
+        free = {name: available.get("CPU" if name == "num_cpus" else name, 0.0) for name in self._reserved}
+        lacking = {name: amount for name, amount in self._reserved.items() if free[name] < amount}
+        if lacking:
+            raise ShardError(
+                f"There is no room for another shard. It reserves {lacking}, and the cluster has "
+                f"{ {name: free[name] for name in lacking} } free. The memory is as before. Start a machine with these "
+                "resources, and call add_shard() again."
+            )
+
+
+def _actor_options(placement: str, resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return Ray's options of a shard."""
+    own = {name: resources[name] for name in ("memory", "num_cpus") if name in resources}
+    named = {name: amount for name, amount in resources.items() if name not in own}
+    return {"scheduling_strategy": PLACEMENTS[placement], "num_cpus": 0, "resources": named, **own}

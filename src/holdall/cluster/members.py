@@ -1,0 +1,242 @@
+"""What one process knows of the shards of a memory: which there are, how they stand, and which do not answer.
+
+A shard that does not answer is asked again until it does. Nothing waits for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from holdall.cluster.calls import actor_state, ask, get_result, require_ray
+from holdall.cluster.messages import LOSSES, GoneError, ShardCounters
+from holdall.cluster.tuning import ClusterTuning
+from holdall.errors import ShardError
+
+
+class ShardList:
+    """The actors of a memory's shards by number, as the roster lists them. Not thread-safe.
+
+    Attributes:
+        handles: Shard actors by number.
+    """
+
+    def __init__(self, roster: Any, patience_s: float, tuning: ClusterTuning) -> None:
+        self.handles: dict[int, Any] = {}
+        self._roster = roster
+        self._patience_s = patience_s
+        self._tuning = tuning
+        self._version = -1
+        self._looked_at = -tuning.list_s
+
+    def ask_roster(self, question: Callable[[Any], Any], patience_s: float | None = None) -> Any:
+        """Return the roster's answer to `question(roster)`. Wait while Ray restarts the roster."""
+        patience = self._patience_s if patience_s is None else patience_s
+        return ask(lambda: question(self._roster), "The memory's roster", patience, self._patience_s)
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Ask the roster for shards that were added or removed, at most every `list_s` seconds unless `now`.
+
+        Waits for the roster only if no shard is known yet.
+        """
+        if not now and self.handles and time.monotonic() - self._looked_at < self._tuning.list_s:
+            return
+        require_ray()
+        self._looked_at = time.monotonic()
+        end_s = self._looked_at + (0.0 if self.handles else self._patience_s)
+        while True:
+            left_s = end_s - time.monotonic()
+            problem = "lists no shards"
+            try:
+                version, handles = self.ask_roster(lambda roster: roster.shards.remote(self._version), left_s)
+                if handles is not None:
+                    self._version = version
+                    self.handles = handles
+            except GoneError as error:
+                problem = f"has ended ({error})"
+                left_s = -1.0
+            except ShardError as error:
+                problem = f"does not answer ({error})"
+            if self.handles:
+                return
+            if left_s < 0:
+                raise ShardError(f"The memory's roster {problem}. Is the memory closed?")
+            time.sleep(self._tuning.pause_s)
+
+
+@dataclass(slots=True)
+class _Member:
+    """One shard, as far as it is known."""
+
+    handle: Any
+    counters: ShardCounters | None = None
+    is_lost: bool = False
+    probes: list[Any] = field(default_factory=list)  # Unanswered questions to a lost shard, or to one not drawn from.
+    probed_at: float = 0.0
+
+    def probe(self, max_probes: int) -> None:
+        """Ask the shard for its counters without waiting for the answer."""
+        self.probed_at = time.monotonic()
+        self.probes = [*self.probes, self.handle.counters.remote()][-max_probes:]
+
+
+class Members:
+    """All shards of a memory. Thread-safe.
+
+    Attributes:
+        patience_s: Seconds after which a shard that says nothing counts as lost.
+        losses: Number of times that a shard was found not to answer.
+    """
+
+    def __init__(self, roster: Any, patience_s: float, tuning: ClusterTuning) -> None:
+        self.patience_s = patience_s
+        self.losses = 0
+        self._tuning = tuning
+        self._list = ShardList(roster, patience_s, tuning)
+        self._members: dict[int, _Member] = {}  # Replaced, never changed, when shards are added or removed.
+        self._lock = threading.RLock()
+        self._list_lock = threading.Lock()
+
+    def ask_roster(self, question: Callable[[Any], Any], patience_s: float | None = None) -> Any:
+        """Return the roster's answer to `question(roster)`. Wait while Ray restarts the roster."""
+        return self._list.ask_roster(question, patience_s)
+
+    def submit(self, shard: int, call: Callable[[Any], Any]) -> Any:
+        """Return the future of `call(actor)`. A shard executes the calls of one process in the order of `submit`."""
+        with self._lock:
+            return call(self.handle(shard))
+
+    def handle(self, shard: int) -> Any:
+        """Return the actor of a shard."""
+        return self._members[shard].handle
+
+    @property
+    def numbers(self) -> list[int]:
+        """All shards."""
+        return sorted(self._members)
+
+    @property
+    def lost(self) -> list[int]:
+        """Shards that do not answer now."""
+        return sorted(number for number, member in self._members.items() if member.is_lost)
+
+    @property
+    def known(self) -> dict[int, ShardCounters]:
+        """The last counters of every shard that answers."""
+        members = self._members.items()
+        return {number: m.counters for number, m in members if m.counters is not None and not m.is_lost}
+
+    @property
+    def transitions(self) -> int:
+        """Transitions that can be drawn, as far as is known."""
+        return sum(counters.transitions for counters in self.known.values())
+
+    def masses(self) -> dict[int, float]:
+        """Return the mass of every shard that answers. Does not wait for any shard."""
+        self._refresh_list()
+        with self._lock:
+            for number, member in self._members.items():
+                self._read_probes(number, member)
+            return {
+                number: 0.0 if member.counters is None else member.counters.mass
+                for number, member in self._members.items()
+                if not member.is_lost
+            }
+
+    def record(self, shard: int, counters: ShardCounters, *, answers: bool = False) -> None:
+        """Record the counters of a shard. With `answers`, a shard that was lost counts as found again."""
+        with self._lock:
+            member = self._members.get(shard)
+            if member is None:
+                return
+            known = member.counters
+            if answers:
+                member.is_lost = False
+            # Calls may overtake each other. Epochs may also become smaller, so of another epoch the last one counts.
+            if known is not None and known.epoch == counters.epoch and counters.changes < known.changes:
+                return
+            member.counters = counters
+
+    def probe(self, shards: Iterable[int]) -> None:
+        """Ask shards for their counters without waiting. Shards that are not drawn from would report nothing."""
+        with self._lock:
+            for number in shards:
+                member = self._members.get(number)
+                if member is not None and not member.probes:
+                    member.probe(self._tuning.max_probes)
+
+    def refresh(self) -> dict[int, ShardCounters]:
+        """Ask every shard for its counters, and wait. Return the counters of the shards that answered."""
+        self._refresh_list(now=True)
+        found: dict[int, ShardCounters] = self.ask_all(self.numbers, lambda shard: shard.counters.remote())
+        for number, counters in found.items():
+            self.record(number, counters, answers=True)
+        return found
+
+    def ask_all(self, shards: Iterable[int], question: Callable[[Any], Any]) -> dict[int, Any]:
+        """Ask several shards at the same time, and wait. Return the answers by shard."""
+        members = self._members
+        calls = {number: question(members[number].handle) for number in shards if number in members}
+        found = {}
+        for number, call in calls.items():
+            try:
+                found[number] = get_result(call, self.patience_s)
+            except LOSSES:
+                self.mark_lost(number)
+        return found
+
+    def mark_lost(self, shard: int) -> None:
+        """Record that a shard did not answer. It is asked again until it does."""
+        with self._lock:
+            member = self._members.get(shard)
+            if member is not None and not member.is_lost:
+                self.losses += 1
+                member.is_lost = True
+
+    def is_away(self, shard: int) -> bool:
+        """Return whether Ray is restarting a shard or gave it up, as far as this process knows.
+
+        Ray fails a call to such a shard only after two seconds, even if the shard is back after one.
+        """
+        member = self._members.get(shard)
+        return member is None or actor_state(member.handle) in {"restarting", "gone"}
+
+    def _read_probes(self, number: int, member: _Member) -> None:
+        """Read the answers that have arrived, and ask a lost shard again.
+
+        Earlier questions are not waited for: Ray fails those that it received while it restarted the actor seconds
+        later, even if the actor is back by then.
+        """
+        if member.probes:
+            for probe in ray.wait(member.probes, num_returns=len(member.probes), timeout=0)[0]:
+                member.probes.remove(probe)
+                try:
+                    self.record(number, ray.get(probe), answers=True)
+                except LOSSES:
+                    member.is_lost = True
+                else:
+                    member.probes.clear()  # Questions that fail from now on were asked before.
+                    break
+        if member.is_lost and time.monotonic() - member.probed_at > self._tuning.probe_s:
+            member.probe(self._tuning.max_probes)
+
+    def _refresh_list(self, now: bool = False) -> None:
+        if self._list_lock.acquire(blocking=now or not self._members):
+            try:
+                self._list.refresh(now=now)
+            finally:
+                self._list_lock.release()
+        with self._lock:
+            handles = self._list.handles
+            if handles.keys() == self._members.keys():
+                return
+            added = {number: _Member(handles[number]) for number in handles.keys() - self._members.keys()}
+            for member in added.values():
+                member.probe(self._tuning.max_probes)
+            kept = {number: member for number, member in self._members.items() if number in handles}
+            self._members = kept | added

@@ -1,0 +1,382 @@
+"""Segments on their way from writers to shards.
+
+`SegmentBuilder` collects the ticks of some lanes in a native writer and packs them as bytes: a head with the dtype of
+rewards, and the segment in the format of store/format.py. `unpack_payload` checks the bytes and returns the segment.
+`flatten_lanes` makes one lane of several, because a shard is a store with one lane.
+
+Guarantee: the rows of a flattened segment are the transitions that were added, in the order tick by tick and, within a
+tick, lane by lane. Damaged or forged bytes raise DamageError.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall._native import FULL, UNCHECKED, Block, Coded, Part, Reader, Segment, Writer, encode
+from holdall.codec.choice import choose_codec
+from holdall.codec.codec import Codec, Method
+from holdall.codec.sample import Sample
+from holdall.errors import DamageError
+from holdall.schema import Array, Leaf, Schema, dtype_name, dtype_of, malformed_refused
+from holdall.store.columns import Columns
+from holdall.store.format import pack_segment, unpack_segment
+from holdall.store.records import pack_record, read_record, reader_of
+from holdall.store.snapshot import Layout
+from holdall.store.step import Step, check_step
+from holdall.store.tuning import Tuning
+from holdall.store.windows import Window, WindowScout
+
+_HEAD = "payload"
+_MAX_BROKEN_SHARE = 0.5
+_MAX_EXCEPTION_SHARE = 0.5
+_NEXT_FOLLOWS = np.uint32(1 << 31)
+"""Bit of a cursor: the next observation does not overlap the observation."""
+_MAX_CURSOR = 2**31
+_MAX_TICK = 2**40
+"""Bound of a writer's ticks. `RowOrder` numbers the steps of a lane up to this."""
+
+_SAMPLE_SLICES = 128
+_SAMPLE_BYTES = 4 * 2**20
+_MIN_SAMPLE_SLICES = 16
+_FIRST_UNIT_BYTES = 2**16
+_MAX_FIRST_GROUP = 8
+_QUICK_LEVELS = {Method.LZ4: (0,), Method.ZSTANDARD: (1, 3)}
+_QUICK_TOLERANCE = 1.05
+"""How much larger than with the chosen level the result of a quick level may be."""
+
+
+class WriterCodec:
+    """Compression of the slices of one field, on the writer's side.
+
+    The first segments are compressed with a default codec. A background thread chooses a better one on their slices. It
+    never chooses a dictionary, because every segment must be readable alone.
+    """
+
+    def __init__(self, leaf: Leaf, window: Window, prefer: str) -> None:
+        self._leaf = leaf
+        self._window = window
+        self._prefer = prefer
+        self._codec: Codec | None = None
+        self._sample: list[NDArray[np.uint8]] | None = []  # None once the choice has begun.
+
+    def encode(self, block: Block) -> Coded:
+        """Compress a raw block."""
+        if self._sample is not None:
+            self._collect(block)
+        codec = self._codec
+        coded = None
+        if codec is not None:
+            coded = encode(block, codec, block.lane_order())
+        if coded is None:  # No codec was chosen yet, or the block has too many different words for a palette.
+            coded = encode(block, _first_codec(block.slice_bytes), block.lane_order())
+        if coded is None:
+            raise AssertionError("A codec without a palette represents all slices.")
+        return coded
+
+    def _collect(self, block: Block) -> None:
+        """Copy slices for the choice. Start the choice once there are enough."""
+        sample = self._sample
+        if sample is None:
+            return
+        sample.append(block.read(0, block.slice_count))
+        count = sum(len(slices) for slices in sample)
+        is_enough = count >= _SAMPLE_SLICES or count * block.slice_bytes >= _SAMPLE_BYTES
+        if is_enough and count >= _MIN_SAMPLE_SLICES:
+            self._sample = None
+            slices = np.concatenate(sample)[: max(_SAMPLE_SLICES, _SAMPLE_BYTES // block.slice_bytes)]
+            threading.Thread(target=self._choose, args=(slices,), name="holdall-codec", daemon=True).start()
+
+    def _choose(self, slices: NDArray[np.uint8]) -> None:
+        sample = Sample(slices, np.zeros((0, slices.shape[1]), np.uint8), len(slices))
+        codec = choose_codec(self._leaf, self._window, sample, self._prefer).codec
+        self._codec = _lower_level(replace(codec, dictionary=None), slices)
+
+
+def _first_codec(slice_bytes: int) -> Codec:
+    """Return the codec of a field before one was chosen for it."""
+    group = min(max(1, _FIRST_UNIT_BYTES // slice_bytes), _MAX_FIRST_GROUP)
+    return Codec(slice_bytes, method=Method.ZSTANDARD, level=1, group=group)
+
+
+def _lower_level(codec: Codec, slices: NDArray[np.uint8]) -> Codec:
+    """Return the codec with a quicker level if that takes hardly more bytes, because `add` waits for compression."""
+    chosen = encode(slices, codec)
+    if chosen is None:
+        return codec
+    for level in _QUICK_LEVELS.get(codec.method, ()):
+        quick = replace(codec, level=min(codec.level, level))
+        coded = encode(slices, quick)
+        if coded is not None and coded.nbytes <= _QUICK_TOLERANCE * chosen.nbytes:
+            return quick
+    return codec
+
+
+class SegmentBuilder:
+    """Builds the segments of some lanes of a writer. Not thread-safe: the writer holds its lock.
+
+    Attributes:
+        columns: Numbers of the columns.
+        reward_dtype: Dtype of all rewards, which the first one sets. None before it.
+        has_new_window: Whether the next segment can share more than this one. It should then be closed early.
+    """
+
+    def __init__(self, schema: Schema, max_rows: int, prefer: str, tuning: Tuning) -> None:
+        self.columns = Columns(schema)
+        self.reward_dtype: np.dtype[Any] | None = None
+        self._schema = schema
+        self._lanes = schema.num_envs
+        self._max_ticks = max(1, max_rows // schema.num_envs)
+        self._prefer = prefer
+        self._tuning = tuning
+        self._reader = Reader()
+        leaves = schema.observation.leaves
+        self._leaves = leaves
+        self._windows = [Window.whole(leaf) for leaf in leaves]
+        # One lane of shared rows is one lane of shared rows in the shard. Of several lanes, the next observation would
+        # not be in the next row, so each row stores both observations.
+        self._row_layout: Layout = ("shared",) if schema.num_envs == 1 else ("paired",)
+        self._layouts: list[Layout] = [
+            self._windows[i].layout() if leaf.nbytes > tuning.small_field_bytes else self._row_layout
+            for i, leaf in enumerate(leaves)
+        ]
+        self._codecs: dict[int, WriterCodec] = {}
+        self._scouts = {
+            i: WindowScout(leaf, tuning) for i, leaf in enumerate(leaves) if leaf.nbytes > tuning.tiny_field_bytes
+        }
+        self._is_searching = bool(self._scouts)
+        self.has_new_window = False
+        self._writer = self._new_writer(0)
+
+    def _new_writer(self, first_tick: int) -> Writer:
+        """Return an empty native writer. Every segment has its own, so that it shares no block with another one."""
+        others = self.columns.flags + 1 - len(self._layouts)
+        writer = Writer(
+            self.columns.native(),
+            self.columns.groups(),
+            self._lanes,
+            self._max_ticks,
+            self._max_ticks,
+            self._tuning.block_bytes,
+            (*self._layouts, *[None] * others),
+            first_tick,
+        )
+        if self.reward_dtype is not None:
+            writer.set_type(self.columns.reward, int(self.reward_dtype.num))
+        return writer
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of the segment so far."""
+        return self._writer.next_tick - self._writer.first_tick
+
+    @property
+    def rows(self) -> int:
+        """Rows of the segment so far."""
+        return self.ticks * self._lanes
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another tick certainly fits, even if none of its observations repeats another one."""
+        sliced = [
+            leaf.nbytes for leaf, layout in zip(self._leaves, self._layouts, strict=True) if layout[0] == "sliced"
+        ]
+        max_bytes = 2 * (self.rows + self._lanes) * max(sliced, default=0)
+        return self.ticks < self._max_ticks and (self.ticks == 0 or max_bytes <= self._tuning.block_bytes)
+
+    @property
+    def ends_episodes(self) -> bool:
+        """Whether the last tick ended an episode in every lane, or was not a step of that lane."""
+        if self.ticks == 0:
+            return False
+        next_id = self._writer.next_tick * self._lanes
+        ids = np.arange(next_id - self._lanes, next_id)
+        (flags,) = self._reader.gather(self._writer.catalog, ids, (self.columns.flags_output,))
+        return bool((flags != 0).all())
+
+    def check(self, leading: tuple[int, ...], step: tuple[Any, ...]) -> Step:
+        """Return a checked step, or raise ArgumentError. The first step sets the dtype of rewards."""
+        checked = check_step(self._schema, leading, self.reward_dtype, *step)
+        self.set_reward_dtype(checked.reward.dtype)
+        return checked
+
+    def set_reward_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Set the dtype of all rewards, unless it is set already."""
+        if self.reward_dtype is None:
+            self._writer.set_type(self.columns.reward, int(dtype.num))
+            self.reward_dtype = dtype
+
+    def append(self, step: tuple[Any, ...]) -> bool:
+        """Write one tick. Return False, and write nothing, if the segment is full."""
+        outcome = self._writer.append(*step)
+        if outcome == UNCHECKED:
+            step = self.check((self._lanes,), step)
+            outcome = self._writer.append(*step)
+        if outcome == FULL:
+            return False
+        if self._is_searching:
+            self._search_windows(step)
+        return True
+
+    def extend(self, steps: Step, first: int) -> int:
+        """Write checked steps from number `first` on until the segment is full. Return how many were written.
+
+        While windows are searched for, write only a few steps at a time.
+        """
+        progress = np.array([first])
+        if not self._is_searching:
+            return self._writer.extend(steps, progress)
+        count = self._writer.extend(_cut_steps(steps, first + self._tuning.scout_max_pairs), progress)
+        for position in range(first, first + count):
+            obs = tuple(array[position] for array in steps.obs)
+            next_obs = tuple(array[position] for array in steps.next_obs)
+            self._search_windows((obs, None, None, next_obs))
+        return count
+
+    def close(self) -> bytes:
+        """Return the segment as bytes, and start the next one.
+
+        Compression comes before the change. If it is interrupted, the segment is still open.
+        """
+        segment = self._writer.snapshot().segments[-1]
+        payload = self._pack(segment)
+        self._adapt_layouts(segment)
+        self._writer = self._new_writer(self._writer.next_tick)
+        return payload
+
+    def _pack(self, segment: Segment) -> bytes:
+        if self.reward_dtype is None:
+            raise AssertionError("A segment with ticks has rewards.")
+        head = pack_record(_HEAD, {"reward_dtype": dtype_name(self.reward_dtype)}, {})
+        return b"".join([*head, pack_segment(segment, encode=self._encode)])
+
+    def _encode(self, column: int, block: Block) -> Coded:
+        if column not in self._codecs:
+            leaf = self._schema.observation.leaves[column]
+            self._codecs[column] = WriterCodec(leaf, self._windows[column], self._prefer)
+        return self._codecs[column].encode(block)
+
+    def _adapt_layouts(self, closed: Segment) -> None:
+        """Choose the layouts of the next segment: use windows that were found, and give up layouts that do not fit."""
+        rows = closed.ticks * closed.lanes
+        self.has_new_window = False
+        for i, part in enumerate(closed.parts[: len(self._layouts)]):
+            if part.kind == "shared" and part.exceptions > _MAX_EXCEPTION_SHARE * rows:
+                self._layouts[i] = ("paired",)
+            scout = self._scouts.get(i)
+            if scout is None:
+                continue
+            window = scout.window
+            if window is not None and window != self._windows[i]:
+                self._windows[i] = window
+                self._layouts[i] = window.layout()
+                self._codecs.pop(i, None)
+            elif self._windows[i].count == 1 or part.broken > _MAX_BROKEN_SHARE * rows:
+                scout.end_segment()
+        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+
+    def _search_windows(self, step: tuple[Any, ...]) -> None:
+        """Show a tick to all scouts. The next segment uses the windows that they find."""
+        obs = self._leaves_of(step[0], "obs")
+        next_obs = self._leaves_of(step[3], "next_obs")
+        for i, scout in self._scouts.items():
+            shape = (self._lanes, *self._schema.observation.leaves[i].shape)
+            if scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)) and scout.window is not None:
+                self.has_new_window = self.has_new_window or scout.window != self._windows[i]
+        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+
+    def _leaves_of(self, observation: Any, argument: str) -> Any:
+        if isinstance(observation, tuple):
+            return observation
+        return self._schema.observation.flatten(observation, (self._lanes,), argument)
+
+
+def _cut_steps(steps: Step, end: int) -> Step:
+    """Return the steps before number `end`."""
+    return Step(
+        obs=tuple(array[:end] for array in steps.obs),
+        action=tuple(array[:end] for array in steps.action),
+        reward=steps.reward[:end],
+        next_obs=tuple(array[:end] for array in steps.next_obs),
+        terminated=steps.terminated[:end],
+        truncated=steps.truncated[:end],
+        extras=None if steps.extras is None else tuple(array[:end] for array in steps.extras),
+        valid=None if steps.valid is None else steps.valid[:end],
+    )
+
+
+class ReceivedSegment(NamedTuple):
+    """A checked segment of a writer, as a store with one lane adopts it."""
+
+    segment: Segment
+    first_tick: int  # Of the writer's own ticks.
+    lanes: int  # Of the writer.
+    reward_dtype: np.dtype[Any]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.segment.ticks
+
+
+def pack_rows(segment: Segment, reward_dtype: np.dtype[Any]) -> bytes:
+    """Return a segment of a shard as `unpack_payload` reads it."""
+    head = pack_record(_HEAD, {"reward_dtype": dtype_name(reward_dtype)}, {})
+    return b"".join([*head, pack_segment(segment)])
+
+
+def unpack_payload(payload: bytes, columns: Columns) -> ReceivedSegment:
+    """Return the segment that `SegmentBuilder.close` packed. Raise DamageError if the bytes are not that."""
+    head = read_record(reader_of(payload), 0, len(payload))
+    head.require_kind(_HEAD)
+    with malformed_refused("The head of a segment"):
+        reward_dtype = dtype_of(head.head["reward_dtype"])
+    segment = unpack_segment(memoryview(payload)[head.nbytes :], columns, reward_dtype=reward_dtype)
+    if segment.first_tick + segment.ticks > _MAX_TICK:
+        raise DamageError(f"A segment starts at tick {segment.first_tick}, more than a writer counts.")
+    return ReceivedSegment(flatten_lanes(segment), segment.first_tick, segment.lanes, reward_dtype)
+
+
+def flatten_lanes(segment: Segment) -> Segment:
+    """Return a segment with one lane, in which row r is tick r // lanes and lane r % lanes of `segment`."""
+    if segment.lanes == 1:
+        return segment
+    parts = [_flatten_part(part, segment.ticks, segment.lanes) for part in segment.parts]
+    return Segment(0, segment.ticks * segment.lanes, 1, parts)
+
+
+def _flatten_part(part: Part, ticks: int, lanes: int) -> Part:
+    arrays = part.arrays()
+    rows = ticks * lanes
+    if part.kind in ("rows", "paired"):  # The same memory, read as one lane.
+        return Part.restore(part.kind, rows, 1, part.row_bytes, arrays, part.layout, None)
+    if part.kind == "shared":
+        paired = {"rows": _pair_rows(arrays, ticks, lanes, part.row_bytes)}
+        return Part.restore("paired", rows, 1, part.row_bytes, paired, ("paired",), None)
+    if part.kind == "sliced":
+        return Part.restore("sliced", rows, 1, part.row_bytes, _flatten_log(arrays, lanes), part.layout, part.block)
+    raise DamageError(f"A segment of {lanes} lanes has a part of kind {part.kind!r}, which writers do not send.")
+
+
+def _pair_rows(arrays: dict[str, NDArray[Any]], ticks: int, lanes: int, row_bytes: int) -> Array:
+    """Return shared rows as pairs of an observation and the next observation."""
+    shared = arrays["rows"].reshape(ticks + 1, lanes, row_bytes)
+    pairs = np.stack([shared[:-1], shared[1:]], axis=2).reshape(ticks * lanes, 2, row_bytes)
+    if "exception_rows" in arrays:
+        pairs[arrays["exception_rows"], 1] = arrays["exceptions"].reshape(-1, row_bytes)
+    return pairs.reshape(-1)
+
+
+def _flatten_log(arrays: dict[str, NDArray[Any]], lanes: int) -> dict[str, NDArray[Any]]:
+    """Return the log with one lane's entries after another's, and cursors that point there."""
+    log = arrays["log"].reshape(-1, lanes)
+    if log.size >= _MAX_CURSOR:
+        raise DamageError(f"A segment has a log of {log.size} entries, more than a writer sends.")
+    starts = np.arange(lanes, dtype=np.uint32) * np.uint32(len(log))
+    cursors = arrays["cursors"].reshape(-1, lanes)
+    moved = (cursors & ~_NEXT_FOLLOWS) + starts
+    return {"log": np.ascontiguousarray(log.T).reshape(-1), "cursors": (moved | (cursors & _NEXT_FOLLOWS)).reshape(-1)}

@@ -1,0 +1,109 @@
+"""Terms: the settings of a memory over shards that all of its processes know, and the checks of these settings."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from holdall.cluster.access import machine_timeout_s
+from holdall.cluster.limiter import RateLimit
+from holdall.cluster.tuning import ClusterTuning
+from holdall.codec.choice import PREFERENCES
+from holdall.errors import ArgumentError, ShardError
+from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
+from holdall.schema import require_choice, require_number
+
+NAMESPACE = "holdall"
+"""Ray namespace in which rosters have their names."""
+PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
+
+_ANSWER_S = 10.0
+"""Seconds after which a learner counts a silent shard as lost."""
+_RESTART_S = 15.0
+"""Seconds that a shard may take to start again after Ray gave up its machine."""
+_STAY_DIVISOR = 4
+"""An episode that is longer than this part of a shard's capacity is cut, and continues on another shard."""
+_CHOICES: dict[str, Collection[str]] = {
+    "durability": ("memory", "segment"),
+    "on_shard_loss": ("degrade", "block", "raise"),
+    "prefer": PREFERENCES,
+    "placement": PLACEMENTS,
+}
+
+
+class MemoryTerms(NamedTuple):
+    """What every process of a memory knows about it. See `holdall.ray.ReplayMemory`."""
+
+    words: dict[str, Any]  # The schema, see `holdall.schema.schema_words`.
+    name: str  # Name of the roster. A restarted actor finds the roster by it.
+    sampler: Sampler
+    shard_rows: int  # Rows that a shard holds at most.
+    url: str | None  # Place of the journals. None: no journals, and a lost shard loses its rows.
+    prefer: str
+    on_shard_loss: str
+    patience_s: float  # Seconds that a process waits for an answer.
+    writer_patience_s: float  # Seconds that a writer waits for a shard.
+    limit: RateLimit | None = None
+    shards: int = 1  # Number of shards at the start.
+    tuning: ClusterTuning = ClusterTuning()
+
+    @property
+    def stay_rows(self) -> int:
+        """Rows after which a writer may change the shard within an episode. 0: after every segment."""
+        if not isinstance(self.sampler, ComposedSampler):
+            return 0
+        return max(1, self.shard_rows // _STAY_DIVISOR)
+
+
+def require_settings(url: str | os.PathLike[str] | None, patience_s: float | None, **chosen: str) -> None:
+    """Raise ArgumentError for settings that are wrong or contradict each other, see `holdall.ray.ReplayMemory`."""
+    for argument, value in chosen.items():
+        require_choice(argument, value, _CHOICES[argument])
+    if patience_s is not None:
+        require_number("patience_s", patience_s, 0.1)
+    if (url is None) == (chosen["durability"] == "segment"):
+        raise ArgumentError(
+            f"url ({url!r}) does not fit durability={chosen['durability']!r}. Pass the place of the journals for "
+            "durability='segment', and no url for 'memory'."
+        )
+
+
+def choose_patience(patience_s: float | None) -> tuple[float, float]:
+    """Return the seconds that a learner waits for an answer, and the seconds that a writer waits for a shard.
+
+    By default a writer waits as long as Ray may need to give up a machine and to start the shard elsewhere.
+    """
+    if patience_s is not None:
+        return patience_s, patience_s
+    return _ANSWER_S, max(_ANSWER_S, machine_timeout_s()) + _RESTART_S
+
+
+def require_sampler(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards. Weights over all shards depend on it, so it must be of holdall."""
+    chosen: Sampler = Uniform() if sampler is None else sampler
+    if type(chosen) not in (Uniform, Prioritized, NStep, Sequence, Hindsight):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) cannot be used over shards, because weights depend on how a sampler "
+            "draws. Use Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()."
+        )
+    if isinstance(chosen, ComposedSampler) and type(chosen.by) not in (Uniform, Prioritized):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) draws by {type(chosen.by).__name__}, which cannot be used over shards. "
+            "Pass by=Uniform() or by=Prioritized()."
+        )
+    return chosen
+
+
+def strip_sampler(sampler: Sampler) -> Sampler:
+    """Return the sampler for shards. Only learners need a reward function, which may refer to an environment."""
+    if not isinstance(sampler, Hindsight):
+        return sampler
+    stripped = copy.copy(sampler)
+    stripped.reward_fn = _refuse_rewards
+    return stripped
+
+
+def _refuse_rewards(*_: Any) -> Any:
+    raise ShardError("Rewards for other goals are computed by learners, not by shards. Report this.")

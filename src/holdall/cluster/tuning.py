@@ -1,0 +1,47 @@
+"""Sizes and waiting times of a memory over shards, in one place. Users never see them. Tests pass small values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdall.store.tuning import Tuning
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTuning:
+    """Constants of a memory over shards. The defaults are what every memory uses."""
+
+    # Writers.
+    segment_rows: int = 128  # Rows of a segment.
+    max_segment_rows: int = 512  # Rows of a segment that `extend` fills within `gather_s`.
+    gather_s: float = 0.01  # Seconds for which `extend` fills a segment beyond `segment_rows`.
+    max_segments_in_flight: int = 8  # Per shard. Enough for a shard to accept some while it acknowledges others.
+    max_bytes_in_flight: int = 16 * _MIB  # Per shard.
+    max_backlog_bytes: int = 32 * _MIB  # Bytes that wait for a shard's journal before a writer sends one at a time.
+    max_calls: int = 4  # Calls to one shard that bring segments. Further segments wait for the next call.
+    reason_s: float = 1.0  # Seconds to wait for a silent shard to say why it accepts nothing.
+
+    # Shards.
+    predecessor_s: float = 1.0  # Seconds that a segment waits for the one before it, which may be lost.
+    slot_bytes: int = 16 * _MIB  # Bytes of segments in one slot of a journal.
+    full_slot_interval: int = 32  # Slots between two that list what is expected of every writer.
+    retry_s: float = 0.5  # Seconds before a failed write to a journal is repeated.
+    ownership_s: float = 5.0  # Seconds between checks that a journal still belongs to its shard.
+    priorities_s: float = 5.0  # Seconds between two writes of priorities. A crash loses what was learned since.
+
+    # Learners.
+    pause_s: float = 0.05  # Seconds between two looks at something that another process does.
+    list_s: float = 2.0  # Seconds between two questions to the roster about new shards.
+    probe_s: float = 0.25  # Seconds between two questions to a lost shard.
+    max_probes: int = 16  # Unanswered questions to a lost shard that are kept.
+    min_batching_shards: int = 4  # Number of shards from which on a loader draws several batches with one call.
+    min_shared_bytes: int = 2**16  # Observations of a batch that shards on the same machine write to shared memory.
+    compress_share: float = 0.9  # Compressed share of an answer up to which slow compression pays.
+    measure_answers: int = 64  # Answers after which that share is measured again.
+
+    # Limiter.
+    notice_s: float = 5.0  # Seconds of waiting for the limiter after which a warning is logged.
+
+    store: Tuning = field(default_factory=Tuning)  # Of the writers' segments and the shards' stores.

@@ -1,0 +1,89 @@
+"""Samples: the slices of a block by which a codec is chosen.
+
+Neighbouring slices are sampled in runs, because codecs compress neighbours together. Dictionaries are trained on other
+slices than those that are measured, so that a dictionary does not know what it is measured on. The same block always
+gives the same sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall._native import Block
+
+Bytes = NDArray[np.uint8]
+
+MEASURED_RUN = 64
+"""Neighbours of a measured run, unless they take too many bytes."""
+TRAINED_RUN = 8
+"""Neighbours of a run for training. Runs are short, so that they come from many places."""
+
+_MEASURED_SLICES = 512
+_MEASURED_BYTES = 4 * 2**20
+_TRAINED_SLICES = 512
+_TRAINED_BYTES = 4 * 2**20
+_MAX_RUN_BYTES = 6 * 2**20
+_MIN_RUN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Copies of some slices of a block. Each array is (slices, bytes), and neighbours are next to each other."""
+
+    measured: Bytes  # Runs of `run` neighbours.
+    trained: Bytes  # Runs of TRAINED_RUN neighbours, or no slices.
+    run: int  # Slices of a measured run.
+
+    @classmethod
+    def of(cls, block: Block) -> Sample:
+        """Copy slices of a raw block in the order in which the block will be compressed."""
+        count = block.slice_count
+        slice_bytes = block.slice_bytes
+        run = _run_length(count, slice_bytes)
+        measured = _spread_runs(count, run, min(_MEASURED_SLICES, _MEASURED_BYTES // slice_bytes))
+        # Runs for training start where no measured run is near.
+        candidates = _spread_runs(count, TRAINED_RUN, min(2 * _TRAINED_SLICES, 2 * _TRAINED_BYTES // slice_bytes))
+        is_after = candidates[:, None] >= measured + run
+        is_before = candidates[:, None] + TRAINED_RUN <= measured
+        trained = candidates[(is_after | is_before).all(axis=1)]
+        max_runs = max(min(_TRAINED_SLICES, _TRAINED_BYTES // slice_bytes) // TRAINED_RUN, 1)
+        if len(trained) > max_runs:
+            trained = trained[np.linspace(0, len(trained) - 1, max_runs).astype(np.int64)]
+        order = block.lane_order()
+        return cls(_copy_runs(block, order, measured, run), _copy_runs(block, order, trained, TRAINED_RUN), run)
+
+    def take_runs(self, divisor: int) -> Bytes:
+        """Return the measured slices of one in `divisor` runs."""
+        runs = self.measured.reshape(-1, self.run, self.measured.shape[1])[::divisor]
+        return np.ascontiguousarray(runs).reshape(-1, self.measured.shape[1])
+
+
+def _run_length(count: int, slice_bytes: int) -> int:
+    """Return the slices of a measured run: half of a small block at most, so that the rest can be trained on."""
+    run = MEASURED_RUN
+    while run > _MIN_RUN and (run * slice_bytes > _MAX_RUN_BYTES or 2 * run > count):
+        run //= 2
+    return min(run, count)
+
+
+def _spread_runs(count: int, run: int, max_slices: int) -> NDArray[np.int64]:
+    """Return where runs start that are spread evenly over `count` slices. There is at least one if it fits."""
+    if count < run or run == 0:
+        return np.zeros(0, np.int64)
+    runs = max(1, min(max_slices, count // 2) // run)
+    return np.unique(np.linspace(0, count - run, runs).astype(np.int64))
+
+
+def _copy_runs(block: Block, order: NDArray[np.uint32] | None, starts: NDArray[np.int64], run: int) -> Bytes:
+    """Copy runs of slices, one run after another."""
+    places = (starts[:, None] + np.arange(run)).reshape(-1)
+    if order is None:
+        runs = [block.read(start, run) for start in starts.tolist()]
+    else:
+        runs = [block.read(number, 1) for number in order[places].tolist()]
+    if not runs:
+        return np.zeros((0, block.slice_bytes), np.uint8)
+    return np.concatenate(runs)

@@ -1,0 +1,92 @@
+"""Delivery: a draw becomes a batch that belongs to the caller.
+
+    HostDelivery      NumPy arrays, or torch tensors on the CPU
+    DeviceDelivery    torch tensors on another device
+
+Both have two steps. `prepare` reads the rows and may run in any thread. `receive` hands the batch to the thread that
+uses it. `deliver` does both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.batch import Batch, Draw, Goals
+from holdall.errors import ArgumentError
+from holdall.schema import Array, Schema, Tree
+from holdall.store.view import WindowSlices
+
+
+class Rows(Protocol):
+    """Where rows are read: a `View` of a store."""
+
+    def read(
+        self, ids: NDArray[np.int64], outputs: tuple[int, ...], into: NDArray[np.uint8] | None = None, /
+    ) -> tuple[Array, ...]:
+        """Return the rows of `ids`, one array per output. If `into` is given, the arrays share its memory."""
+
+    def read_windows(self, ids: NDArray[np.int64], leaf: int, into: NDArray[np.uint8], /) -> WindowSlices | None:
+        """Write the slices of an observation leaf to `into`. Return None if there are no such slices."""
+
+
+class Delivery(ABC):
+    """Makes batches of draws. All methods may be called from any thread."""
+
+    @abstractmethod
+    def prepare(self, draw: Draw, rows: Rows) -> Any:
+        """Read the rows of a draw. Raise TransitionIdError if one of them is not held."""
+
+    @abstractmethod
+    def receive(self, prepared: Any) -> Batch:
+        """Return the batch of what `prepare` returned. Called once, by the thread that uses the batch."""
+
+    def deliver(self, draw: Draw, rows: Rows) -> Batch:
+        """Make a batch."""
+        return self.receive(self.prepare(draw, rows))
+
+    def close(self) -> None:  # noqa: B027  Most deliveries own nothing.
+        """Release the memory that is kept for batches."""
+
+
+class Nesting:
+    """Puts arrays or tensors, one per leaf, into the nesting of their space."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._build = tree.build
+        self._position = tree.structure if isinstance(tree.structure, int) else None
+        self._keys = tree.keys
+
+    def build(self, leaves: list[Any]) -> Any:
+        """Return the leaves as an array, a dict or a nested structure."""
+        if self._position is not None:
+            return leaves[self._position]
+        if self._keys is not None:
+            return dict(zip(self._keys, leaves, strict=True))
+        return self._build(leaves)
+
+
+def find_goal_leaves(schema: Schema, goals: Goals) -> tuple[int, int]:
+    """Return the numbers of the observation leaves that show what was achieved, and the goal."""
+    keys = schema.observation.keys or ()
+    for key in (goals.achieved_key, goals.desired_key):
+        if key not in keys:
+            raise ArgumentError(
+                f"sampler: Hindsight needs the key {key!r}, but the observation space has {list(keys)}. Name the keys "
+                "with achieved_key and desired_key."
+            )
+    return keys.index(goals.achieved_key), keys.index(goals.desired_key)
+
+
+def compute_rewards(schema: Schema, goals: Goals, achieved: Array, goal: Array, extras: list[Array]) -> Array:
+    """Return what the user's reward function says of rows with other goals."""
+    rewards = np.asarray(goals.reward_fn(achieved, goal.copy(), schema.extras.build(extras)))
+    if rewards.shape != goals.rows.shape:
+        raise ArgumentError(
+            f"reward_fn returned an array of shape {rewards.shape} for {len(goals.rows)} rows. Return one reward per "
+            "row."
+        )
+    return rewards

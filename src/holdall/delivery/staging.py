@@ -1,0 +1,209 @@
+"""Staging: pinned host memory through which arrays reach a device.
+
+A copy from ordinary memory makes the host wait. A copy from pinned memory does not, so arrays are first copied into one
+of a few pinned slots. A slot is used again when the device has read it. Large arrays are sent in pieces: while one
+piece crosses the bus, the next one is filled.
+
+Guarantee: arrays may be changed as soon as a call returns. Tensors belong to the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdall.schema import Array
+
+SLOT_BYTES = 8 * 2**20
+"""Bytes of a piece. Starting a copy costs nothing beside it, and filling the next one overlaps with it."""
+_SLOTS = 3
+ALIGNMENT_BYTES = 64
+"""Every array in a block begins at a multiple of this number, as in `Reader.gather`."""
+_MIB = 2**20
+_MIN_PARALLEL_BYTES = 2**20
+"""Copies from this size on use the threads of torch."""
+
+Bytes = NDArray[np.uint8]
+Fill = Callable[[Bytes, int], object]
+"""Fills an array with the bytes of a source from a given position on."""
+
+
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's name of a dtype. Raise TypeError if it has none."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether copies to `device` run beside the host, in streams."""
+    return device.type == "cuda"
+
+
+def record_event(device: torch.device) -> Any:
+    """Return an event that is over when the current stream has done everything so far."""
+    return torch.cuda.current_stream(device).record_event()
+
+
+class Slot:
+    """Pinned memory that one thread fills.
+
+    Attributes:
+        memory: The bytes, as a tensor.
+        array: The same bytes, as an array.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.array: Bytes = self.memory.numpy()
+        self.lock = threading.Lock()
+        self._event: Any = None  # Recorded after the device was told to read the slot.
+
+    def reserve(self, nbytes: int, *, is_pinned: bool) -> None:
+        """Wait until the device has read the slot, and make it at least `nbytes` long."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        if self.memory.numel() < nbytes:
+            size = min(1 << (nbytes - 1).bit_length(), -(-nbytes // _MIB) * _MIB)
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+            self.array = self.memory.numpy()
+
+    def record(self, stream: Any) -> None:
+        """Keep the slot as it is until all copies that were started on `stream` have read it."""
+        self._event = stream.record_event()
+
+
+class Staging:
+    """Copies arrays to one device. All methods may be called from any thread.
+
+    Copies run on the current stream of the thread that calls. On devices without streams, the copies are complete when
+    a call returns.
+
+    Args:
+        slot_bytes: Bytes of a piece at most.
+    """
+
+    def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
+        self.device = device
+        self._slot_bytes = slot_bytes
+        self._slots = [Slot() for _ in range(_SLOTS)]
+        self._turns = itertools.count()
+        self._is_asynchronous = is_asynchronous(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pinned memory."""
+        return sum(slot.memory.numel() for slot in self._slots)
+
+    @contextlib.contextmanager
+    def use_slot(self, nbytes: int, stream: Any = None) -> Iterator[Slot]:
+        """Return a context with pinned memory of at least `nbytes` bytes.
+
+        The caller fills the memory and starts copies from it on `stream`, which is the current one by default.
+        """
+        slot = self._slots[next(self._turns) % _SLOTS]
+        with slot.lock:
+            slot.reserve(nbytes, is_pinned=self._is_asynchronous)
+            try:
+                yield slot
+            finally:
+                if self._is_asynchronous:
+                    slot.record(stream or torch.cuda.current_stream(self.device))
+
+    def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """Return copies of the arrays on the device. They share one block of memory."""
+        sources = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+        starts = [0]
+        for source in sources:
+            starts.append(starts[-1] + align(source.nbytes))
+        block = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
+        self.copy(block, starts[:-1], [_make_fill(source) for source in sources], [s.nbytes for s in sources])
+        return split_block(block, starts, arrays)
+
+    def copy(self, target: torch.Tensor, starts: Sequence[int], fills: Sequence[Fill], sizes: Sequence[int]) -> None:
+        """Copy sources to places in `target`, which are bytes on the device.
+
+        Args:
+            starts: First byte of every source in `target`, ascending.
+            fills: What copies bytes of a source into pinned memory.
+            sizes: Bytes of every source.
+        """
+        for first, stop in self._split(starts, sizes):
+            self._copy_piece(target, first, stop, starts, fills, sizes)
+
+    def _split(self, starts: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the pieces of `target` in which the sources are sent. Bytes between sources are sent, too."""
+        if not sizes or sum(sizes) == 0:
+            return []
+        end = max(start + size for start, size in zip(starts, sizes, strict=True))
+        cuts = [*range(min(starts), end, self._slot_bytes), end]
+        return list(pairwise(cuts))
+
+    def _copy_piece(
+        self,
+        target: torch.Tensor,
+        first: int,
+        stop: int,
+        starts: Sequence[int],
+        fills: Sequence[Fill],
+        sizes: Sequence[int],
+    ) -> None:
+        with self.use_slot(stop - first) as slot:
+            for start, fill, size in zip(starts, fills, sizes, strict=True):
+                low = max(first, start)
+                high = min(stop, start + size)
+                if low < high:
+                    fill(slot.array[low - first : high - first], low - start)
+            target[first:stop].copy_(slot.memory[: stop - first], non_blocking=True)
+
+
+def align(nbytes: int) -> int:
+    """Return the next multiple of the alignment of arrays in a block."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _make_fill(source: Bytes) -> Fill:
+    """Return the function that copies the bytes of an array."""
+
+    def fill(piece: Bytes, start: int) -> None:
+        part = source[start : start + piece.nbytes]
+        if piece.nbytes >= _MIN_PARALLEL_BYTES and source.flags.writeable:  # torch warns of other arrays.
+            torch.from_numpy(piece).copy_(torch.from_numpy(part))
+        else:
+            piece[:] = part
+
+    return fill
+
+
+def split_block(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """Return the parts of a block of bytes that have the dtypes and the shapes of `arrays`, and begin at `starts`.
+
+    `starts` may have further numbers.
+    """
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    tensors = []
+    for start, array in zip(starts, arrays, strict=False):
+        dtype = torch_dtype(array.dtype)
+        if dtype not in typed:
+            typed[dtype] = block.view(dtype)
+        # One operation in place of three: a slice, and views with another dtype and another shape.
+        tensors.append(typed[dtype].as_strided(array.shape, find_strides(array.shape), start // array.itemsize))
+    return tensors
+
+
+@functools.lru_cache
+def find_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides[: len(shape)]))

@@ -1,0 +1,52 @@
+"""Words: rows of any dtype seen as rows of integers.
+
+torch does not index, compare or copy every dtype on every device. Integers of 1, 2, 4 and 8 bytes always work, and
+comparing them compares bits: NaN equals itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_MAX_TYPED_BYTES = 256
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes that torch does not index, and those that stand for them."""
+
+
+def choose_word(nbytes: int) -> torch.dtype:
+    """Return the widest integer that divides `nbytes`."""
+    return next(word for size, word in _WORDS if nbytes % size == 0)
+
+
+def choose_stored_dtype(dtype: torch.dtype, nbytes: int) -> torch.dtype:
+    """Return the dtype in which rows of `nbytes` bytes are stored that are never compared.
+
+    Long rows are stored as words, which are copied faster. Short ones keep their dtype, so that reading them needs no
+    conversion.
+    """
+    if nbytes > _MAX_TYPED_BYTES:
+        return choose_word(nbytes)
+    return _SIGNED.get(dtype, dtype)
+
+
+def as_words(tensor: torch.Tensor, rows: int, word: torch.dtype) -> torch.Tensor:
+    """Return a tensor as (rows, words of a row). The result shares memory with the tensor if that is contiguous."""
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return tensor.new_empty((rows, 0), dtype=word)
+    flat = tensor.contiguous().reshape(rows, -1)
+    if flat.dtype == word:
+        return flat
+    if flat.storage_offset() * flat.itemsize % word.itemsize:
+        flat = flat.clone()
+    return flat.view(word)
+
+
+def from_words(words: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return rows of words as rows of `shape` and `dtype`. The result shares memory with `words`."""
+    if words.numel() == 0:
+        return words.new_empty((len(words), *shape), dtype=dtype)
+    if words.dtype != dtype:
+        words = words.view(dtype)
+    return words if words.shape[1:] == shape else words.reshape(len(words), *shape)

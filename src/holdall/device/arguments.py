@@ -1,0 +1,182 @@
+"""Checks of what is added to a memory on a device. The arguments become tensors in leaf order, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+
+from holdall.delivery.staging import Staging, torch_dtype
+from holdall.device.tensors import TensorStep
+from holdall.errors import ArgumentError
+from holdall.schema import Leaf, Schema, Tree, channels_remedy, dtype_remedy, is_without_lanes
+from holdall.store.step import Step, check_step
+
+_CUDA_IN_DLPACK = (2, 10)
+"""What DLPack calls devices of CUDA and of ROCm."""
+_FLAG = Leaf("", (), np.dtype(np.bool_))
+
+
+def is_on_device(value: Any, device: torch.device) -> bool:
+    """Whether the first array of a nested value is a tensor, or something torch can see as one, on `device`."""
+    while isinstance(value, Mapping | tuple) and len(value):
+        value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
+    if isinstance(value, np.ndarray):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.device.type == device.type
+    dlpack = getattr(value, "__dlpack_device__", None)
+    return dlpack is not None and device.type == "cuda" and dlpack()[0] in _CUDA_IN_DLPACK
+
+
+class TensorCheck:
+    """Checks arguments for a memory on one device. Nothing is cast, and nothing waits for the device."""
+
+    def __init__(self, schema: Schema, device: torch.device) -> None:
+        self._schema = schema
+        self._device = device
+        self._staging = Staging(device)
+        self._dtypes = {leaf.dtype: torch_dtype(leaf.dtype) for leaf in schema.leaves}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory through which arrays of the host are copied."""
+        return self._staging.nbytes
+
+    def check_tick(self, reward_dtype: np.dtype[Any] | None, given: tuple[Any, ...]) -> TensorStep:
+        """Return the arguments of `add`, without an axis of time. Raise ArgumentError."""
+        return self._check((self._schema.num_envs,), reward_dtype, given)
+
+    def check_ticks(self, reward_dtype: np.dtype[Any] | None, given: tuple[Any, ...]) -> TensorStep:
+        """Return the arguments of `extend`. Raise ArgumentError."""
+        return self._check((len(given[2]), self._schema.num_envs), reward_dtype, given)
+
+    def _check(
+        self, leading: tuple[int, ...], reward_dtype: np.dtype[Any] | None, given: tuple[Any, ...]
+    ) -> TensorStep:
+        """Check tensors, or check arrays and copy them to the device."""
+        if is_on_device(given[0], self._device):
+            return self._check_tensors(leading, reward_dtype, *given)
+        step = check_step(self._schema, leading, reward_dtype, *given)
+        return self.send(step)
+
+    def send(self, step: Step) -> TensorStep:
+        """Copy arrays that were checked to the device."""
+        extras = step.extras or ()
+        arrays = [*step.obs, *step.action, step.reward, *step.next_obs, step.terminated, step.truncated, *extras]
+        if step.valid is not None:
+            arrays.append(step.valid)
+        tensors = iter(self._staging.send(arrays))
+        return TensorStep(
+            tuple(next(tensors) for _ in step.obs),
+            tuple(next(tensors) for _ in step.action),
+            next(tensors),
+            tuple(next(tensors) for _ in step.next_obs),
+            next(tensors),
+            next(tensors),
+            tuple(next(tensors) for _ in extras),
+            None if step.valid is None else next(tensors),
+        )
+
+    def send_array(self, array: Any) -> torch.Tensor:
+        """Return a copy of one array on the device."""
+        return self._staging.send([np.asarray(array)])[0]
+
+    def _check_tensors(
+        self,
+        leading: tuple[int, ...],
+        reward_dtype: np.dtype[Any] | None,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Any = None,
+        valid: Any = None,
+    ) -> TensorStep:
+        schema = self._schema
+        rewards = self.as_tensor(reward, "reward")
+        dtype = self.find_numpy_dtype(rewards) if reward_dtype is None else reward_dtype
+        return TensorStep(
+            obs=tuple(schema.observation.flatten(obs, leading, "obs", self.fit)),
+            action=tuple(schema.action.flatten(action, leading, "action", self.fit)),
+            reward=self.fit(schema.reward_leaf(dtype), rewards, leading, "reward"),
+            next_obs=tuple(schema.observation.flatten(next_obs, leading, "next_obs", self.fit)),
+            terminated=self.fit(_FLAG, terminated, leading, "terminated"),
+            truncated=self.fit(_FLAG, truncated, leading, "truncated"),
+            extras=tuple(schema.extras.flatten({} if extras is None else extras, leading, "extras", self.fit)),
+            valid=None if valid is None else self.fit(_FLAG, valid, leading, "valid"),
+        )
+
+    def check_leaves(self, tree: Tree, value: Any, argument: str) -> list[torch.Tensor]:
+        """Return the tensors of one nested argument, lanes first."""
+        return tree.flatten(value, (self._schema.num_envs,), argument, self.fit)
+
+    def check_leaf(self, leaf: Leaf, value: Any, argument: str) -> torch.Tensor:
+        """Return one argument, lanes first."""
+        return self.fit(leaf, value, (self._schema.num_envs,), argument)
+
+    def check_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
+        """Return new rows of a leaf, one per id."""
+        return self.fit(leaf, value, leading, argument, "one row per id")
+
+    def find_numpy_dtype(self, tensor: torch.Tensor) -> np.dtype[Any]:
+        """Return NumPy's name of the dtype of rewards."""
+        try:
+            dtype: np.dtype[Any] = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        except TypeError as error:
+            raise ArgumentError(
+                f"reward has dtype {tensor.dtype}, which NumPy does not have. Pass rewards of dtype float32."
+            ) from error
+        return dtype
+
+    def as_tensor(self, value: Any, called: str) -> torch.Tensor:
+        """Return a value as a tensor on the device."""
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+                value = torch.utils.dlpack.from_dlpack(value)
+            else:
+                value = torch.from_numpy(np.array(value)).to(self._device)
+        tensor: torch.Tensor = value
+        if tensor.device != self._device:
+            raise ArgumentError(
+                f"{called} is on {tensor.device}, but the memory is on {self._device}. Pass "
+                f"{called}.to('{self._device}')."
+            )
+        return tensor
+
+    def fit(
+        self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str, axes: str = "the lanes"
+    ) -> torch.Tensor:
+        """Return `value` as a tensor of shape `leading + leaf.shape`. Raise ArgumentError."""
+        is_tensor = isinstance(value, torch.Tensor) and value.device == self._device
+        tensor = value if is_tensor else self.as_tensor(value, leaf.called(argument))
+        dtype = self._dtypes.get(leaf.dtype)
+        if dtype is None:
+            dtype = self._dtypes[leaf.dtype] = torch_dtype(leaf.dtype)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        shape = tuple(tensor.shape)
+        if tensor.dtype == dtype and shape == leading + leaf.shape:
+            return tensor
+        called = leaf.called(argument)
+        if tensor.dtype != dtype:
+            remedy = dtype_remedy(
+                str(tensor.dtype).removeprefix("torch."),
+                leaf.dtype,
+                f"{called}.to({dtype})",
+                is_float=tensor.is_floating_point(),
+                is_reward=argument == "reward",
+            )
+            raise ArgumentError(f"{called} has dtype {tensor.dtype}, expected {dtype}. holdall never casts. {remedy}")
+        if is_without_lanes(shape, leading, leaf.shape) and axes == "the lanes":
+            return tensor.reshape(leading + leaf.shape)
+        remedy = channels_remedy(shape, leaf.shape, "torch") or "pass a tensor of that shape"
+        raise ArgumentError(
+            f"{called} has shape {shape}, expected {leading + leaf.shape}: {axes}, then the space's {leaf.shape}; "
+            f"{remedy}"
+        )

@@ -1,0 +1,304 @@
+"""Samplers that draw on the device, without waiting for it.
+
+Given the same first steps, `NStep` and `Sequence` return what they return on the host, bit for bit. Only the random
+numbers differ, because the device draws them. Uniform draws, n-step returns and sequences can be captured in a CUDA
+graph: every replay draws from what is held then, with random numbers of torch's own generator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from holdall.delivery.staging import torch_dtype
+from holdall.device.tensors import Tensors
+from holdall.errors import ArgumentError
+from holdall.sampling import NStep, Prioritized, Sequence, Uniform
+
+_MAX_SCALED = 1e280
+"""Scaled priorities up to this can be added up for any memory."""
+_MAX_RANDOM = 2**63 - 1
+
+
+class Shelf(Protocol):
+    """What a sampler sees of a store on a device."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """All fields."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+
+    @property
+    def first_id(self) -> int:
+        """Lowest id that is held."""
+
+    @property
+    def next_id(self) -> int:
+        """Id of the first transition of the next tick."""
+
+    @property
+    def capacity(self) -> int:
+        """Most ids that are ever held."""
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every entry is a transition."""
+
+    def compute_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `first_id` and `next_id` as tensors that every replay of a CUDA graph computes again."""
+
+
+class DeviceDraw(NamedTuple):
+    """The recipe of a batch, see `holdall.batch.Draw`, as tensors on the device."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    last_ids: torch.Tensor | None = None
+    reward: torch.Tensor | None = None
+    discount: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+def can_draw_on_device(sampler: Any) -> bool:
+    """Whether `DeviceSampler` knows a sampler."""
+    by = getattr(sampler, "by", sampler)
+    is_composed = type(sampler) is NStep or (type(sampler) is Sequence and sampler.stride == 1)
+    return (sampler is by or is_composed) and type(by) in {Uniform, Prioritized}
+
+
+class DeviceSampler:
+    """Draws for one sampler from one store. Not thread-safe.
+
+    Attributes:
+        priorities: Priorities of the transitions; None for samplers without priorities.
+    """
+
+    def __init__(self, sampler: Any, shelf: Shelf) -> None:
+        self._sampler = sampler
+        self._shelf = shelf
+        self._generator = torch.Generator(shelf.device)
+        self._constants: dict[Any, torch.Tensor] = {}
+        self._is_capturing = False
+        by = getattr(sampler, "by", sampler)
+        self.priorities = Priorities(by, shelf) if type(by) is Prioritized else None
+
+    def draw(self, count: int, seed: int, *, is_capturing: bool) -> DeviceDraw:
+        """Draw a recipe. `is_capturing` says whether a CUDA graph is being captured. `seed` has no effect then."""
+        self._is_capturing = is_capturing
+        generator = None if self._is_capturing else self._generator.manual_seed(seed)
+        if self.priorities is not None:
+            ids, weights = self.priorities.draw(count, generator)
+        else:
+            ids = self._draw_uniformly(count, generator)
+            weights = torch.ones(count, device=self._shelf.device)
+        if type(self._sampler) is NStep:
+            return self._add_returns(ids, weights, self._sampler)
+        if type(self._sampler) is Sequence:
+            return self._add_sequences(ids, weights, self._sampler)
+        return DeviceDraw(ids, weights)
+
+    def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
+        """Set priorities, one per row of a batch. Those of sequences belong to their first steps."""
+        if type(self._sampler) is Sequence and ids.ndim > 1:
+            ids = ids[:, self._sampler.burn_in]
+        if self.priorities is not None:
+            self.priorities.update(ids, priorities)
+
+    def _find_bounds(self) -> tuple[Any, Any]:
+        """Return the first id, and the id after the last one: numbers, or tensors inside a CUDA graph."""
+        if self._is_capturing:
+            return self._shelf.compute_bounds()
+        return self._shelf.first_id, self._shelf.next_id
+
+    def _draw_uniformly(self, count: int, generator: torch.Generator | None) -> torch.Tensor:
+        """Draw ids, every transition with the same probability."""
+        shelf = self._shelf
+        first, end = self._find_bounds()
+        if shelf.all_valid:
+            if isinstance(first, int):
+                return torch.randint(first, end, (count,), generator=generator, device=shelf.device)
+            numbers = torch.randint(_MAX_RANDOM, (count,), generator=generator, device=shelf.device)
+            drawn: torch.Tensor = first + numbers % (end - first)
+            return drawn
+        return self._draw_valid(count, generator, first, end)
+
+    def _draw_valid(self, count: int, generator: torch.Generator | None, first: Any, end: Any) -> torch.Tensor:
+        """Draw ids among entries that are transitions: the n-th of them for a random n."""
+        tensors = self._shelf.tensors
+        cells = torch.arange(tensors.cells, device=self._shelf.device)
+        ids = (end - 1) - ((end - 1) - cells) % tensors.cells
+        is_valid = (ids >= first) & tensors.are_invalid(cells).logical_not()
+        counts = is_valid.cumsum(0)
+        numbers = torch.randint(_MAX_RANDOM, (count,), generator=generator, device=self._shelf.device) % counts[-1]
+        chosen: torch.Tensor = ids.index_select(0, torch.searchsorted(counts, numbers, right=True))
+        return chosen
+
+    def _find_steps(
+        self, ids: torch.Tensor, first: int, stop: int, *, crossing: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the steps around `ids`, and which of them are real. See `find_steps_around` in holdall.sampling."""
+        shelf = self._shelf
+        tensors = shelf.tensors
+        lowest, end = self._find_bounds()
+        steps = ids[:, None] + shelf.lanes * torch.arange(first, stop, device=shelf.device)
+        is_real = steps >= lowest if first < 0 else steps < end
+        inside = torch.where(is_real, steps, ids[:, None])
+        cells = (inside % tensors.cells).view(-1)
+        if tensors.has_masks:
+            is_real &= tensors.are_invalid(cells).view(inside.shape).logical_not()
+        if crossing or first == stop:
+            return inside, is_real
+        goes_on = tensors.are_ends(cells).view(inside.shape).logical_not()
+        if first < 0:
+            is_real = (is_real & goes_on).flip(1)
+        else:
+            is_real[:, 1:] &= goes_on[:, :-1]
+        is_real = is_real.to(torch.uint8).cumprod(dim=1, dtype=torch.uint8).bool()
+        return inside, is_real.flip(1) if first < 0 else is_real
+
+    def _add_returns(self, ids: torch.Tensor, weights: torch.Tensor, sampler: NStep) -> DeviceDraw:
+        """Add up discounted rewards in the order in which the host adds them."""
+        tensors = self._shelf.tensors
+        steps, is_real = self._find_steps(ids, 0, sampler.n, crossing=False)
+        stored = tensors.reward.read((steps % tensors.cells).view(-1))
+        rewards = stored.view(*steps.shape, *stored.shape[1:])
+        dtype = torch_dtype(np.result_type(tensors.plan.reward.dtype, np.float32))
+        powers = [sampler.gamma**k for k in range(sampler.n + 1)]
+        own_axes = (1,) * (rewards.ndim - 2)
+        # Adding -0.0 changes no sum, not even a sum of zeros.
+        nothing = self._make_constant(("nothing", dtype), [-0.0], dtype)
+        counted = torch.where(is_real.reshape(*is_real.shape, *own_axes), rewards.to(dtype), nothing)
+        discounts = self._make_constant(("powers", sampler.gamma, sampler.n, dtype), powers[:-1], dtype)
+        terms = counted * discounts.reshape(-1, *own_axes)
+        total = terms[:, 0].clone()
+        for k in range(1, sampler.n):
+            total += terms[:, k]
+        used = is_real.sum(dim=1)
+        discount = self._make_constant(("discounts", sampler.gamma, sampler.n), powers, torch.float32)
+        return DeviceDraw(ids, weights, ids + (used - 1) * self._shelf.lanes, total, discount[used])
+
+    def _add_sequences(self, ids: torch.Tensor, weights: torch.Tensor, sampler: Sequence) -> DeviceDraw:
+        before, is_real_before = self._find_steps(ids, -sampler.burn_in, 0, crossing=sampler.crossing)
+        after, is_real_after = self._find_steps(ids, 0, sampler.length, crossing=sampler.crossing)
+        steps = torch.cat([before, after], dim=1)
+        is_real = torch.cat([is_real_before, is_real_after], dim=1)
+        return DeviceDraw(_pad_steps(steps, is_real), weights, mask=is_real)
+
+    def _make_constant(self, key: Any, values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        """Return numbers as a tensor, which is made once."""
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(values, dtype=dtype, device=self._shelf.device)
+        return self._constants[key]
+
+
+def _pad_steps(steps: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """Replace steps that are not real by the preceding real step, or else by the first real one."""
+    positions = torch.arange(steps.shape[1], device=steps.device).expand_as(steps)
+    last = torch.where(is_real, positions, -1).cummax(dim=1).values
+    first = is_real.to(torch.uint8).argmax(dim=1, keepdim=True)
+    return steps.gather(1, torch.where(last < 0, first, last))
+
+
+class Priorities:
+    """The scaled priorities of a `Prioritized` sampler, on the device. Its settings stay with the sampler.
+
+    The priority of id i is stored at index i % capacity.
+    """
+
+    def __init__(self, sampler: Prioritized, shelf: Shelf) -> None:
+        self._sampler = sampler
+        self._shelf = shelf
+        self._capacity = shelf.capacity
+        device = shelf.device
+        state = sampler.state()
+        # Priorities that must not be set are written to the last element.
+        self._scaled = torch.zeros(self._capacity + 1, dtype=torch.float64, device=device)
+        if len(state["scaled"]):
+            self._scaled[:-1] = torch.from_numpy(np.array(state["scaled"]))
+        self._highest = torch.tensor(float(state["highest"]), dtype=torch.float64, device=device)
+        self._next_id = int(state["next_id"])
+        self._was_refused = torch.zeros((), dtype=torch.bool, device=device)
+
+    def draw(self, count: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw ids in proportion to their scaled priorities. Return them and their weights."""
+        self._catch_up()
+        sums = self._scaled[:-1].cumsum(0)
+        total = sums[-1]
+        points = torch.rand(count, dtype=torch.float64, device=sums.device, generator=generator) * total
+        # Rounding may make a point equal to the total. The last index with a priority is meant then.
+        points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
+        indices = torch.searchsorted(sums, points, right=True)
+        # A device adds up in any order, so sums may grow by a rounding error where no priority is stored.
+        found = self._scaled[indices]
+        indices = torch.where(found > 0, indices, indices[found.argmax(0, keepdim=True)])
+        found = self._scaled[indices]
+        shares = (found.min() / found).to(torch.float32)
+        newest = self._shelf.next_id - 1
+        return newest - (newest - indices) % self._capacity, shares**self._sampler.beta
+
+    def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
+        """Set priorities. Of equal ids the last one counts. Ids that were evicted are ignored.
+
+        Entries that are not allowed are ignored, too: this call does not wait for the device to see them. `bring_back`
+        raises the error.
+        """
+        shelf = self._shelf
+        if ids.ndim != 1 or ids.shape != priorities.shape or ids.is_floating_point():
+            raise ArgumentError(
+                f"priorities has shape {tuple(priorities.shape)} for ids of shape {tuple(ids.shape)} and dtype "
+                f"{ids.dtype}. Pass one number for every row that was drawn."
+            )
+        if not len(ids):
+            return
+        self._catch_up()
+        given = priorities.detach().to(device=shelf.device, dtype=torch.float64)
+        scaled = (given + self._sampler.floor) ** self._sampler.alpha
+        is_wrong = ~((given >= 0) & (scaled <= _MAX_SCALED)) | (ids >= shelf.next_id)
+        is_held = ids >= shelf.first_id
+        tensors = shelf.tensors
+        if tensors.has_masks:
+            is_wrong |= is_held & tensors.are_invalid(ids.clamp(min=0) % tensors.cells)
+        self._was_refused |= is_wrong.any()
+        is_set = ~is_wrong & is_held
+        order = torch.sort(ids, stable=True).indices
+        ordered = ids[order]
+        is_last = torch.ones_like(is_set)
+        is_last[:-1] = ordered[1:] != ordered[:-1]
+        indices = torch.where(is_last & is_set[order], ordered % self._capacity, self._capacity)
+        self._scaled[indices] = scaled[order]
+        self._highest = torch.maximum(self._highest, torch.where(is_set, scaled, 0.0).max())
+
+    def _catch_up(self) -> None:
+        """Give transitions that were added since the last call the highest priority so far."""
+        shelf = self._shelf
+        first = max(self._next_id, shelf.first_id)
+        end = shelf.next_id
+        if first >= end:
+            return
+        ids = torch.arange(first, end, device=shelf.device)
+        values = self._highest.expand(len(ids))
+        if shelf.tensors.has_masks:
+            values = torch.where(shelf.tensors.are_invalid(ids % shelf.tensors.cells), 0.0, values)
+        self._scaled[ids % self._capacity] = values
+        self._next_id = end
+
+    def bring_back(self) -> None:
+        """Give the sampler on the host the priorities. Raise the error of an `update` before. Waits for the device."""
+        if bool(self._was_refused):
+            self._was_refused.zero_()
+            raise ArgumentError(
+                "update_priorities ignored invalid entries. Priorities must be finite and at least 0. Ids must be of "
+                "transitions that were added, and not with valid=False. Check what was passed to update_priorities."
+            )
+        self._catch_up()
+        state = {"scaled": self._scaled[:-1].cpu().numpy(), "highest": float(self._highest), "next_id": self._next_id}
+        self._sampler.restore(state | {"beta": self._sampler.beta})

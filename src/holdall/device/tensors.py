@@ -1,0 +1,316 @@
+"""Tensors: all fields of a memory on a device, for one choice of windows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+from holdall.device.fields import PLACE_BYTES, Clock, FlagField, ObservationField, RowField, WholeField, WindowField
+from holdall.schema import Leaf, Schema
+from holdall.store.windows import Window
+
+_MIN_SLACK_TICKS = 4
+_MAX_SLACK_TICKS = 64
+_SLACK_DIVISOR = 64
+"""There is room for this share of the ticks in the worst case, beyond what is held."""
+
+
+class TensorStep(NamedTuple):
+    """Some ticks, checked: tensors of (ticks, lanes, ...) on the device, in leaf order."""
+
+    obs: tuple[torch.Tensor, ...]
+    action: tuple[torch.Tensor, ...]
+    reward: torch.Tensor
+    next_obs: tuple[torch.Tensor, ...]
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    extras: tuple[torch.Tensor, ...]
+    valid: torch.Tensor | None
+
+    def add_time_axis(self) -> TensorStep:
+        """Return one tick without an axis of time as a step of one tick."""
+        return TensorStep(
+            tuple(tensor.unsqueeze(0) for tensor in self.obs),
+            tuple(tensor.unsqueeze(0) for tensor in self.action),
+            self.reward.unsqueeze(0),
+            tuple(tensor.unsqueeze(0) for tensor in self.next_obs),
+            self.terminated.unsqueeze(0),
+            self.truncated.unsqueeze(0),
+            tuple(tensor.unsqueeze(0) for tensor in self.extras),
+            None if self.valid is None else self.valid.unsqueeze(0),
+        )
+
+    def cut(self, first: int, stop: int) -> TensorStep:
+        """Return the ticks from number `first` to `stop` - 1."""
+        part = slice(first, stop)
+        return TensorStep(
+            tuple(tensor[part] for tensor in self.obs),
+            tuple(tensor[part] for tensor in self.action),
+            self.reward[part],
+            tuple(tensor[part] for tensor in self.next_obs),
+            self.terminated[part],
+            self.truncated[part],
+            tuple(tensor[part] for tensor in self.extras),
+            None if self.valid is None else self.valid[part],
+        )
+
+
+class TensorRows(NamedTuple):
+    """Rows of a batch, leaf by leaf."""
+
+    obs: list[torch.Tensor]
+    action: list[torch.Tensor]
+    reward: torch.Tensor
+    next_obs: list[torch.Tensor]
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    extras: list[torch.Tensor]
+
+    def reshape(self, leading: tuple[int, ...]) -> TensorRows:
+        """Return the rows with other leading axes."""
+
+        def reshape(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.reshape(*leading, *tensor.shape[1:])
+
+        return TensorRows(
+            [reshape(tensor) for tensor in self.obs],
+            [reshape(tensor) for tensor in self.action],
+            reshape(self.reward),
+            [reshape(tensor) for tensor in self.next_obs],
+            reshape(self.terminated),
+            reshape(self.truncated),
+            [reshape(tensor) for tensor in self.extras],
+        )
+
+
+class TensorPlan(NamedTuple):
+    """Sizes of the tensors of one memory."""
+
+    capacity_ticks: int
+    windows: tuple[Window, ...]  # Of every observation leaf.
+    slices_per_tick: tuple[float, ...]  # Slices that a tick of one lane is expected to write, for every leaf.
+    reward: Leaf
+
+    @property
+    def slots(self) -> int:
+        """Ticks that fit: one more than are held, because a tick may be written only in part."""
+        return self.capacity_ticks + 1
+
+    @property
+    def slack_ticks(self) -> int:
+        """Ticks for which there is always room in the worst case, without asking the device."""
+        return min(max(self.capacity_ticks // _SLACK_DIVISOR, _MIN_SLACK_TICKS), _MAX_SLACK_TICKS)
+
+    def reach_ticks(self, leaf: int) -> int:
+        """Return how many ticks before an observation may have written slices of it."""
+        window = self.windows[leaf]
+        return ceil(window.count / window.shift)
+
+    @property
+    def heads(self) -> int:
+        """Ticks whose numbers of slices are remembered."""
+        return self.slots + max((self.reach_ticks(i) for i in range(len(self.windows))), default=0) + 1
+
+    def places(self, leaf: int, lanes: int) -> int:
+        """Return the slices of a leaf for which there is room."""
+        ticks = self.capacity_ticks + self.reach_ticks(leaf) + 1
+        slack = self.slack_ticks * 2 * self.windows[leaf].count
+        return lanes * (ceil(ticks * self.slices_per_tick[leaf]) + slack)
+
+    def log_length(self, leaf: int) -> int:
+        """Return the entries of the log of a lane."""
+        entries = ceil((self.capacity_ticks + 1) * self.slices_per_tick[leaf])
+        return entries + (2 * self.slack_ticks + 3) * self.windows[leaf].count
+
+    def nbytes(self, schema: Schema) -> int:
+        """Return the bytes that all tensors take on the device."""
+        lanes = schema.num_envs
+        cells = self.slots * lanes
+        others = (*schema.action.leaves, *schema.extras.leaves, self.reward)
+        total = cells * (sum(leaf.nbytes for leaf in others) + 2)
+        for i, window in enumerate(self.windows):
+            total += self.places(i, lanes) * window.slice_bytes + 2 * cells * PLACE_BYTES + 8 * self.heads
+            if window.count > 1:
+                total += lanes * (self.log_length(i) + window.count) * PLACE_BYTES
+        return total
+
+
+class Tensors:
+    """Every field of the transitions that are held.
+
+    Not thread-safe, and it does not know which transitions are held: `DeviceStore` does.
+
+    Attributes:
+        plan: Sizes of all tensors.
+        fields: The observation leaves.
+        has_masks: Whether entries that are not transitions may be stored.
+    """
+
+    def __init__(self, schema: Schema, plan: TensorPlan, device: torch.device, first_tick: int = 0) -> None:
+        lanes = schema.num_envs
+        slots = plan.slots
+        self.plan = plan
+        self._schema = schema
+        self._lanes = lanes
+        self._device = device
+        leaves = schema.observation.leaves
+        self.fields: list[ObservationField] = [
+            WholeField.allocate(leaf, lanes, plan.places(i, lanes), plan.heads, device)
+            if plan.windows[i].count == 1
+            else WindowField.allocate(
+                leaf, plan.windows[i], lanes, plan.places(i, lanes), plan.heads, plan.log_length(i), device
+            )
+            for i, leaf in enumerate(leaves)
+        ]
+        self._starts = torch.zeros((len(leaves), 2, slots * lanes), dtype=torch.int32, device=device)
+        self.action = [RowField(leaf, lanes, slots, device) for leaf in schema.action.leaves]
+        self.extras = [RowField(leaf, lanes, slots, device) for leaf in schema.extras.leaves]
+        self.reward = RowField(plan.reward, lanes, slots, device)
+        self.ends = FlagField(2, lanes, slots, device)  # terminated, truncated
+        self.invalid: FlagField | None = None  # None: all entries are transitions.
+        # The device's own count of ticks, for draws inside a CUDA graph.
+        self.next_tick = torch.full((1,), first_tick, dtype=torch.int64, device=device)
+        self._one_tick = torch.arange(-1, 2, device=device)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether entries that are not transitions may be stored."""
+        return self.invalid is not None
+
+    @property
+    def cells(self) -> int:
+        """Transitions that fit."""
+        return self.plan.slots * self._lanes
+
+    @property
+    def observation_bytes(self) -> list[tuple[int, int]]:
+        """For every observation leaf, bytes of slices, and bytes of places."""
+        places = self._starts[:1].nbytes
+        return [(field.slice_bytes, field.log_bytes + places) for field in self.fields]
+
+    # ---------------------------------------------------------------- writing
+
+    def write(self, step: TensorStep, *, has_previous: bool) -> None:
+        """Write the ticks from `next_tick` on, and increase it."""
+        ticks = len(step.reward)
+        if step.valid is not None and self.invalid is None:
+            self.invalid = FlagField(1, self._lanes, self.plan.slots, self._device)
+        clock = self._make_clock(ticks)
+        for i, field in enumerate(self.fields):
+            field.write(clock, self._starts[i], step.obs[i], step.next_obs[i], has_previous=has_previous)
+        for row_field, rows in zip((*self.action, *self.extras), (*step.action, *step.extras), strict=True):
+            row_field.write(clock, rows)
+        self.reward.write(clock, step.reward)
+        self.ends.write(clock, step.terminated, step.truncated)
+        if self.invalid is not None:
+            valid = step.valid
+            invalid = torch.zeros_like(step.terminated) if valid is None else valid.logical_not()
+            self.invalid.write(clock, invalid)
+        self.next_tick.add_(ticks)
+
+    def _make_clock(self, ticks: int) -> Clock:
+        numbers = self._one_tick if ticks == 1 else torch.arange(-1, ticks + 1, device=self._device)
+        ticks_around = self.next_tick + numbers
+        slots = ticks_around % self.plan.slots
+        heads = ticks_around % self.plan.heads
+        return Clock(ticks, slots[:1], slots[1:-1], heads[1:])
+
+    # ---------------------------------------------------------------- reading
+
+    def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> TensorRows:
+        """Return rows. Next observations and flags are those of `last_ids`, if given."""
+        cells = ids % self.cells
+        last_cells = cells if last_ids is None else last_ids % self.cells
+        obs, next_obs = self.read_observations(cells, last_cells, range(len(self.fields)))
+        flags = self.ends.read(last_cells)
+        return TensorRows(
+            obs,
+            [field.read(cells) for field in self.action],
+            self.reward.read(cells),
+            next_obs,
+            flags[0],
+            flags[1],
+            [field.read(cells) for field in self.extras],
+        )
+
+    def read_observations(
+        self, cells: torch.Tensor, last_cells: torch.Tensor, leaves: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return observations in `cells`, and next observations in `last_cells`, of some leaves."""
+        rows = len(cells)
+        if cells is last_cells:
+            starts = self._starts.index_select(2, cells)  # (leaves, 2, rows)
+        else:
+            both = (self._starts[:, 0].index_select(1, cells), self._starts[:, 1].index_select(1, last_cells))
+            starts = torch.stack(both, dim=1)
+        obs = []
+        next_obs = []
+        for i in leaves:
+            found = self.fields[i].read(starts[i].view(-1))
+            obs.append(found[:rows])
+            next_obs.append(found[rows:])
+        return obs, next_obs
+
+    def read_flags(self, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `terminated` and `truncated`."""
+        flags = self.ends.read(cells)
+        return flags[0], flags[1]
+
+    def are_ends(self, cells: torch.Tensor) -> torch.Tensor:
+        """Return which transitions are the last of their episodes."""
+        return self.ends.read(cells).any(0)
+
+    def are_invalid(self, cells: torch.Tensor) -> torch.Tensor:
+        """Return which entries are not transitions."""
+        if self.invalid is None:
+            return torch.zeros(len(cells), dtype=torch.bool, device=self._device)
+        return self.invalid.read(cells)[0]
+
+    # ---------------------------------------------------------------- room
+
+    def measure(self, next_tick: int, first_tick: int) -> torch.Tensor:
+        """Return how many slices, and how many entries of a log, are in use for every leaf: (leaves, 2)."""
+        zero = self.next_tick.new_zeros(())
+        numbers = []
+        for i, field in enumerate(self.fields):
+            tail = max(first_tick - self.plan.reach_ticks(i), 0)
+            slices = field.heads[next_tick % self.plan.heads] - field.heads[tail % self.plan.heads]
+            entries = zero
+            if isinstance(field, WindowField) and next_tick > first_tick:
+                slots = self.plan.slots
+                entries = field.count_entries(self._starts[i], first_tick % slots, (next_tick - 1) % slots)
+            numbers.append(torch.stack([slices, entries]))
+        if not numbers:
+            return zero.new_zeros((0, 2))
+        return torch.stack(numbers)
+
+    def count_room(self, used: torch.Tensor) -> int:
+        """Return for how many ticks there is room in the worst case, if `used` is what `measure` returned."""
+        room = []
+        for field, (slices, entries) in zip(self.fields, used.tolist(), strict=True):
+            room.append((field.places - slices) // field.max_new_slices)
+            if isinstance(field, WindowField):
+                room.append((field.log_length - 1 - entries) // field.max_new_entries)
+        return min(room, default=2**62)
+
+    def grow(self, used: torch.Tensor, first_tick: int) -> Tensors:
+        """Return tensors with more room for the leaves that have little. All other tensors are shared."""
+        grown = copy.copy(self)
+        grown.fields = list(self.fields)
+        grown._starts = self._starts.clone()
+        ticks = 2 * self.plan.slack_ticks
+        for i, (slices, entries) in enumerate(used.tolist()):
+            field = grown.fields[i]
+            wanted = slices + slices // 8 + ticks * field.max_new_slices
+            if field.places - slices < ticks * field.max_new_slices:
+                tail = max(first_tick - self.plan.reach_ticks(i), 0) % self.plan.heads
+                field, grown._starts[i] = field.grow(grown._starts[i], wanted, tail)
+            if isinstance(field, WindowField) and field.log_length - entries < ticks * field.max_new_entries:
+                length = entries + entries // 8 + (ticks + 1) * field.max_new_entries
+                field, grown._starts[i] = field.grow_log(grown._starts[i], length, first_tick % self.plan.slots)
+            grown.fields[i] = field
+        return grown

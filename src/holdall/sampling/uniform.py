@@ -1,0 +1,41 @@
+"""Uniform: every transition is equally likely."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from holdall.batch import Draw, Ids
+from holdall.errors import ArgumentError
+from holdall.sampling.held import Held
+from holdall.sampling.sampler import Stateless
+
+_MAX_ROUNDS = 50
+"""Rounds in which ids that may not be drawn are replaced. Afterwards all allowed ids are listed, which takes time in
+proportion to the size of the memory."""
+
+
+class Uniform(Stateless):
+    """Sampler that draws every transition with the same probability."""
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        """Draw ids, and replace those that may not be drawn."""
+        ids = generator.integers(held.first_id, held.next_id, size=count)
+        if not held.can_draw_all:
+            ids = _replace_disallowed(ids, held, generator)
+        return Draw(ids, np.ones(count, np.float32))
+
+
+def _replace_disallowed(ids: Ids, held: Held, generator: np.random.Generator) -> Ids:
+    """Draw again in place of ids that may not be drawn. All allowed ids stay equally likely."""
+    for _ in range(_MAX_ROUNDS):
+        missed = np.flatnonzero(~held.are_allowed(ids))
+        if missed.size == 0:
+            return ids
+        ids[missed] = generator.integers(held.first_id, held.next_id, size=missed.size)
+    missed = np.flatnonzero(~held.are_allowed(ids))
+    held_ids = np.arange(held.first_id, held.next_id)
+    allowed = held_ids[held.are_allowed(held_ids)]
+    if allowed.size == 0:
+        raise ArgumentError("sampler: none of the transitions held may be drawn. Add more transitions first.")
+    ids[missed] = generator.choice(allowed, missed.size)
+    return ids

@@ -1,0 +1,30 @@
+"""ClosedStore: what a closed memory has in place of its store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdall.errors import ClosedError
+
+CLOSED = "The memory was closed. Make a new ReplayMemory."
+FORKED = (
+    "The memory was made before this process was forked, and belongs to the parent. Make a ReplayMemory here, or use "
+    "holdall.ray to share one between processes."
+)
+
+
+class ClosedStore:
+    """A store that raises ClosedError whenever it is used.
+
+    Closing a memory replaces its store by this object in one assignment, so no method has to ask whether the memory is
+    open.
+    """
+
+    def __init__(self, reason: str = CLOSED) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(self._reason)
+
+    def __len__(self) -> int:
+        raise ClosedError(self._reason)

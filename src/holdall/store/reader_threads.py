@@ -1,0 +1,51 @@
+"""ReaderThreads: threads that share the work of a reader's large batches."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from math import inf
+
+from holdall._native import Reader
+from holdall.background import end_before_python
+
+
+class ReaderThreads:
+    """Helper threads of one reader. They start with the first batch that is large enough to share.
+
+    All methods may be called from any thread.
+
+    Attributes:
+        count: Helpers that were started. Infinite if no more may start.
+    """
+
+    def __init__(self, reader: Reader, max_threads: int) -> None:
+        self._reader = reader
+        self._max_helpers = max_threads - 1
+        # Without this, waiting helpers would keep the reader alive for ever.
+        self._dismiss = weakref.finalize(self, _dismiss_helpers, reader, os.getpid())
+        self.count: float = 0 if max_threads > 1 else inf
+
+    def start(self) -> None:
+        """Start as many helpers as the reader's batches could use."""
+        started = self.count
+        if started == inf:
+            return
+        wanted = min(self._reader.wanted_helpers, self._max_helpers)
+        self.count = wanted if wanted < self._max_helpers else inf
+        for _ in range(wanted - int(started)):
+            helper = threading.Thread(target=self._reader.help, name="holdall reader", daemon=True)
+            end_before_python(helper, self._reader.dismiss)
+            helper.start()
+
+    def dismiss(self) -> None:
+        """End all helpers. The reader then works alone."""
+        self.count = inf
+        self._dismiss()
+
+
+def _dismiss_helpers(reader: Reader, process: int) -> None:
+    """End the helpers of a reader. A forked child has none, and a helper of its parent may have held the lock."""
+    if process == os.getpid():
+        reader.dismiss()

@@ -1,0 +1,78 @@
+"""Blocks that a shard keeps uncompressed: as many as fit, and compressed again for checkpoints and when rows leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+
+from holdall._native import Coded, Segment
+from holdall.cluster.segment import SegmentBuilder, unpack_payload
+from holdall.cluster.shard_store import ShardStore
+from holdall.schema import Schema
+from holdall.store.tuning import Tuning
+
+SCHEMA = Schema.of(spaces.Box(0, 255, (24, 24), np.uint8), spaces.Discrete(3), {}, 1)
+ROWS = 10
+BLOCK_BYTES = (ROWS + 1) * 24 * 24
+
+
+def list_raw(segments: list[Segment]) -> list[bool]:
+    blocks = [segment.parts[0].block for segment in segments]
+    return [block is not None and not isinstance(block.form, Coded) for block in blocks]
+
+
+def fill(store: ShardStore, count: int) -> list[Segment]:
+    """Adopt segments of noise, which shares nothing."""
+    generator = np.random.default_rng(0)
+    builder = SegmentBuilder(SCHEMA, ROWS, "balanced", Tuning(small_field_bytes=0, tiny_field_bytes=10_000))
+    adopted = []
+    no = np.zeros(1, np.bool_)
+    obs = generator.integers(0, 256, (1, 24, 24), dtype=np.uint8)
+    for _ in range(count):
+        for _ in range(ROWS):
+            next_obs = generator.integers(0, 256, (1, 24, 24), dtype=np.uint8)
+            step = (obs, np.zeros(1, np.int64), np.zeros(1, np.float32), next_obs, no, no, None, None)
+            assert builder.append(step)
+            obs = next_obs
+        received = unpack_payload(builder.close(), store.columns)
+        store.require_reward_dtype(received.reward_dtype)
+        store.adopt(received.segment)
+        adopted.append(received.segment)
+    return adopted
+
+
+def read_all(store: ShardStore) -> bytes:
+    view = store.view()
+    (obs,) = view.read(np.arange(view.first_id, view.next_id), store.columns.obs_outputs)
+    return obs.tobytes()
+
+
+def test_the_newest_blocks_are_kept_as_far_as_they_fit() -> None:
+    store = ShardStore(SCHEMA, 1_000, 0, 1, Tuning(), max_raw_bytes=3 * BLOCK_BYTES)
+    plain = ShardStore(SCHEMA, 1_000, 0, 1, Tuning())
+    assert list_raw(fill(store, 5)) == [False, False, True, True, True]
+    assert list_raw(fill(plain, 5)) == [False] * 5
+    assert read_all(store) == read_all(plain)
+
+
+def test_a_checkpoint_gets_compressed_blocks_also_if_saves_overlap() -> None:
+    store = ShardStore(SCHEMA, 1_000, 0, 1, Tuning(), max_raw_bytes=2**20)
+    segments = fill(store, 3)
+    before = read_all(store)
+    store.begin_save()
+    store.begin_save()
+    assert list_raw(segments) == [False] * 3
+    assert read_all(store) == before
+    store.end_save()
+    assert list_raw(segments) == [False] * 3
+    store.end_save()
+    assert list_raw(segments) == [True] * 3
+    assert read_all(store) == before
+
+
+def test_blocks_of_evicted_rows_are_not_kept() -> None:
+    store = ShardStore(SCHEMA, 2 * ROWS, 0, 1, Tuning(), max_raw_bytes=2**20)
+    assert list_raw(fill(store, 5)) == [False, False, False, True, True]
