@@ -16,6 +16,8 @@ from holdall import CheckpointError, FencedError, ReplayMemory
 from holdall.checkpoint.manifest import Manifest, Ref
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
+from holdall.checkpoint.retention import commit_unique
+from holdall.checkpoint.save import find_next_number
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Forgetful, MissingServerError, Weed, azurite, google
@@ -160,6 +162,28 @@ def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
         assert len(outcomes) == 12
         assert len(winners) == 1
         assert places[0].reader.manifest(number).writer_id == winners[0]
+
+
+def test_a_cancelled_save_that_completes_late_does_not_fence_its_own_writer(url: str) -> None:
+    """The store completes the last request of a cancelled save after the next save chose the same number."""
+    place = ObjectStoreWriter(url)
+    other = ObjectStoreWriter(url)
+
+    def find_number() -> int:
+        return find_next_number(place.reader, place.reader.numbers(), 0, place.writer_id)
+
+    late = manifest_of(place, find_number(), "a" * 32)
+    following = manifest_of(place, find_number(), "b" * 32)
+    place.commit(late)
+    assert commit_unique(place, following, find_number).number == 2
+    assert place.reader.numbers() == [2, 1]
+    assert place.reader.manifest(2).commit == "b" * 32
+
+    late = manifest_of(other, 3, "c" * 32)
+    following = manifest_of(place, find_number(), "d" * 32)
+    other.commit(late)
+    with pytest.raises(FencedError):
+        commit_unique(place, following, find_number)
 
 
 def test_a_writer_that_was_overtaken_stops(url: str) -> None:

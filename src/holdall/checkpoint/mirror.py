@@ -15,6 +15,7 @@ from holdall.checkpoint.jobs import JobThread
 from holdall.checkpoint.manifest import Manifest, Waiting
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
+from holdall.checkpoint.retention import commit_unique
 from holdall.checkpoint.save import Saver, find_next_number
 from holdall.checkpoint.urls import is_remote
 from holdall.errors import ArgumentError, CheckpointError
@@ -129,14 +130,18 @@ class CheckpointMirror:
             self._last = max(self._target.reader.numbers(), default=0)
         target = self._target
         manifest = job.manifest
+
         # The number is that of the directory, unless the store has a higher one: a run that lost its disk starts at 1.
-        numbers = target.reader.numbers()
-        number = max(manifest.number, find_next_number(target.reader, numbers, self._last, manifest.writer_id))
-        manifest = replace(manifest, number=number)
+        def find_number() -> int:
+            numbers = target.reader.numbers()
+            next_number = find_next_number(target.reader, numbers, self._last, job.manifest.writer_id)
+            return max(job.manifest.number, next_number)
+
+        manifest = replace(manifest, number=find_number())
         target.mark(manifest.files)
         self._upload(target, manifest)
-        target.commit(manifest)
-        self._last = number
+        manifest = commit_unique(target, manifest, find_number)
+        self._last = manifest.number
         self._upload(target, manifest)  # Another process may have collected files of a copy that was interrupted.
         try:
             target.collect(job.keep, manifest.files)

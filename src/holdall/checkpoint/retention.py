@@ -9,7 +9,7 @@ Guarantee: nothing is removed that a checkpoint names, or that a save in progres
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from holdall.checkpoint.manifest import (
     require_whole,
     signed,
 )
-from holdall.errors import CheckpointError, DamageError, NewerFormatError
+from holdall.errors import CheckpointError, DamageError, FencedError, NewerFormatError
 from holdall.store.records import Buffer
 
 _MAX_OUTLINES = 64
@@ -178,3 +178,17 @@ def _is_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int
     except (DamageError, CheckpointError):
         return False
     return True
+
+
+def commit_unique(target: CheckpointWriter, manifest: Manifest, find_number: Callable[[], int]) -> Manifest:
+    """Commit the checkpoint and return its manifest, which has a higher number if a cancelled save took this one.
+
+    An object store may complete the last request of a cancelled save after this save chose its number. `find_number`
+    then returns the number after it. It raises FencedError if another writer made that checkpoint.
+    """
+    try:
+        target.commit(manifest)
+    except FencedError:
+        manifest = replace(manifest, number=find_number())
+        target.commit(manifest)
+    return manifest

@@ -236,23 +236,25 @@ class Saver:
         with disk_errors_explained(self.url, "written to"):
             target = self._open()
             numbers = target.reader.numbers()
-            number = find_next_number(target.reader, numbers, self._last, target.writer_id)
             writing = SnapshotWriter(target, self._saved, self._encoder, _make_report(job.progress, self.waiting))
-            manifest = writing.run(job.snapshot, number)
+            manifest = writing.run(job.snapshot, lambda: self._find_next_number(target))
         self._saved = writing.saved
-        self._last = number
+        self._last = manifest.number
         if job.handle.mirror is not None and job.keep is not None:
             job.handle.mirror.send(manifest, job.keep)
         if self._has_leftovers or job.keep is None or len(numbers) >= job.keep:
             self._collect(target, manifest, job.keep)
         return Checkpoint(
             url=self.url,
-            number=number,
+            number=manifest.number,
             bytes_written=writing.bytes_written,
             bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
             transitions=transitions + sum(shard.transitions for shard in manifest.shards),
             seconds=time.perf_counter() - began,
         )
+
+    def _find_next_number(self, target: CheckpointWriter) -> int:
+        return find_next_number(target.reader, target.reader.numbers(), self._last, target.writer_id)
 
     def _open(self) -> CheckpointWriter:
         """Return the writer, a new one if the directory was removed or replaced."""

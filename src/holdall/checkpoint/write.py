@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from holdall._native import Block, Coded, Dictionary, Segment, encode
 from holdall.checkpoint.attached import file_pieces, pack_file
 from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, SegmentEntry
-from holdall.checkpoint.retention import CheckpointWriter, NewFile
+from holdall.checkpoint.retention import CheckpointWriter, NewFile, commit_unique
 from holdall.codec.choice import FieldCodec
 from holdall.codec.codec import Codec
 from holdall.errors import CheckpointError
@@ -228,9 +228,13 @@ class SnapshotWriter:
         self._lasting = RecordWriter(target, self.count_written)
         self._brief = RecordWriter(target, self.count_written)
 
-    def run(self, snapshot: Snapshot, number: int) -> Manifest:
-        """Write everything and commit checkpoint `number`."""
+    def run(self, snapshot: Snapshot, find_number: Callable[[], int]) -> Manifest:
+        """Write everything and commit a checkpoint with the number that `find_number` returns.
+
+        `find_number` raises FencedError if another writer uses the place.
+        """
         try:
+            number = find_number()
             attach_bytes = [
                 len(each) if isinstance(each, bytes) else each.stat().st_size for each in snapshot.attach.values()
             ]
@@ -238,7 +242,7 @@ class SnapshotWriter:
             content = snapshot.write(self)
             manifest = self._finish(snapshot, number, content)
             self._report("commit", self.bytes_written, self.bytes_written)
-            self.target.commit(manifest)
+            manifest = commit_unique(self.target, manifest, find_number)
         except BaseException:
             self._lasting.abandon()
             self._brief.abandon()
