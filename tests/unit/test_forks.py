@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 SETUP = """
-import functools, json, os, signal, sys, threading
+import functools, json, os, signal, sys, threading, traceback
 import numpy as np
 from gymnasium import spaces
 import holdall
@@ -50,14 +50,16 @@ def run_in_child(act):
     if child == 0:
         signal.alarm(60)  # A child that waits for ever is killed, and its answer is missing.
         try:
-            os.write(writing, json.dumps(act()).encode())
-        finally:
-            os._exit(0)
+            answer = act()
+        except BaseException:
+            answer = traceback.format_exc()
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
         answer = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(answer or b'"died"')
+    _, status = os.waitpid(child, 0)
+    return json.loads(answer) if answer else f"died with status {status}"
 
 
 def make_memory(**settings):
