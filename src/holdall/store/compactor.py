@@ -17,6 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+# `np.unique` imports numpy.ma when it is first called. If the worker did that import while another thread forks, the
+# child would wait for ever for the lock of that import.
+import numpy.ma  # noqa: F401
+
 from holdall._native import Block, Coded, Raw
 from holdall.background import end_before_python
 from holdall.store.tuning import Tuning
