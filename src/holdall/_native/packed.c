@@ -100,7 +100,7 @@ void packed_read(const PackedRun *run, int leaf_number, Py_ssize_t row, uint8_t 
     }
 }
 
-void packed_prefetch_frames(const PackedRun *run, Py_ssize_t row) {
+PREFETCHER void prefetch_frames(const PackedRun *run, Py_ssize_t row) {
     const uint8_t *const record = run->records + (size_t)row * run->record_bytes;
     const packed_group *group = run->groups, *const end = group + run->header->group_count;
     for (; group < end; group++) {
@@ -110,6 +110,8 @@ void packed_prefetch_frames(const PackedRun *run, Py_ssize_t row) {
         for (size_t at = 0; at < bytes; at += PACKED_CACHE_LINE) FETCH_SOON(frames + at);
     }
 }
+
+void packed_prefetch_frames(const PackedRun *run, Py_ssize_t row) { prefetch_frames(run, row); }
 
 /* Count the bytes of each group that a list of pieces names. */
 static void count_named_bytes(const packed_piece *pieces, uint32_t count, uint64_t *by_group) {
@@ -751,7 +753,7 @@ static void read_rows(const PackedRun *run, int leaf, const int64_t *rows, Py_ss
     const size_t bytes = run->leaves[leaf].bytes;
     for (Py_ssize_t i = -2 * PREFETCH_ROWS; i < count; i++) {
         if (i + 2 * PREFETCH_ROWS < count) packed_prefetch(run, rows[i + 2 * PREFETCH_ROWS]);
-        if (i + PREFETCH_ROWS >= 0 && i + PREFETCH_ROWS < count) packed_prefetch_frames(run, rows[i + PREFETCH_ROWS]);
+        if (i + PREFETCH_ROWS >= 0 && i + PREFETCH_ROWS < count) prefetch_frames(run, rows[i + PREFETCH_ROWS]);
         if (i >= 0) packed_read(run, leaf, rows[i], out + (size_t)i * bytes);
     }
 }

@@ -95,7 +95,7 @@ extern PyTypeObject *packed_run_type;
 void packed_read(const PackedRun *run, int leaf, Py_ssize_t row, uint8_t *out);
 
 /* Load a record into the cache. Call this some rows before `packed_read`. */
-static inline void packed_prefetch(const PackedRun *run, Py_ssize_t row) {
+PREFETCHER void packed_prefetch(const PackedRun *run, Py_ssize_t row) {
     const uint8_t *const record = run->records + (size_t)row * run->record_bytes;
     for (size_t at = 0; at < run->record_bytes; at += PACKED_CACHE_LINE) FETCH_SOON(record + at);
 }

@@ -11,10 +11,14 @@ int has_ssse3(void);
 int has_avx2(void);
 #endif
 
+/* FETCH_SOON loads a cache line that is needed soon. GCC takes a function that does nothing else for one without effect, and
+ * removes calls of it. Such functions are declared PREFETCHER, which makes GCC inline them before it looks. */
 #if defined(__GNUC__) || defined(__clang__)
 #define FETCH_SOON(where) __builtin_prefetch(where)
+#define PREFETCHER static inline __attribute__((always_inline))
 #else
 #define FETCH_SOON(where) ((void)0)
+#define PREFETCHER static inline
 #endif
 
 #endif

@@ -19,7 +19,8 @@ enum {
     KNOWN_SLOTS = 4096,           /* slices that a thread remembers to have decoded in this batch; a power of two */
     BYTES_PER_THREAD = 1 << 19,   /* default of the bytes of a batch for which another thread is woken */
     PIECES_PER_THREAD = 8,        /* a thread takes the bytes above divided by this number at once */
-    PIECE_ROWS = 64,              /* rows that are loaded into the cache before they are copied */
+    PIECE_ROWS = 64,              /* packed rows that are loaded into the cache before they are copied */
+    ROWS_AHEAD = 8,              /* rows that are loaded into the cache while one is copied */
     MIN_OWN_BYTES = 1 << 17,      /* smaller arrays of a batch share one area */
 };
 
@@ -271,10 +272,29 @@ typedef struct {
     Py_ssize_t lane;
 } location;
 
+/* Segments per tick, so that a tick multiplied by it gives the number of its segment if all segments are of equal length. */
+static double estimate_density(const Catalog *catalog) {
+    const Py_ssize_t last = catalog->segment_count - 1;
+    if (last < 1) return 0;
+    return (double)last / (double)(catalog->first_ticks[last] - catalog->first_ticks[0]);
+}
+
+/* The segment that holds `tick`, which must be held. Most segments are of equal length, so a guess is usually right, and
+ * it takes a third of the time of a search. */
+static inline const Segment *find_segment(const Catalog *catalog, double density, int64_t tick) {
+    const Py_ssize_t guess = (Py_ssize_t)((double)(tick - catalog->first_ticks[0]) * density);
+    if (guess < catalog->segment_count) {
+        const Segment *const segment = catalog->segments[guess];
+        if (tick >= segment->first_tick && tick < segment->first_tick + segment->ticks) return segment;
+    }
+    return catalog->segments[catalog_find(catalog, tick)];
+}
+
 /* Find all transitions from `first_tick` on. -1 with an IndexError if one is older, or not in the catalog. */
 static int locate(const Catalog *catalog, int64_t first_tick, const int64_t *ids, Py_ssize_t count, location *locations) {
     const int64_t lanes = catalog->lanes;
     const int64_t first_id = first_tick * lanes, next_id = catalog_next_tick(catalog) * lanes;
+    const double density = estimate_density(catalog);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (ids[i] < first_id || ids[i] >= next_id) {
             PyErr_Format(PyExc_IndexError, "id %lld is not held; ids %lld to %lld are", (long long)ids[i],
@@ -282,7 +302,7 @@ static int locate(const Catalog *catalog, int64_t first_tick, const int64_t *ids
             return -1;
         }
         const int64_t tick = lanes == 1 ? ids[i] : ids[i] / lanes;
-        const Segment *const segment = catalog->segments[catalog_find(catalog, tick)];
+        const Segment *const segment = find_segment(catalog, density, tick);
         locations[i].segment = segment;
         locations[i].row = (Py_ssize_t)(ids[i] - segment->first_tick * lanes);
         locations[i].lane = (Py_ssize_t)(ids[i] - tick * lanes);
@@ -309,25 +329,33 @@ static void copy_packed_row(const Part *part, Py_ssize_t row, int is_next, uint8
     else packed_read((const PackedRun *)part->packed, part->packed_leaf, row + (is_next ? part->lanes : 0), out);
 }
 
-/* Load the row that is copied soon, and the next observation after it. */
-static inline void prefetch_row(const Part *part, Py_ssize_t row) {
-    if (part->kind == PART_PACKED) {
-        packed_prefetch((const PackedRun *)part->packed, row);
-    } else if (part->rows) {
+/* Load a row that is copied soon, and the observation after it. */
+PREFETCHER void prefetch_row(const Part *part, Py_ssize_t row) {
+    if (part->rows) {
         const uint8_t *const from = row_at(part, row);
         FETCH_SOON(from);
         if (part->row_bytes > 1) FETCH_SOON(from + part->row_bytes - 1);
+        if (part->kind == PART_SHARED) FETCH_SOON(from + (part->lanes + 1) * part->row_bytes - 1);
     } else if (part->cursors) {
         FETCH_SOON(&part->cursors[row]);
     }
 }
 
-/* Load the rows of all wanted columns. Packed rows refer to frames, which are loaded once the rows are there. */
-static void prefetch_rows(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
-    for (int column = 0; column < catalog->column_count; column++) {
-        const int is_flags = column == catalog->column_count - 1;
-        if (!is_flags && !wanted[2 * column] && !wanted[2 * column + 1]) continue;
-        for (Py_ssize_t i = 0; i < count; i++) prefetch_row(locations[i].segment->parts[column], locations[i].row);
+/* Load the row of a column that is copied `ROWS_AHEAD` rows after row `i`. */
+PREFETCHER void prefetch_ahead(int column, const location *locations, Py_ssize_t count, Py_ssize_t i) {
+    if (i + ROWS_AHEAD >= count) return;
+    const location *const ahead = &locations[i + ROWS_AHEAD];
+    prefetch_row(ahead->segment->parts[column], ahead->row);
+}
+
+/* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. */
+PREFETCHER void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+    for (int column = 0; column < catalog->column_count - 1; column++) {
+        if (!wanted[2 * column] && !wanted[2 * column + 1]) continue;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            const Part *const part = locations[i].segment->parts[column];
+            if (part->kind == PART_PACKED) packed_prefetch((const PackedRun *)part->packed, locations[i].row);
+        }
         for (Py_ssize_t i = 0; i < count; i++) {
             const Part *const part = locations[i].segment->parts[column];
             if (part->kind != PART_PACKED) continue;
@@ -354,6 +382,7 @@ static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
 /* Copy the rows of a column that is not sliced there. */
 static void copy_rows(int column, const location *locations, Py_ssize_t count, int is_next, uint8_t *out) {
     for (Py_ssize_t i = 0; i < count; i++) {
+        prefetch_ahead(column, locations, count, i);
         const Part *const part = locations[i].segment->parts[column];
         const Py_ssize_t row_bytes = part->row_bytes;
         uint8_t *const to = out + i * row_bytes;
@@ -364,12 +393,15 @@ static void copy_rows(int column, const location *locations, Py_ssize_t count, i
 }
 
 static void copy_flags(int column, const location *locations, Py_ssize_t count, int flag, uint8_t *out) {
-    for (Py_ssize_t i = 0; i < count; i++)
+    for (Py_ssize_t i = 0; i < count; i++) {
+        prefetch_ahead(column, locations, count, i);
         out[i] = (locations[i].segment->parts[column]->rows[locations[i].row] & flag) != 0;
+    }
 }
 
 static void copy_ended(int column, const location *locations, Py_ssize_t count, float *out) {
     for (Py_ssize_t i = 0; i < count; i++) {
+        prefetch_ahead(column, locations, count, i);
         const uint8_t flags = locations[i].segment->parts[column]->rows[locations[i].row];
         out[i] = (flags & (FLAG_TERMINATED | FLAG_TRUNCATED)) == FLAG_TERMINATED ? 1.0F : 0.0F;
     }
@@ -574,7 +606,7 @@ static Py_ssize_t copy_small(const Catalog *catalog, const location *locations, 
     Py_ssize_t observations = 0, numbers = 0, used = 0, bytes = 0;
     for (Py_ssize_t from = 0; from < count; from += PIECE_ROWS) {
         const Py_ssize_t end = from + PIECE_ROWS < count ? from + PIECE_ROWS : count;
-        prefetch_rows(catalog, locations + from, end - from, wanted);
+        prefetch_packed(catalog, locations + from, end - from, wanted);
         copy_piece(catalog, locations, from, end, arrays, wanted);
     }
     for (int i = 0; i < catalog->column_count; i++) {
