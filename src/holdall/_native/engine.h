@@ -191,16 +191,18 @@ static inline uint32_t log_entry(const Part *p, Py_ssize_t e, Py_ssize_t lane) {
     return p->log_width == 2 ? ((const uint16_t *)p->log)[at] : ((const uint32_t *)p->log)[at];
 }
 
-/* The exception of transition `row` of a shared part, or NULL if its next observation is the following row. */
+/* The exception of transition `row` of a shared part, or NULL if its next observation is the following row. Searches
+ * without a branch that depends on the data, like `catalog_find`. */
 static inline const uint8_t *find_exception(const Part *p, Py_ssize_t row) {
-    Py_ssize_t low = 0, high = p->exception_count;
-    while (low < high) {
-        const Py_ssize_t middle = low + (high - low) / 2;
-        if (p->exception_rows[middle] < (uint32_t)row) low = middle + 1;
-        else high = middle;
+    if (p->exception_count == 0) return NULL;
+    const uint32_t *found = p->exception_rows;
+    for (Py_ssize_t count = p->exception_count; count > 1;) {
+        const Py_ssize_t half = count / 2;
+        found += found[half] <= (uint32_t)row ? half : 0;
+        count -= half;
     }
-    if (low == p->exception_count || p->exception_rows[low] != (uint32_t)row) return NULL;
-    return p->exceptions + low * p->row_bytes;
+    if (*found != (uint32_t)row) return NULL;
+    return p->exceptions + (found - p->exception_rows) * p->row_bytes;
 }
 
 /* ---- memory ------------------------------------------------------------------------- */

@@ -316,9 +316,9 @@ static inline const uint8_t *row_at(const Part *part, Py_ssize_t row) {
 }
 
 /* The next observation of a shared, paired or packed part; NULL if it must be read from the packed run. */
-static const uint8_t *next_row_at(const Part *part, Py_ssize_t row) {
+static inline const uint8_t *next_row_at(const Part *part, Py_ssize_t row) {
     if (part->kind == PART_PAIRED) return part->rows + (2 * row + 1) * part->row_bytes;
-    const uint8_t *const exception = part->exception_count ? find_exception(part, row) : NULL;
+    const uint8_t *const exception = find_exception(part, row);
     if (exception || part->kind == PART_PACKED) return exception;
     return part->rows + (row + part->lanes) * part->row_bytes;
 }

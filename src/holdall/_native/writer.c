@@ -12,7 +12,7 @@
 
 enum { WRITTEN = 0, FULL = 1, UNCHECKED = 2 };
 enum { GROUP_OBS = 0, GROUP_ACTION = 1, GROUP_EXTRAS = 2, GROUP_COUNT = 3 };
-enum { FIRST_LOG_ROWS = 64, MIN_BLOCK_TICKS = 2, MIN_ROOM_SHARE = 8, BLOCKS_PER_CAPACITY = 4 };
+enum { FIRST_LOG_ROWS = 64, MIN_BLOCK_TICKS = 2, MIN_ROOM_SHARE = 8 };
 
 /* One column of the open segment. */
 typedef struct {
@@ -507,14 +507,14 @@ static void free_open_columns(open_column *columns, int count) {
     free(columns);
 }
 
-/* Whether the next segment, which begins with `first_tick`, may add slices to a block. A block is freed whole. So that
- * the slices of evicted ticks take little memory, a block is used for a share of the capacity at most. If everything was
- * evicted, a new block lets the old one be freed. */
+/* Whether the next segment, which begins with `first_tick`, may add slices to a block. Scenes that come back are stored
+ * once in a block. A block is freed whole, so that a block is used for as many ticks as are held, at most. If everything
+ * was evicted, a new block lets the old one be freed. */
 static int can_continue(const Writer *w, const Block *block, const window *cut, int64_t first_tick) {
     const Py_ssize_t room = block->capacity - block->used;
     return block->slice_bytes == cut->outer * cut->run_bytes && room >= 2 * cut->count * w->lanes &&
            room >= block->capacity / MIN_ROOM_SHARE &&
-           first_tick - block->first_tick < w->catalog->capacity_ticks / BLOCKS_PER_CAPACITY &&
+           first_tick - block->first_tick < w->catalog->capacity_ticks &&
            catalog_first_tick(w->catalog) < catalog_next_tick(w->catalog);
 }
 

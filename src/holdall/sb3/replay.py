@@ -265,7 +265,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if type(batch_size) is not int or batch_size < 0:
             batch_size = require_count("batch_size", batch_size, 0)
         replaced = self._find_replaced_hooks()
-        if not replaced and not self._is_moved and env is None and self.n_steps == 1 and self._is_on_cpu():
+        if env is None and self.n_steps == 1 and not replaced and not self._is_moved and self._is_on_cpu():
             return self._read_samples(self._draw_ids(batch_size))
         if self._is_moved and self.full and self._count_ticks() == 0:
             return self._make_samples_of_zeros(batch_size, env)
@@ -337,7 +337,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return transitions that are neither normalized nor moved to another device."""
         to_tensor = th.from_numpy
         arrays = self.memory.store.read(ids, self._outputs)
-        rewards = to_tensor(arrays[-1].reshape(-1, 1))
+        rewards = to_tensor(arrays[-1][:, None])
         if not self._is_dict:
             obs, action, next_obs, ended, _ = arrays
             tensors = (to_tensor(obs), to_tensor(action), to_tensor(next_obs), to_tensor(ended), rewards)
