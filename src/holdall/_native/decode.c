@@ -250,12 +250,17 @@ static const uint8_t *unpack_slice(decoder *d, const coded_block *b, int64_t pla
 
 /* ---- one slice --------------------------------------------------------------------- */
 
+/* Whether a slice is complete once its differences are undone. */
+static int ends_with_differences(const transform *form) {
+    return form->kind == TRANSFORM_LEFT && !form->interleaved && form->word_bytes == 0 && form->shuffle == 0;
+}
+
 /* Undo the transform of one slice. `own` is memory of the caller in which `stage` may be changed. */
 static void undo_transform(decoder *d, const coded_block *b, const uint8_t *stage, uint8_t *own, uint8_t *out) {
     const transform *const form = &b->form;
     const int64_t coded = coded_bytes(form);
     uint8_t *const to = form->word_bytes > 0 ? d->scratch + coded : out;
-    if (form->kind == TRANSFORM_LEFT) undo_differences(form, own);
+    if (form->kind == TRANSFORM_LEFT) undo_differences(form, own, ends_with_differences(form) ? out : own);
     if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
     else if (form->kind == TRANSFORM_PIXELS) separate_planes(form, stage, to);
     else if (is_of_colours(form)) look_up_colours(form, d->unit_palette, stage, d->scratch + coded, to);
@@ -276,10 +281,12 @@ int decode_slice(decoder *d, const coded_block *b, int64_t number, uint8_t *out)
     const int moves = form->word_bytes > 0 || form->shuffle > 0 || form->kind == TRANSFORM_PIXELS ||
                       is_of_colours(form) || (is_left && form->interleaved);
     /* Transforms that move bytes write to `out`, so the slice is decompressed to other memory. */
-    uint8_t *const own = moves ? d->scratch : out;
+    uint8_t *own = moves ? d->scratch : out;
     const uint8_t *stage = unpack_slice(d, b, place, own);
     if (!stage) return 0;
-    if (stage != own && (is_left || !moves)) {
+    if (stage != own && is_left && b->group == 1) {
+        own = d->unit; /* It has this slice alone, and is not used again. */
+    } else if (stage != own && (is_left || !moves)) {
         memcpy(own, stage, (size_t)coded);
         stage = own;
     }

@@ -89,8 +89,15 @@ static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
     }
 }
 
-static void add_plane(uint8_t *restrict plane, const uint8_t *restrict other, int64_t count) {
-    for (int64_t i = 0; i < count; i++) plane[i] = (uint8_t)(plane[i] + other[i]);
+/* Write the sums of two planes to `out`, which may be `plane`. */
+static void add_plane(uint8_t *plane, const uint8_t *restrict other, int64_t count, uint8_t *out) {
+    if (out == plane) {
+        for (int64_t i = 0; i < count; i++) plane[i] = (uint8_t)(plane[i] + other[i]);
+    } else {
+        const uint8_t *restrict const from = plane;
+        uint8_t *restrict const to = out;
+        for (int64_t i = 0; i < count; i++) to[i] = (uint8_t)(from[i] + other[i]);
+    }
 }
 
 /* Sum up the rows of a plane. */
@@ -105,12 +112,13 @@ static void undo_left_plane(uint8_t *plane, int64_t rows, int64_t columns) {
     for (; y < rows; y++) undo_left_rows(plane + y * columns, columns, 1);
 }
 
-void undo_differences(const transform *form, uint8_t *planes) {
+void undo_differences(const transform *form, uint8_t *planes, uint8_t *out) {
     const int64_t plane = form->rows * form->columns;
     for (int64_t p = 0; p < form->planes; p++) undo_left_plane(planes + p * plane, form->rows, form->columns);
-    if (form->green) {
-        add_plane(planes, planes + plane, plane);
-        add_plane(planes + 2 * plane, planes + plane, plane);
+    for (int64_t p = 0; p < form->planes; p++) {
+        uint8_t *const from = planes + p * plane, *const to = out + p * plane;
+        if (form->green && (p == 0 || p == 2)) add_plane(from, planes + plane, plane, to);
+        else if (to != from) memcpy(to, from, (size_t)plane);
     }
 }
 
