@@ -9,7 +9,6 @@ frames on the bus.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +19,16 @@ from numpy.typing import NDArray
 from holdall.batch import Batch, Draw
 from holdall.delivery.delivery import Delivery, Nesting, Rows
 from holdall.delivery.host import DrawnRows, read_goal
-from holdall.delivery.staging import Staging, align, is_asynchronous, split_block, torch_dtype
+from holdall.delivery.staging import (
+    ALIGNMENT_BYTES,
+    Layout,
+    Staging,
+    align,
+    find_layout,
+    is_asynchronous,
+    split_block,
+    torch_dtype,
+)
 from holdall.delivery.words import choose_word
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Leaf, Schema
@@ -38,11 +46,24 @@ _MIN_LARGE_BYTES = 1024
 """Rows from this size on are sent in pieces."""
 
 
+Key = int | str
+"""An output of `Columns`, or the name of an array of a draw."""
+_REPLACED_REWARD = "reward"
+
+
+class _Packed(NamedTuple):
+    """Arrays that are sent in one block of memory."""
+
+    keys: tuple[Key, ...]
+    block: torch.Tensor
+    layout: Layout
+
+
 class _Sent(NamedTuple):
     """A batch whose copies are under way."""
 
-    batch: Batch
-    blocks: list[torch.Tensor]  # One tensor of every block of memory that the batch uses.
+    draw: Draw
+    transfer: _Transfer
     event: Any  # Recorded after the copies. None if they are complete.
 
 
@@ -69,6 +90,10 @@ class DeviceDelivery(Delivery):
         for leaf in schema.leaves:
             require_torch_dtype(leaf, device)
         self._row_bytes = _measure_rows(schema, self._columns)
+        # Leaves that are worth sending as slices of a window, by number.
+        self._large_leaves = [
+            (i, leaf) for i, leaf in enumerate(schema.observation.leaves) if leaf.nbytes >= _MIN_LARGE_BYTES
+        ]
 
     @property
     def pinned_bytes(self) -> int:
@@ -76,38 +101,34 @@ class DeviceDelivery(Delivery):
         return self._staging.nbytes
 
     def prepare(self, draw: Draw, rows: Rows) -> _Sent:
-        """Read the rows, and start to copy them."""
+        """Read the rows, and start to copy them.
+
+        This uses as few torch operations as possible, because each of them competes for the GIL with the thread that
+        trains. `receive` makes the tensors.
+        """
         if draw.goals is not None and draw.goals.rows.size:
             drawn = DrawnRows.read(self._columns, draw, rows)
             drawn.relabel(self._schema, draw.goals, read_goal(self._schema, self._columns, draw.goals, rows))
             return self._send(draw, drawn)
-        columns = self._columns
-        others = _list_others(draw)
         with self._use_stream():
             transfer = _Transfer(self._staging, self._row_bytes, rows, self._stream)
             if draw.last_ids is None:
-                found = self._read_plain(transfer, draw.ids.reshape(-1), others)
+                self._read_plain(transfer, draw)
             else:
-                found = transfer.read(draw.ids.reshape(-1), columns.first_step_outputs, [])
-                found += transfer.read(draw.last_ids.reshape(-1), columns.last_step_outputs, others)
-            count = len(columns.batch_outputs)
-            return self._finish(draw, DrawnRows.split(columns, found[:count]), found[count:], transfer.blocks)
+                transfer.read(draw.ids.reshape(-1), self._columns.first_step_outputs, {})
+                transfer.read(draw.last_ids.reshape(-1), self._columns.last_step_outputs, _list_others(draw))
+            return self._finish(draw, transfer)
 
-    def _read_plain(self, transfer: _Transfer, ids: NDArray[np.int64], others: list[Array]) -> list[torch.Tensor]:
-        """Return the rows of `ids`, and copies of `others`. Slices that observations share are sent once."""
+    def _read_plain(self, transfer: _Transfer, draw: Draw) -> None:
+        """Read all rows of a draw. Slices that observations share are sent once."""
         columns = self._columns
-        by_output: dict[int, torch.Tensor] = {}
-        for i, leaf in enumerate(self._schema.observation.leaves):
-            if leaf.nbytes < _MIN_LARGE_BYTES:
-                continue
-            outputs = (columns.obs_outputs[i], columns.next_obs_outputs[i])
-            pair = transfer.read_windows(ids, i, leaf, outputs)
-            if pair is not None:
-                by_output |= zip(outputs, pair, strict=True)
-        rest = tuple(output for output in columns.batch_outputs if output not in by_output)
-        found = transfer.read(ids, rest, others)
-        by_output |= zip(rest, found, strict=False)
-        return [by_output[output] for output in columns.batch_outputs] + found[len(rest) :]
+        ids = draw.ids.reshape(-1)
+        outputs = columns.batch_outputs
+        for i, leaf in self._large_leaves:
+            pair = (columns.obs_outputs[i], columns.next_obs_outputs[i])
+            if transfer.read_windows(ids, i, leaf, pair):
+                outputs = tuple([output for output in outputs if output not in pair])
+        transfer.read(ids, outputs, _list_others(draw))
 
     def build(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Make the batch of rows that were read, which may come from other machines."""
@@ -115,46 +136,59 @@ class DeviceDelivery(Delivery):
 
     def _send(self, draw: Draw, drawn: DrawnRows) -> _Sent:
         """Start to copy rows to the device."""
-        arrays = drawn.list_arrays()
+        columns = self._columns
+        arrays: dict[Key, Array] = {
+            columns.reward_output: drawn.reward,
+            columns.terminated_output: drawn.terminated,
+            columns.truncated_output: drawn.truncated,
+        }
+        arrays |= zip(columns.obs_outputs, drawn.obs, strict=True)
+        arrays |= zip(columns.next_obs_outputs, drawn.next_obs, strict=True)
+        arrays |= zip(columns.action_outputs, drawn.action, strict=True)
+        arrays |= zip(columns.extra_outputs, drawn.extras, strict=True)
+        arrays |= _list_others(draw)
         with self._use_stream():
-            tensors = self._staging.send([*arrays, *_list_others(draw)])
-            parts = iter(tensors)
-            drawn.convert(lambda _: next(parts))
-            return self._finish(draw, drawn, tensors[len(arrays) :], tensors[:1])
+            transfer = _Transfer(self._staging, self._row_bytes, None, self._stream)
+            transfer.send(arrays)
+            return self._finish(draw, transfer)
 
-    def _finish(self, draw: Draw, drawn: DrawnRows, others: list[torch.Tensor], blocks: list[torch.Tensor]) -> _Sent:
-        """Make the batch of tensors whose copies were started on the current stream."""
+    def _finish(self, draw: Draw, transfer: _Transfer) -> _Sent:
+        """Record that all copies were started on the current stream."""
         event = None if self._stream is None else self._stream.record_event()
-        parts = iter(others)
-        weights = next(parts)
-        reward = drawn.reward if draw.reward is None else next(parts)
-        if draw.ids.ndim > 1:
-            drawn.reward = reward
-            drawn.reshape(draw.ids.shape)
-            reward = drawn.reward
-        batch = Batch(
-            obs=self._observation.build(drawn.obs),
-            action=self._action.build(drawn.action),
-            reward=reward,
-            next_obs=self._observation.build(drawn.next_obs),
-            terminated=drawn.terminated,
-            truncated=drawn.truncated,
-            extras=self._extras.build(drawn.extras),
-            ids=draw.ids,
-            weights=weights,
-            discount=None if draw.discount is None else next(parts),
-            mask=None if draw.mask is None else next(parts),
-        )
-        return _Sent(batch, blocks, event)
+        return _Sent(draw, transfer, event)
 
     def receive(self, prepared: _Sent) -> Batch:
         """Return the batch. The current stream waits for its copies."""
-        if prepared.event is not None:
+        draw, transfer, event = prepared
+        if event is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(prepared.event)
-            for block in prepared.blocks:
+            stream.wait_event(event)
+            for block in transfer.list_blocks():
                 block.record_stream(stream)
-        return prepared.batch.jax() if self._is_jax else prepared.batch
+        batch = self._make_batch(draw, transfer.split())
+        return batch.jax() if self._is_jax else batch
+
+    def _make_batch(self, draw: Draw, tensors: dict[Key, torch.Tensor]) -> Batch:
+        """Return the batch of all outputs, and of the arrays of a draw."""
+        columns = self._columns
+        if draw.ids.ndim > 1:
+            shape = draw.ids.shape
+            for output in columns.batch_outputs:
+                tensors[output] = tensors[output].reshape(*shape, *tensors[output].shape[1:])
+        reward = tensors[columns.reward_output if draw.reward is None else _REPLACED_REWARD]
+        return Batch(
+            self._observation.build([tensors[output] for output in columns.obs_outputs]),
+            self._action.build([tensors[output] for output in columns.action_outputs]),
+            reward,
+            self._observation.build([tensors[output] for output in columns.next_obs_outputs]),
+            tensors[columns.terminated_output],
+            tensors[columns.truncated_output],
+            self._extras.build([tensors[output] for output in columns.extra_outputs]),
+            draw.ids,
+            tensors["weights"],
+            tensors.get("discount"),
+            tensors.get("mask"),
+        )
 
     def _use_stream(self) -> Any:
         """Return a context in which copies run on the stream of this delivery."""
@@ -166,51 +200,69 @@ class DeviceDelivery(Delivery):
 class _Transfer:
     """Reads rows of one batch into pinned memory and starts to copy them on `stream`, which is the current one.
 
-    Attributes:
-        blocks: One tensor of every block of memory on the device.
+    `rows` is None if the rows were read before.
     """
 
-    def __init__(self, staging: Staging, row_bytes: dict[int, int], rows: Rows, stream: Any) -> None:
-        self.blocks: list[torch.Tensor] = []
+    def __init__(self, staging: Staging, row_bytes: dict[int, int], rows: Rows | None, stream: Any) -> None:
         self._staging = staging
         self._row_bytes = row_bytes
-        self._rows = rows
+        self._rows: Any = rows
         self._stream = stream
+        self._tensors: dict[Key, torch.Tensor] = {}  # Outputs that have memory of their own.
+        self._packed: list[_Packed] = []
 
-    def read(self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: list[Array]) -> list[torch.Tensor]:
-        """Return the rows of `ids`, one tensor per output, and then copies of `others`."""
+    def list_blocks(self) -> list[torch.Tensor]:
+        """Return one tensor of every block of memory on the device."""
+        return [*self._tensors.values(), *[packed.block for packed in self._packed]]
+
+    def split(self) -> dict[Key, torch.Tensor]:
+        """Return everything that was sent. The tensors may be used when the copies are complete."""
+        tensors = self._tensors.copy()
+        for keys, block, layout in self._packed:
+            tensors |= zip(keys, split_block(block, layout), strict=True)
+        return tensors
+
+    def read(self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: dict[Key, Array]) -> None:
+        """Send the rows of `ids`, and other arrays."""
         total = self._count_bytes(len(ids), outputs)
         if total <= _MIN_PIECE_BYTES:
-            return self._read_together(ids, outputs, others)
+            self._read_together(ids, outputs, others)
+            return
         large = tuple(output for output in outputs if self._row_bytes[output] >= _MIN_LARGE_BYTES)
         small = tuple(output for output in outputs if output not in large)
-        tensors = self._read_together(ids, small, others)
-        by_output = dict(zip(small, tensors, strict=False))
+        self._read_together(ids, small, others)
         piece_bytes = min(max(total // _PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
-        by_output |= zip(large, self._read_in_pieces(ids, large, piece_bytes), strict=True)
-        return [by_output[output] for output in outputs] + tensors[len(small) :]
+        self._read_in_pieces(ids, large, piece_bytes)
 
-    def read_windows(
-        self, ids: NDArray[np.int64], leaf: int, form: Leaf, outputs: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return observations and next observations of one leaf. None if they are not stored as slices of a window."""
+    def send(self, arrays: dict[Key, Array]) -> None:
+        """Send arrays."""
+        block, layout = self._staging.send_block(list(arrays.values()))
+        self._packed.append(_Packed(tuple(arrays), block, layout))
+
+    def read_windows(self, ids: NDArray[np.int64], leaf: int, form: Leaf, outputs: tuple[int, int]) -> bool:
+        """Send observations and next observations of one leaf as slices of a window.
+
+        Return whether that was possible. If not, nothing was sent.
+        """
+        # Most leaves have no window. The first row tells that before pinned memory is taken.
+        into = np.empty(2 * form.nbytes, np.uint8)
+        if self._rows.read_windows(ids[:1], leaf, into) is None:
+            return False
         rows = max(1, _MAX_PIECE_BYTES // (2 * form.nbytes))
         parts = []
         missing = []
         for first in range(0, len(ids), rows):
             part = self._read_window_piece(ids[first : first + rows], leaf, form)
             if part is None:
-                return None
+                return False
             both, positions = part
             parts.append(both)
             missing.append(first + positions)
-        if not parts:
-            return None
         tensors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         self._fill_missing(tensors, ids, np.concatenate(missing), outputs)
         tensors = tensors.view(torch_dtype(form.dtype)).view(2, len(ids), *form.shape)
-        self.blocks.append(tensors)
-        return tensors[0], tensors[1]
+        self._tensors |= zip(outputs, tensors.unbind(0), strict=True)
+        return True
 
     def _read_window_piece(
         self, ids: NDArray[np.int64], leaf: int, form: Leaf
@@ -246,30 +298,31 @@ class _Transfer:
         """Read rows that are stored in another form, and write them over what stands in their places."""
         if not missing.size:
             return
-        obs, next_obs, positions = self.read(ids[missing], outputs, [missing])
+        transfer = _Transfer(self._staging, self._row_bytes, self._rows, self._stream)
+        transfer.read(ids[missing], outputs, {"positions": missing})
+        found = transfer.split()
+        obs = found[outputs[0]]
+        next_obs = found[outputs[1]]
+        positions = found["positions"]
         both[0].index_copy_(0, positions, obs.reshape(len(missing), -1).view(both.dtype))
         both[1].index_copy_(0, positions, next_obs.reshape(len(missing), -1).view(both.dtype))
 
-    def _read_together(
-        self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: list[Array]
-    ) -> list[torch.Tensor]:
+    def _read_together(self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: dict[Key, Array]) -> None:
         """Read all outputs, and send them and other arrays in one copy."""
-        nbytes = self._count_bytes(len(ids), outputs) + sum(align(array.nbytes) for array in others)
+        nbytes = self._count_bytes(len(ids), outputs) + sum([align(array.nbytes) for array in others.values()])
         with self._staging.use_slot(nbytes, self._stream) as slot:
-            arrays = [*self._rows.read(ids, outputs, slot.array), *others]
-            starts = _find_starts(arrays)
-            for start, array in zip(starts[len(outputs) :], others, strict=False):
-                flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                slot.array[start : start + array.nbytes] = flat
-            block = torch.empty(starts[-1], dtype=torch.uint8, device=self._staging.device)
-            block.copy_(slot.memory[: starts[-1]], non_blocking=True)
-        self.blocks.append(block)
-        return split_block(block, starts, arrays)
+            arrays = [*self._rows.read(ids, outputs, slot.array), *others.values()]
+            layout = find_layout(arrays)
+            for part, array in zip(layout.parts[len(outputs) :], others.values(), strict=True):
+                slot.array[part.start : part.start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+            block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._staging.device)
+            block.copy_(slot.memory[: layout.nbytes], non_blocking=True)
+        self._packed.append(_Packed((*outputs, *others), block, layout))
 
-    def _read_in_pieces(self, ids: NDArray[np.int64], outputs: tuple[int, ...], piece_bytes: int) -> list[torch.Tensor]:
+    def _read_in_pieces(self, ids: NDArray[np.int64], outputs: tuple[int, ...], piece_bytes: int) -> None:
         """Read some rows at a time. While they cross the bus, the next ones are read."""
         if not outputs:
-            return []
+            return
         rows = max(1, piece_bytes // sum(self._row_bytes[output] for output in outputs))
         tensors: list[torch.Tensor] = []
         for first in range(0, len(ids), rows):
@@ -278,11 +331,10 @@ class _Transfer:
                 arrays = self._rows.read(part, outputs, slot.array)
                 if not tensors:
                     tensors = [self._allocate(len(ids), array) for array in arrays]
-                pieces = split_block(slot.memory, _find_starts(arrays), arrays)
+                pieces = split_block(slot.memory, find_layout(arrays))
                 for tensor, piece in zip(tensors, pieces, strict=True):
                     tensor[first : first + len(part)].copy_(piece, non_blocking=True)
-        self.blocks += tensors
-        return tensors
+        self._tensors |= zip(outputs, tensors, strict=True)
 
     def _allocate(self, rows: int, array: Array) -> torch.Tensor:
         shape = (rows, *array.shape[1:])
@@ -290,21 +342,20 @@ class _Transfer:
 
     def _count_bytes(self, rows: int, outputs: tuple[int, ...]) -> int:
         """Return the bytes of all outputs at most."""
-        return sum(align(rows * self._row_bytes[output]) for output in outputs)
+        row_bytes = sum([self._row_bytes[output] for output in outputs])
+        return rows * row_bytes + ALIGNMENT_BYTES * len(outputs)
 
 
-def _list_others(draw: Draw) -> list[Array]:
+def _list_others(draw: Draw) -> dict[Key, Array]:
     """Return the arrays of a draw that become part of the batch."""
-    given = (draw.weights, draw.reward, draw.discount, draw.mask)
-    return [array for array in given if array is not None]
-
-
-def _find_starts(arrays: Sequence[Array]) -> list[int]:
-    """Return where each of some arrays begins that follow each other in memory, and where the last one ends."""
-    starts = [0]
-    for array in arrays:
-        starts.append(starts[-1] + align(array.nbytes))
-    return starts
+    others: dict[Key, Array] = {"weights": draw.weights}
+    if draw.reward is not None:
+        others[_REPLACED_REWARD] = draw.reward
+    if draw.discount is not None:
+        others["discount"] = draw.discount
+    if draw.mask is not None:
+        others["mask"] = draw.mask
+    return others
 
 
 def _measure_rows(schema: Schema, columns: Columns) -> dict[int, int]:

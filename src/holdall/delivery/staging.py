@@ -15,7 +15,8 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +52,23 @@ def is_asynchronous(device: torch.device) -> bool:
 def record_event(device: torch.device) -> Any:
     """Return an event that is over when the current stream has done everything so far."""
     return torch.cuda.current_stream(device).record_event()
+
+
+class Part(NamedTuple):
+    """One array in a block of bytes."""
+
+    start: int  # First byte.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # In elements.
+    first: int  # First element, counted in elements of `dtype`.
+
+
+class Layout(NamedTuple):
+    """Where some arrays are stored in one block of bytes. Each begins at the next multiple of the alignment."""
+
+    parts: tuple[Part, ...]
+    nbytes: int  # Bytes of the block.
 
 
 class Slot:
@@ -121,13 +139,16 @@ class Staging:
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Return copies of the arrays on the device. They share one block of memory."""
+        return split_block(*self.send_block(arrays))
+
+    def send_block(self, arrays: Sequence[Array]) -> tuple[torch.Tensor, Layout]:
+        """Copy arrays to one block of bytes on the device. Return the block, and where the arrays are in it."""
         sources = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-        starts = [0]
-        for source in sources:
-            starts.append(starts[-1] + align(source.nbytes))
-        block = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
-        self.copy(block, starts[:-1], [_make_fill(source) for source in sources], [s.nbytes for s in sources])
-        return split_block(block, starts, arrays)
+        layout = find_layout(arrays)
+        block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+        starts = [part.start for part in layout.parts]
+        self.copy(block, starts, [_make_fill(source) for source in sources], [source.nbytes for source in sources])
+        return block, layout
 
     def copy(self, target: torch.Tensor, starts: Sequence[int], fills: Sequence[Fill], sizes: Sequence[int]) -> None:
         """Copy sources to places in `target`, which are bytes on the device.
@@ -184,24 +205,35 @@ def _make_fill(source: Bytes) -> Fill:
     return fill
 
 
-def split_block(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """Return the parts of a block of bytes that have the dtypes and the shapes of `arrays`, and begin at `starts`.
-
-    `starts` may have further numbers.
-    """
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    tensors = []
-    for start, array in zip(starts, arrays, strict=False):
-        dtype = torch_dtype(array.dtype)
-        if dtype not in typed:
-            typed[dtype] = block.view(dtype)
-        # One operation in place of three: a slice, and views with another dtype and another shape.
-        tensors.append(typed[dtype].as_strided(array.shape, find_strides(array.shape), start // array.itemsize))
-    return tensors
+def find_layout(arrays: Sequence[Array]) -> Layout:
+    """Return where to store arrays."""
+    return _make_layout(tuple([(array.dtype, array.shape) for array in arrays]))
 
 
 @functools.lru_cache
-def find_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _make_layout(forms: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> Layout:
+    """Return the layout of arrays of some dtypes and shapes."""
+    parts = []
+    start = 0
+    for dtype, shape in forms:
+        parts.append(Part(start, torch_dtype(dtype), shape, _find_strides(shape), start // dtype.itemsize))
+        start += align(dtype.itemsize * prod(shape))
+    return Layout(tuple(parts), start)
+
+
+def split_block(block: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return the arrays of a layout as tensors that share the memory of `block`, which are bytes."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    tensors = []
+    for _, dtype, shape, strides, first in layout.parts:
+        if dtype not in typed:
+            typed[dtype] = block.view(dtype)
+        # One operation in place of three: a slice, and views with another dtype and another shape.
+        tensors.append(typed[dtype].as_strided(shape, strides, first))
+    return tensors
+
+
+def _find_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     strides = [1]
     for length in reversed(shape[1:]):
