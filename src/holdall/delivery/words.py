@@ -44,9 +44,9 @@ def as_words(tensor: torch.Tensor, rows: int, word: torch.dtype) -> torch.Tensor
 
 
 def from_words(words: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return rows of words as rows of `shape` and `dtype`. The result shares memory with `words`."""
+    """Return words as a tensor of `shape` and `dtype`. The result shares memory with `words`, which are contiguous."""
     if words.numel() == 0:
-        return words.new_empty((len(words), *shape), dtype=dtype)
+        return words.new_empty(shape, dtype=dtype)
     if words.dtype != dtype:
         words = words.view(dtype)
-    return words if words.shape[1:] == shape else words.reshape(len(words), *shape)
+    return words if words.shape == shape else words.view(shape)

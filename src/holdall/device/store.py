@@ -381,7 +381,7 @@ class DeviceStore:
         estimates = []
         for window, (slices, _) in zip(plan.windows, used, strict=True):
             # Every observation was stored whole. The first ones of all lanes follow no other observation.
-            breaks = max(0.0, (slices / self.lanes - 1) / ticks - 1)
+            breaks = max(0.0, (slices / self.lanes - 1) / ticks)
             estimates.append(window.shift + breaks * window.count)
         return tuple(estimates)
 
