@@ -8,7 +8,7 @@ for the device, and the host does not know how many slices a tick wrote. It coun
 
 A tick is written in two steps. `ObservationField.place` has all operations that depend on what the device finds. They
 can be captured in a CUDA graph. Rows whose place the host knows are then copied there, all of them together: each field
-lists them as a pair of tensors, the stored rows by slot and the new rows.
+lists its tensors of rows by slot, and the new rows for them.
 
 Writing a tick twice gives the same result as writing it once.
 """
@@ -27,10 +27,6 @@ from holdall.store.windows import Window
 
 PLACE_BYTES = 4
 """Bytes of a place, which is an int32."""
-
-
-RowPair = tuple[torch.Tensor, torch.Tensor]
-"""Stored rows of all slots, (slots, lanes, ...), and the new rows of some ticks or of one tick."""
 
 
 class Clock(NamedTuple):
@@ -147,15 +143,19 @@ class ObservationField(ABC):
     def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
     ) -> torch.Tensor:
-        """Find or make places for the observations of some ticks, (ticks, lanes, ...). Return what `list_rows` needs.
+        """Find or make places for the observations of some ticks, (ticks, lanes, ...). Return what `list_new` needs.
 
         There must be room for the most slices that the ticks may need. `has_previous` says whether the tick before
         the first one was written.
         """
 
     @abstractmethod
-    def list_rows(self, starts: torch.Tensor, places: torch.Tensor, next_obs: torch.Tensor) -> list[RowPair]:
-        """Return what is still to be copied after `place` returned `places`."""
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors whose rows are still to be written after `place`, (slots, lanes, ...) each."""
+
+    @abstractmethod
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the new rows for the tensors of `list_by_slot`, if `place` returned `places`."""
 
     @abstractmethod
     def read(self, starts: torch.Tensor) -> torch.Tensor:
@@ -234,9 +234,13 @@ class WholeField(ObservationField):
         self.heads.index_copy_(0, clock.heads[1:], numbers.view(ticks, lanes)[:, -1])
         return places.view(ticks, lanes)
 
-    def list_rows(self, starts: torch.Tensor, places: torch.Tensor, next_obs: torch.Tensor) -> list[RowPair]:
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
         """See `ObservationField`."""
-        return [(self._next_by_slot, next_obs), (starts[0].view(self._slots, self._lanes), places)]
+        return [self._next_by_slot, starts[0].view(self._slots, self._lanes)]
+
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return [next_obs, places]
 
     def read(self, starts: torch.Tensor) -> torch.Tensor:
         """See `ObservationField`."""
@@ -275,11 +279,11 @@ class WindowField(ObservationField):
         log: torch.Tensor,
     ) -> None:
         super().__init__(leaf, window, lanes, slices, heads)
-        self._lane_numbers = torch.arange(lanes, device=slices.device)
         width = (len(log) - 1) // lanes  # The last entry of `log` belongs to no lane.
         self.log_length = width - window.count
         self._log = log
-        self._lane_starts = self._lane_numbers * width
+        self._lane_starts = torch.arange(lanes, device=slices.device) * width
+        self._lane_offsets = self._lane_starts - window.count
         self._new_positions = torch.arange(2 * window.count, device=slices.device)
         self._positions = self._new_positions[: window.count]
         self._run_words = window.run_bytes // slices.itemsize
@@ -329,10 +333,12 @@ class WindowField(ObservationField):
         ticks = clock.ticks
         count = self.window.count
         shift = self.window.shift
-        slices = self._cut(obs, ticks * lanes)
-        next_slices = self._cut(next_obs, ticks * lanes)
-        by_slot = starts.view(2, -1, lanes)
-        previous = by_slot[1].index_select(0, clock.before[:1]).view(-1)
+        rows = ticks * lanes
+        words = (as_words(obs, rows, self._slices.dtype), as_words(next_obs, rows, self._slices.dtype))
+        both_slices = self._cut(torch.cat(words), 2 * rows)
+        slices = both_slices[:rows]
+        next_slices = both_slices[rows:]
+        previous = starts[1].view(-1, lanes).index_select(0, clock.before[:1]).view(-1)
         expected = self._slices.index_select(0, self._find_places(previous)).view(lanes, count, -1)
         if ticks > 1:
             expected = torch.cat([expected, next_slices[:-lanes]])
@@ -344,35 +350,37 @@ class WindowField(ObservationField):
         new = torch.where(overlaps, count + shift, 2 * count) - old
         ends = self.heads.index_select(0, clock.heads[:1]) + new.cumsum(0)
         by_tick = new.view(ticks, lanes)
-        lane_ends = previous - self._lane_starts + count + by_tick.cumsum(0)
-        lane_firsts = lane_ends - by_tick
-        self._write_log(lane_firsts, ends - new, new)
-        both = torch.stack([lane_firsts - old.view(ticks, lanes), lane_ends - count]) % self.log_length
-        both = both + self._lane_starts
+        lane_firsts = previous - self._lane_offsets  # Where the new entries of each lane begin.
+        if ticks > 1:
+            lane_firsts = lane_firsts + by_tick.cumsum(0) - by_tick
+        self._write_log(lane_firsts.view(rows), ends - new, new, ticks)
+        both = torch.stack([lane_firsts.view(rows) - old, lane_firsts.view(rows) + new - count])
+        both = (both.view(2, ticks, lanes) % self.log_length) + self._lane_starts
         # Slices that were there before are written to their own places again, with the same bits.
-        for side, written in zip(both, (slices, next_slices), strict=True):
-            places = self._find_places(side.view(-1)).to(torch.int64)
-            self._slices.index_copy_(0, places, written.reshape(-1, written.shape[2]))
+        places = self._find_places(both.view(-1)).to(torch.int64)
+        self._slices.index_copy_(0, places, both_slices.reshape(len(places), -1))
         self.heads.index_copy_(0, clock.heads[1:], ends.view(ticks, lanes)[:, -1])
         return both
 
-    def list_rows(self, starts: torch.Tensor, places: torch.Tensor, next_obs: torch.Tensor) -> list[RowPair]:
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
         """See `ObservationField`."""
-        by_slot = starts.view(2, -1, self._lanes)
-        return [(by_slot[0], places[0]), (by_slot[1], places[1])]
+        return list(starts.view(2, -1, self._lanes).unbind(0))
 
-    def _write_log(self, positions: torch.Tensor, serials: torch.Tensor, counts: torch.Tensor) -> None:
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return list(places.unbind(0))
+
+    def _write_log(self, positions: torch.Tensor, serials: torch.Tensor, counts: torch.Tensor, ticks: int) -> None:
         """Append to the logs: for every lane of every tick, `counts` slices that are numbered from `serials` on."""
-        in_log = (positions.unsqueeze(2) + self._new_positions) % self.log_length
-        entries = (in_log + self._lane_starts.unsqueeze(1)).view(len(counts), -1)
-        nowhere = len(self._log) - 1
-        is_new = self._new_positions < counts.unsqueeze(1)
-        is_repeated = is_new & (in_log.view(entries.shape) < self.window.count)
-        repeated = torch.where(is_repeated, entries + self.log_length, nowhere)
-        entries = torch.where(is_new, entries, nowhere)
-        places = ((serials.unsqueeze(1) + self._new_positions) % self.places).to(torch.int32).view(-1)
-        self._log.index_copy_(0, entries.view(-1), places)
-        self._log.index_copy_(0, repeated.view(-1), places)
+        in_log = (positions.unsqueeze(1) + self._new_positions) % self.log_length
+        entries = (in_log.view(ticks, self._lanes, -1) + self._lane_starts.unsqueeze(1)).view(in_log.shape)
+        if ticks > 1:
+            # Entries after the last one belong to the next tick. Of the last tick they are free, and stay unused.
+            entries = torch.where(self._new_positions < counts.unsqueeze(1), entries, len(self._log) - 1)
+        places = (serials.unsqueeze(1) + self._new_positions) % self.places
+        self._log.index_copy_(0, entries.view(-1), places.to(torch.int32).view(-1))
+        by_lane = self._log[:-1].view(self._lanes, -1)
+        by_lane[:, self.log_length :] = by_lane[:, : self.window.count]
 
     def _find_places(self, starts: torch.Tensor) -> torch.Tensor:
         """Return the places of the slices of some observations, one observation after another."""
@@ -387,9 +395,8 @@ class WindowField(ObservationField):
             slices = stretches.transpose(1, 2).reshape(len(starts), -1)
         return from_words(slices, self._dtype, (2, len(starts) // 2, *self.leaf.shape))
 
-    def _cut(self, observations: torch.Tensor, rows: int) -> torch.Tensor:
+    def _cut(self, words: torch.Tensor, rows: int) -> torch.Tensor:
         """Return observations as slices, (rows, count, words of a slice)."""
-        words = as_words(observations, rows, self._slices.dtype)
         stretches = words.view(rows, self.window.outer, self.window.count, self._run_words)
         return stretches.transpose(1, 2).reshape(rows, self.window.count, -1)
 

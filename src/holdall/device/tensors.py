@@ -15,7 +15,6 @@ from holdall.device.fields import (
     FlagField,
     ObservationField,
     RowField,
-    RowPair,
     WholeField,
     WindowField,
 )
@@ -188,6 +187,7 @@ class Tensors:
         # The device's own count of ticks, for draws inside a CUDA graph.
         self.next_tick = torch.full((1,), first_tick, dtype=torch.int64, device=device)
         self._one_tick = torch.arange(-1, 2, device=device)
+        self._by_slot = self._list_by_slot()
 
     @property
     def has_masks(self) -> bool:
@@ -206,20 +206,20 @@ class Tensors:
         """Write the ticks from `first_tick` on, which is `next_tick`, and increase `next_tick`."""
         ticks = len(step.reward)
         slots = self.plan.slots
-        pairs = self._list_rows(step, self.place(step, ticks, has_previous=has_previous))
+        new = self._list_new(step, self.place(step, ticks, has_previous=has_previous))
         written = 0
         while written < ticks:
             slot = (first_tick + written) % slots
             stop = min(ticks, written + slots - slot)
-            part = slice(slot, slot + stop - written)
-            _copy_all([(stored[part], new[written:stop]) for stored, new in pairs])
+            stored = [by_slot[slot : slot + stop - written] for by_slot in self._by_slot]
+            _copy_all(stored, [rows[written:stop] for rows in new])
             written = stop
 
     def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
         """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
+        new = self._list_new(step, places)
         slot = tick % self.plan.slots
-        pairs = self._list_rows(step, places)
-        _copy_all([(stored[slot], new) for stored, new in pairs])
+        _copy_all([by_slot[slot] for by_slot in self._by_slot], new)
 
     def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
         """Find or make places for the observations of the next ticks, and increase `next_tick`.
@@ -235,21 +235,29 @@ class Tensors:
         self.next_tick.add_(ticks)
         return places
 
-    def _list_rows(self, step: TensorStep, places: list[torch.Tensor]) -> list[RowPair]:
-        """Return all rows that are copied to their slots."""
-        pairs: list[RowPair] = []
+    def _list_new(self, step: TensorStep, places: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the new rows for all tensors of `_by_slot`."""
+        new = []
         for i, field in enumerate(self.fields):
-            pairs += field.list_rows(self._starts[i], places[i], step.next_obs[i])
-        pairs += [(field.by_slot, rows) for field, rows in zip(self.action, step.action, strict=True)]
-        pairs += [(field.by_slot, rows) for field, rows in zip(self.extras, step.extras, strict=True)]
-        pairs.append((self.reward.by_slot, step.reward))
-        pairs += zip(self.ends.by_slot, (step.terminated, step.truncated), strict=True)
+            new += field.list_new(places[i], step.next_obs[i])
+        new += (*step.action, *step.extras, step.reward, step.terminated, step.truncated)
         if step.valid is not None and self.invalid is None:
             self.invalid = FlagField(1, self._lanes, self.plan.slots, self._device)
+            self._by_slot = self._list_by_slot()
         if self.invalid is not None:
-            invalid = torch.zeros_like(step.terminated) if step.valid is None else step.valid.logical_not()
-            pairs.append((self.invalid.by_slot[0], invalid))
-        return pairs
+            new.append(torch.zeros_like(step.terminated) if step.valid is None else step.valid.logical_not())
+        return new
+
+    def _list_by_slot(self) -> list[torch.Tensor]:
+        """Return all tensors to which rows are copied by slot, (slots, lanes, ...) each."""
+        by_slot = []
+        for i, field in enumerate(self.fields):
+            by_slot += field.list_by_slot(self._starts[i])
+        by_slot += [field.by_slot for field in (*self.action, *self.extras, self.reward)]
+        by_slot += self.ends.by_slot
+        if self.invalid is not None:
+            by_slot += self.invalid.by_slot
+        return by_slot
 
     # ---------------------------------------------------------------- reading
 
@@ -345,15 +353,16 @@ class Tensors:
                 length = entries + entries // 8 + (ticks + 1) * field.max_new_entries
                 field, grown._starts[i] = field.grow_log(grown._starts[i], length, first_tick % self.plan.slots)
             grown.fields[i] = field
+        grown._by_slot = grown._list_by_slot()
         return grown
 
 
-def _copy_all(pairs: list[RowPair]) -> None:
-    """Copy the second tensor of every pair to the first. Pairs of the same dtypes are copied by one operation."""
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy every source to its target. Tensors of the same dtypes are copied by one operation."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for stored, new in pairs:
-        targets, sources = groups.setdefault((stored.dtype, new.dtype), ([], []))
-        targets.append(stored)
-        sources.append(new)
-    for targets, sources in groups.values():
-        torch._foreach_copy_(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)
