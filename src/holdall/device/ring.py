@@ -55,6 +55,7 @@ class TickRing:
         self.base_tick = first_tick
         self.next_tick = first_tick
         self.masked_tick = -1
+        self._capacity_ticks = plan.capacity_ticks
         self._floor_tick = first_tick  # Older ticks are not held.
         self._device = device
         self._is_asynchronous = is_asynchronous(device)
@@ -70,7 +71,7 @@ class TickRing:
     @property
     def first_tick(self) -> int:
         """Number of the oldest tick that is held."""
-        return max(self._floor_tick, self.next_tick - self.tensors.plan.capacity_ticks)
+        return max(self._floor_tick, self.next_tick - self._capacity_ticks)
 
     def write(self, step: TensorStep) -> None:
         """Write ticks. After an interrupt, the first of them are held, each of them complete."""
@@ -115,7 +116,7 @@ class TickRing:
     def _write_chunk(self, step: TensorStep, ticks: int) -> None:
         # One slot is free. Several ticks overwrite more than that, so what they overwrite is evicted before.
         if ticks > 1:
-            self._floor_tick = max(self._floor_tick, self.next_tick + ticks - self.tensors.plan.capacity_ticks)
+            self._floor_tick = max(self._floor_tick, self.next_tick + ticks - self._capacity_ticks)
         if step.valid is not None:
             self.masked_tick = self.next_tick + ticks - 1
         self._begin()

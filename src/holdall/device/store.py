@@ -754,10 +754,13 @@ class DeviceStore:
         cuda = self._torch.cuda
         if cuda.is_current_stream_capturing():
             return True
-        stream = cuda.current_stream(self.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        stream = cuda.current_stream(self.device.index)
+        if stream != self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            if self._sampler is not None:
+                self._sampler[1].forget_weights()
+            self._stream = stream
         return False
 
     def _change_alone(self, change: Callable[[], None]) -> None:
