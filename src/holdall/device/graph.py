@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from holdall.delivery.words import copy_all
 from holdall.device.tensors import Tensors, TensorStep
 
 
@@ -34,9 +35,6 @@ class PlaceGraph:
             for field, given in zip(tensors.fields, step.next_obs, strict=True)
         )
         inputs = step._replace(obs=obs, next_obs=next_obs).add_time_axis()
-        # Tensors of one dtype are copied by one operation.
-        dtypes = [tensor.dtype for tensor in self._inputs]
-        self._groups = [[i for i, other in enumerate(dtypes) if other == dtype] for dtype in dict.fromkeys(dtypes)]
         self._graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(step.reward.device),
@@ -54,9 +52,7 @@ class PlaceGraph:
 
     def place(self, step: TensorStep) -> list[torch.Tensor]:
         """Find places for the observations of the next tick. The next call overwrites what is returned."""
-        given = self._list(step)
-        for group in self._groups:
-            torch._foreach_copy_([self._inputs[i] for i in group], [given[i] for i in group])
+        copy_all(self._inputs, self._list(step))
         self._graph.replay()
         return self._places
 

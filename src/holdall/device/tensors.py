@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdall.delivery.words import copy_all
 from holdall.device.fields import (
     PLACE_BYTES,
     Clock,
@@ -212,14 +213,14 @@ class Tensors:
             slot = (first_tick + written) % slots
             stop = min(ticks, written + slots - slot)
             stored = [by_slot[slot : slot + stop - written] for by_slot in self._by_slot]
-            _copy_all(stored, [rows[written:stop] for rows in new])
+            copy_all(stored, [rows[written:stop] for rows in new])
             written = stop
 
     def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
         """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
         new = self._list_new(step, places)
         slot = tick % self.plan.slots
-        _copy_all([by_slot[slot] for by_slot in self._by_slot], new)
+        copy_all([by_slot[slot] for by_slot in self._by_slot], new)
 
     def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
         """Find or make places for the observations of the next ticks, and increase `next_tick`.
@@ -355,14 +356,3 @@ class Tensors:
             grown.fields[i] = field
         grown._by_slot = grown._list_by_slot()
         return grown
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy every source to its target. Tensors of the same dtypes are copied by one operation."""
-    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        group = groups.setdefault((target.dtype, source.dtype), ([], []))
-        group[0].append(target)
-        group[1].append(source)
-    for group in groups.values():
-        torch._foreach_copy_(*group)
