@@ -58,7 +58,12 @@ def test_the_examples_in_extending_md_keep_the_contracts() -> None:
     for program in re.findall(r"```python\n(.*?)```", (DOCS / "extending.md").read_text(), re.DOTALL):
         exec(compile(program, "docs/extending.md", "exec"), names)
     contracts = [kind for name, kind in names.items() if name.startswith("Test") and isinstance(kind, type)]
-    assert [kind.__name__ for kind in contracts] == ["TestNewest", "TestSlowZstandard", "TestPushBuffer"]
+    assert [kind.__name__ for kind in contracts] == [
+        "TestNewest",
+        "TestSlowZstandard",
+        "TestMemoryOnMyDevice",
+        "TestPushBuffer",
+    ]
     for kind in contracts:
         rules = [rule for rule in dir(kind) if rule.startswith("test_")]
         assert rules

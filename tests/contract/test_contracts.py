@@ -72,6 +72,20 @@ class TestReplayMemory(MemoryContract):
         return holdall.ReplayMemory(stream.observation_space, stream.action_space, self.capacity, self.num_envs)
 
 
+class TestMemoryOnADevice(MemoryContract):
+    """On the CPU. tests/gpu has the same for a GPU."""
+
+    def make_memory(self, stream: Stream) -> Any:
+        spaces = (stream.observation_space, stream.action_space)
+        return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, store_device="cpu")
+
+
+class TestBatchesOnADevice(MemoryContract):
+    def make_memory(self, stream: Stream) -> Any:
+        spaces = (stream.observation_space, stream.action_space)
+        return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, device="cpu")
+
+
 # ---------------------------------------------------------------- broken on purpose
 
 

@@ -47,6 +47,13 @@ def check_device(device: str, argument: str) -> Any:
         raise ArgumentError(
             f"{argument} ({device}): torch finds no such CUDA device here. Use 'cpu', or None for NumPy arrays."
         )
+    if found.type not in {"cpu", "cuda"}:
+        try:
+            torch.empty(1, device=found).cpu()
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise ArgumentError(
+                f"{argument} ({device}): torch finds no such device here. Use 'cpu', or None for NumPy arrays."
+            ) from error
     return found
 
 

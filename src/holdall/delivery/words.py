@@ -6,12 +6,14 @@ comparing them compares bits: NaN equals itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _MAX_TYPED_BYTES = 256
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes that torch does not index, and those that stand for them."""
+"""Dtypes that torch does not index or copy in groups, and those that stand for them."""
 
 
 def choose_word(nbytes: int) -> torch.dtype:
@@ -44,9 +46,23 @@ def as_words(tensor: torch.Tensor, rows: int, word: torch.dtype) -> torch.Tensor
 
 
 def from_words(words: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return rows of words as rows of `shape` and `dtype`. The result shares memory with `words`."""
+    """Return words as a tensor of `shape` and `dtype`. The result shares memory with `words`, which are contiguous."""
     if words.numel() == 0:
-        return words.new_empty((len(words), *shape), dtype=dtype)
+        return words.new_empty(shape, dtype=dtype)
     if words.dtype != dtype:
         words = words.view(dtype)
-    return words if words.shape[1:] == shape else words.reshape(len(words), *shape)
+    return words if words.shape == shape else words.view(shape)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy every source to its target. Tensors of the same dtypes are copied by one operation."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype in _SIGNED:
+            target.copy_(source)
+            continue
+        group = groups.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)

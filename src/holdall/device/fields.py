@@ -1,12 +1,14 @@
 """Fields of a memory on a device: tensors of rows, and observations of which every slice is stored once.
 
-Tick `t` of a field is stored at index `t % slots`. There is one slot more than ticks that are held, so a tick that is
+Tick `t` of a field is stored at index `t % slots`. There are more slots than ticks that are held, so a tick that is
 being written, or whose writing was interrupted, overwrites nothing that is held.
 
-Observations are stored as slices in a ring buffer. A tick writes the slices that are new, and for every transition the
-places of its observation and of its next observation. Most observations are the next observation of the tick before, or
-overlap it. The device compares them, so nothing waits for the device, and the host does not know how many slices a tick
-wrote. It counts with the worst case, see `Room`.
+Most observations are the next observation of the tick before, or overlap it. The device compares them, so nothing waits
+for the device, and the host does not know how many slices a tick wrote. It counts with the worst case, see `TickRing`.
+
+A tick is written in two steps. `ObservationField.place` has all operations that depend on what the device finds. They
+can be captured in a CUDA graph. Rows whose place the host knows are then copied there, all of them together: each field
+lists its tensors of rows by slot, and the new rows for them.
 
 Writing a tick twice gives the same result as writing it once.
 """
@@ -31,39 +33,37 @@ class Clock(NamedTuple):
     """Where some ticks are written, as tensors of indices."""
 
     ticks: int  # Number of ticks.
-    previous: torch.Tensor  # (1,): slot of the tick before.
-    slots: torch.Tensor  # (ticks,)
+    before: torch.Tensor  # (ticks,): slot of the tick before each tick.
     heads: torch.Tensor  # (ticks + 1,): where `heads` has the number of slices before each tick, and after the last.
 
 
 class RowField:
-    """One row per transition: an action leaf, the reward or an extra."""
+    """One row per transition: an action leaf, the reward or an extra.
+
+    Attributes:
+        by_slot: The rows, (slots, lanes, ...).
+    """
 
     def __init__(self, leaf: Leaf, lanes: int, slots: int, device: torch.device) -> None:
         self.leaf = leaf
-        self._slots = slots
         self._dtype = torch_dtype(leaf.dtype)
         self._stored = choose_stored_dtype(self._dtype, leaf.nbytes)
         width = leaf.nbytes // self._stored.itemsize
         shape = leaf.shape if self._stored.itemsize == self._dtype.itemsize else (width,)
         self._rows = torch.zeros((slots * lanes, *shape), dtype=self._stored, device=device)
+        self.by_slot = from_words(self._rows, self._dtype, (slots, lanes, *leaf.shape))
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._rows.nbytes
 
-    def write(self, clock: Clock, rows: torch.Tensor) -> None:
-        """Write the rows of some ticks, (ticks, lanes, ...)."""
-        by_slot = self._rows.view(self._slots, -1)
-        by_slot.index_copy_(0, clock.slots, as_words(rows, clock.ticks, self._stored))
-
     def read(self, cells: torch.Tensor) -> torch.Tensor:
         """Return the rows in some cells: slot * lanes + lane."""
         rows = self._rows.index_select(0, cells)
         if self._stored == self._dtype:
             return rows
-        return from_words(rows, self._dtype, self.leaf.shape)
+        return from_words(rows, self._dtype, (len(rows), *self.leaf.shape))
 
     def put(self, cells: torch.Tensor, rows: torch.Tensor, order: torch.Tensor) -> None:
         """Overwrite the rows in some cells, all of them different, with `rows` in some order."""
@@ -73,21 +73,20 @@ class RowField:
 
 
 class FlagField:
-    """Several flags per transition."""
+    """Several flags per transition.
+
+    Attributes:
+        by_slot: Each of the flags, (slots, lanes).
+    """
 
     def __init__(self, count: int, lanes: int, slots: int, device: torch.device) -> None:
-        self._lanes = lanes
         self._flags = torch.zeros((count, slots * lanes), dtype=torch.bool, device=device)
+        self.by_slot = self._flags.view(count, slots, lanes).unbind(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._flags.nbytes
-
-    def write(self, clock: Clock, *flags: torch.Tensor) -> None:
-        """Write the flags of some ticks, each (ticks, lanes)."""
-        by_slot = self._flags.view(len(flags), -1, self._lanes)
-        by_slot.index_copy_(1, clock.slots, torch.stack(flags))
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
         """Return the flags in some cells, (flags, cells)."""
@@ -106,8 +105,11 @@ class ObservationField(ABC):
 
     Attributes:
         window: How an observation is cut into slices.
-        heads: Number of slices that were written before tick t, at index t % len(heads).
+        heads: Number of the last slice in the ring buffer of slices before tick t, at index t % slots.
+        uses_next: Whether `place` uses next observations.
     """
+
+    uses_next: bool
 
     def __init__(self, leaf: Leaf, window: Window, lanes: int, slices: torch.Tensor, heads: torch.Tensor) -> None:
         self.leaf = leaf
@@ -116,17 +118,16 @@ class ObservationField(ABC):
         self._lanes = lanes
         self._slices = slices
         self._dtype = torch_dtype(leaf.dtype)
-        self._lane_numbers = torch.arange(lanes, device=slices.device)
 
     @property
+    @abstractmethod
     def places(self) -> int:
-        """Slices that fit."""
-        return len(self._slices)
+        """Slices that fit into the ring buffer."""
 
     @property
+    @abstractmethod
     def max_new_slices(self) -> int:
-        """Slices that one tick may write."""
-        return 2 * self.window.count * self._lanes
+        """Slices that one tick may write to the ring buffer."""
 
     @property
     def slice_bytes(self) -> int:
@@ -139,18 +140,26 @@ class ObservationField(ABC):
         return self.heads.nbytes
 
     @abstractmethod
-    def write(
+    def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
-    ) -> None:
-        """Write the observations of some ticks, (ticks, lanes, ...).
+    ) -> torch.Tensor:
+        """Find or make places for the observations of some ticks, (ticks, lanes, ...). Return what `list_new` needs.
 
         There must be room for the most slices that the ticks may need. `has_previous` says whether the tick before
         the first one was written.
         """
 
     @abstractmethod
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors whose rows are still to be written after `place`, (slots, lanes, ...) each."""
+
+    @abstractmethod
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the new rows for the tensors of `list_by_slot`, if `place` returned `places`."""
+
+    @abstractmethod
     def read(self, starts: torch.Tensor) -> torch.Tensor:
-        """Return the observations that begin at `starts`."""
+        """Return the observations and the next observations that begin at `starts`: (2, rows, ...) for (2 * rows,)."""
 
     @abstractmethod
     def grow(self, starts: torch.Tensor, places: int, tail: int) -> tuple[ObservationField, torch.Tensor]:
@@ -159,80 +168,95 @@ class ObservationField(ABC):
         `tail` is the index in `heads` of the oldest tick whose slices are needed.
         """
 
-    def _copy_slices(self, places: int, tail: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return longer slices that begin with the oldest one, their heads, and the place of the oldest one before."""
-        oldest = int(self.heads[tail])
-        place = oldest % self.places
-        slices = self._slices.new_empty((places, self._slices.shape[1]))
-        kept = self.places - place
-        slices[:kept] = self._slices[place:]
-        slices[kept : self.places] = self._slices[:place]
-        return slices, self.heads - oldest, place
-
 
 class WholeField(ObservationField):
-    """Observations that are stored whole. `starts` are places of slices."""
+    """Observations that are stored whole. `starts` are places of observations.
 
-    def __init__(self, leaf: Leaf, window: Window, lanes: int, slices: torch.Tensor, heads: torch.Tensor) -> None:
-        super().__init__(leaf, window, lanes, slices, heads)
-        # Added up over lanes, this is the number of the last next observation of a tick.
-        self._first_counts = torch.zeros(lanes, dtype=torch.int64, device=slices.device)
-        self._first_counts[0] = lanes - 1
+    The next observation of every transition has a fixed place. The observation of the following tick usually equals it
+    and has the same place. All other observations, such as the first ones of episodes, are stored in a ring buffer. In
+    `slices`, the ring buffer is followed by the next observations of all cells.
+    """
+
+    uses_next = False
+
+    def __init__(self, leaf: Leaf, lanes: int, slots: int, slices: torch.Tensor, heads: torch.Tensor) -> None:
+        super().__init__(leaf, Window.whole(leaf), lanes, slices, heads)
+        self._slots = slots
+        self._places = len(slices) - slots * lanes
+        next_slices = slices[self._places :]
+        self._next_words = next_slices.view(slots, -1)
+        self._next_by_slot = from_words(next_slices, self._dtype, (slots, lanes, *leaf.shape))
 
     @classmethod
-    def allocate(cls, leaf: Leaf, lanes: int, places: int, heads: int, device: torch.device) -> WholeField:
-        """Return an empty field."""
+    def allocate(cls, leaf: Leaf, lanes: int, places: int, slots: int, device: torch.device) -> WholeField:
+        """Return an empty field, with a ring buffer of `places` observations."""
         word = choose_word(leaf.nbytes)
-        slices = torch.zeros((places, leaf.nbytes // word.itemsize), dtype=word, device=device)
-        counts = torch.zeros(heads, dtype=torch.int64, device=device)
-        return cls(leaf, Window.whole(leaf), lanes, slices, counts)
+        shape = (places + slots * lanes, leaf.nbytes // word.itemsize)
+        slices = torch.zeros(shape, dtype=word, device=device)
+        heads = torch.full((slots,), -1, dtype=torch.int64, device=device)
+        return cls(leaf, lanes, slots, slices, heads)
 
-    def write(
-        self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
-    ) -> None:
+    def make_next_starts(self) -> torch.Tensor:
+        """Return the places of all next observations, which never change."""
+        return torch.arange(self._places, len(self._slices), dtype=torch.int32, device=self._slices.device)
+
+    @property
+    def places(self) -> int:
         """See `ObservationField`."""
+        return self._places
+
+    @property
+    def max_new_slices(self) -> int:
+        """See `ObservationField`."""
+        return self._lanes
+
+    def place(
+        self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
+    ) -> torch.Tensor:
+        """See `ObservationField`. Returns the places of the observations, (ticks, lanes)."""
         lanes = self._lanes
         ticks = clock.ticks
         rows = as_words(obs, ticks * lanes, self._slices.dtype)
-        next_rows = as_words(next_obs, ticks * lanes, self._slices.dtype)
-        by_slot = starts.view(2, -1, lanes)
-        previous = by_slot[1].index_select(0, clock.previous)
-        expected = self._slices.index_select(0, previous.view(-1))
+        expected = self._next_words.index_select(0, clock.before[:1]).view(lanes, -1)
         if ticks > 1:
+            next_rows = as_words(next_obs, ticks * lanes, self._slices.dtype)
             expected = torch.cat([expected, next_rows[:-lanes]])
-        is_new = (expected != rows).any(1).view(ticks, lanes)
+        is_new = (expected != rows).any(1)
         if not has_previous:
-            is_new[0] = True
-        # The slices of a tick are the next observations of all lanes, and then the observations that do not continue.
-        # `numbers` counts them from the first slice of the tick on: for each lane, of both of its observations.
-        counts = (self._first_counts + is_new).cumsum(1)
-        numbers = torch.stack([counts, self._lane_numbers.expand(ticks, lanes)])
-        first = self.heads.index_select(0, clock.heads[:1])
-        if ticks == 1:
-            firsts = first
-        else:
-            totals = numbers[0, :, -1] + 1
-            firsts = (first + totals.cumsum(0) - totals).unsqueeze(1)
-        numbers = firsts + numbers
-        places = numbers % self.places
-        before = previous if ticks == 1 else torch.cat([previous, places[1, :-1]])
-        places[0] = torch.where(is_new, places[0], before)
-        # An observation that continues is written to its own place again, with the same bits.
-        self._slices.index_copy_(0, places[0].view(-1), rows)
-        self._slices.index_copy_(0, places[1].view(-1), next_rows)
-        by_slot.index_copy_(1, clock.slots, places.to(torch.int32))
-        ends = numbers[0, :, -1] + 1
-        self.heads.index_copy_(0, clock.heads[1:], ends)
+            is_new[:lanes] = True
+        numbers = is_new.cumsum(0) + self.heads.index_select(0, clock.heads[:1])
+        before = starts[1].view(self._slots, lanes).index_select(0, clock.before)
+        places = torch.where(is_new, numbers % self._places, before.view(-1))
+        # An observation that has the place of a next observation is written there again, with the same bits.
+        if ticks > 1:
+            self._next_words.index_copy_(0, clock.heads[:-1], next_rows.view(ticks, -1))
+        self._slices.index_copy_(0, places, rows)
+        self.heads.index_copy_(0, clock.heads[1:], numbers.view(ticks, lanes)[:, -1])
+        return places.view(ticks, lanes)
+
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return [self._next_by_slot, starts[0].view(self._slots, self._lanes)]
+
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return [next_obs, places]
 
     def read(self, starts: torch.Tensor) -> torch.Tensor:
         """See `ObservationField`."""
-        return from_words(self._slices.index_select(0, starts), self._dtype, self.leaf.shape)
+        words = self._slices.index_select(0, starts)
+        return from_words(words, self._dtype, (2, len(words) // 2, *self.leaf.shape))
 
     def grow(self, starts: torch.Tensor, places: int, tail: int) -> tuple[ObservationField, torch.Tensor]:
         """See `ObservationField`."""
-        slices, heads, oldest = self._copy_slices(places, tail)
-        grown = WholeField(self.leaf, self.window, self._lanes, slices, heads)
-        return grown, (starts - oldest) % self.places
+        oldest = int(self.heads[tail]) + 1
+        added = places - self._places
+        slices = self._slices.new_empty((len(self._slices) + added, self._slices.shape[1]))
+        slices[: self._places] = self._slices[: self._places].roll(-(oldest % self._places), 0)
+        slices[places:] = self._slices[self._places :]
+        grown = WholeField(self.leaf, self._lanes, self._slots, slices, self.heads - oldest)
+        in_ring = (starts - oldest % self._places) % self._places
+        return grown, torch.where(starts < self._places, in_ring, starts + added)
 
 
 class WindowField(ObservationField):
@@ -242,6 +266,8 @@ class WindowField(ObservationField):
     `window.count` entries of the ring buffer are repeated after its end, so the entries of an observation always follow
     each other. `starts` are positions in the logs of all lanes, one after another.
     """
+
+    uses_next = True
 
     def __init__(
         self,
@@ -256,21 +282,32 @@ class WindowField(ObservationField):
         width = (len(log) - 1) // lanes  # The last entry of `log` belongs to no lane.
         self.log_length = width - window.count
         self._log = log
-        self._lane_starts = self._lane_numbers * width
+        self._lane_starts = torch.arange(lanes, device=slices.device) * width
+        self._lane_offsets = self._lane_starts - window.count
         self._new_positions = torch.arange(2 * window.count, device=slices.device)
         self._positions = self._new_positions[: window.count]
         self._run_words = window.run_bytes // slices.itemsize
 
     @classmethod
     def allocate(
-        cls, leaf: Leaf, window: Window, lanes: int, places: int, heads: int, log_length: int, device: torch.device
+        cls, leaf: Leaf, window: Window, lanes: int, places: int, slots: int, log_length: int, device: torch.device
     ) -> WindowField:
         """Return an empty field."""
         word = choose_word(window.run_bytes)
         slices = torch.zeros((places, window.slice_bytes // word.itemsize), dtype=word, device=device)
-        counts = torch.zeros(heads, dtype=torch.int64, device=device)
+        heads = torch.zeros(slots, dtype=torch.int64, device=device)
         log = torch.zeros(lanes * (log_length + window.count) + 1, dtype=torch.int32, device=device)
-        return cls(leaf, window, lanes, slices, counts, log)
+        return cls(leaf, window, lanes, slices, heads, log)
+
+    @property
+    def places(self) -> int:
+        """See `ObservationField`."""
+        return len(self._slices)
+
+    @property
+    def max_new_slices(self) -> int:
+        """See `ObservationField`."""
+        return 2 * self.window.count * self._lanes
 
     @property
     def log_bytes(self) -> int:
@@ -288,18 +325,20 @@ class WindowField(ObservationField):
         entries = by_slot[1, last_slot] + self.window.count - by_slot[0, first_slot]
         return (entries % self.log_length).max().to(torch.int64)
 
-    def write(
+    def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
-    ) -> None:
-        """See `ObservationField`."""
+    ) -> torch.Tensor:
+        """See `ObservationField`. Returns new positions in the logs, (2, ticks, lanes)."""
         lanes = self._lanes
         ticks = clock.ticks
         count = self.window.count
         shift = self.window.shift
-        slices = self._cut(obs, ticks * lanes)
-        next_slices = self._cut(next_obs, ticks * lanes)
-        by_slot = starts.view(2, -1, lanes)
-        previous = by_slot[1].index_select(0, clock.previous).view(-1)
+        rows = ticks * lanes
+        words = (as_words(obs, rows, self._slices.dtype), as_words(next_obs, rows, self._slices.dtype))
+        both_slices = self._cut(torch.cat(words), 2 * rows)
+        slices = both_slices[:rows]
+        next_slices = both_slices[rows:]
+        previous = starts[1].view(-1, lanes).index_select(0, clock.before[:1]).view(-1)
         expected = self._slices.index_select(0, self._find_places(previous)).view(lanes, count, -1)
         if ticks > 1:
             expected = torch.cat([expected, next_slices[:-lanes]])
@@ -311,30 +350,37 @@ class WindowField(ObservationField):
         new = torch.where(overlaps, count + shift, 2 * count) - old
         ends = self.heads.index_select(0, clock.heads[:1]) + new.cumsum(0)
         by_tick = new.view(ticks, lanes)
-        lane_ends = previous - self._lane_starts + count + by_tick.cumsum(0)
-        lane_firsts = lane_ends - by_tick
-        self._write_log(lane_firsts, ends - new, new)
-        both = torch.stack([lane_firsts - old.view(ticks, lanes), lane_ends - count]) % self.log_length
-        both = both + self._lane_starts
+        lane_firsts = previous - self._lane_offsets  # Where the new entries of each lane begin.
+        if ticks > 1:
+            lane_firsts = lane_firsts + by_tick.cumsum(0) - by_tick
+        self._write_log(lane_firsts.view(rows), ends - new, new, ticks)
+        both = torch.stack([lane_firsts.view(rows) - old, lane_firsts.view(rows) + new - count])
+        both = (both.view(2, ticks, lanes) % self.log_length) + self._lane_starts
         # Slices that were there before are written to their own places again, with the same bits.
-        for side, written in zip(both, (slices, next_slices), strict=True):
-            places = self._find_places(side.view(-1)).to(torch.int64)
-            self._slices.index_copy_(0, places, written.reshape(-1, written.shape[2]))
-        by_slot.index_copy_(1, clock.slots, both.to(torch.int32))
+        places = self._find_places(both.view(-1)).to(torch.int64)
+        self._slices.index_copy_(0, places, both_slices.reshape(len(places), -1))
         self.heads.index_copy_(0, clock.heads[1:], ends.view(ticks, lanes)[:, -1])
+        return both
 
-    def _write_log(self, positions: torch.Tensor, serials: torch.Tensor, counts: torch.Tensor) -> None:
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return list(starts.view(2, -1, self._lanes).unbind(0))
+
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return list(places.unbind(0))
+
+    def _write_log(self, positions: torch.Tensor, serials: torch.Tensor, counts: torch.Tensor, ticks: int) -> None:
         """Append to the logs: for every lane of every tick, `counts` slices that are numbered from `serials` on."""
-        in_log = (positions.unsqueeze(2) + self._new_positions) % self.log_length
-        entries = (in_log + self._lane_starts.unsqueeze(1)).view(len(counts), -1)
-        nowhere = len(self._log) - 1
-        is_new = self._new_positions < counts.unsqueeze(1)
-        is_repeated = is_new & (in_log.view(entries.shape) < self.window.count)
-        repeated = torch.where(is_repeated, entries + self.log_length, nowhere)
-        entries = torch.where(is_new, entries, nowhere)
-        places = ((serials.unsqueeze(1) + self._new_positions) % self.places).to(torch.int32).view(-1)
-        self._log.index_copy_(0, entries.view(-1), places)
-        self._log.index_copy_(0, repeated.view(-1), places)
+        in_log = (positions.unsqueeze(1) + self._new_positions) % self.log_length
+        entries = (in_log.view(ticks, self._lanes, -1) + self._lane_starts.unsqueeze(1)).view(in_log.shape)
+        if ticks > 1:
+            # Entries after the last one belong to the next tick. Of the last tick they are free, and stay unused.
+            entries = torch.where(self._new_positions < counts.unsqueeze(1), entries, len(self._log) - 1)
+        places = (serials.unsqueeze(1) + self._new_positions) % self.places
+        self._log.index_copy_(0, entries.view(-1), places.to(torch.int32).view(-1))
+        by_lane = self._log[:-1].view(self._lanes, -1)
+        by_lane[:, self.log_length :] = by_lane[:, : self.window.count]
 
     def _find_places(self, starts: torch.Tensor) -> torch.Tensor:
         """Return the places of the slices of some observations, one observation after another."""
@@ -347,19 +393,20 @@ class WindowField(ObservationField):
         if window.outer > 1:
             stretches = slices.view(len(starts), window.count, window.outer, self._run_words)
             slices = stretches.transpose(1, 2).reshape(len(starts), -1)
-        return from_words(slices.view(len(starts), -1), self._dtype, self.leaf.shape)
+        return from_words(slices, self._dtype, (2, len(starts) // 2, *self.leaf.shape))
 
-    def _cut(self, observations: torch.Tensor, rows: int) -> torch.Tensor:
+    def _cut(self, words: torch.Tensor, rows: int) -> torch.Tensor:
         """Return observations as slices, (rows, count, words of a slice)."""
-        words = as_words(observations, rows, self._slices.dtype)
         stretches = words.view(rows, self.window.outer, self.window.count, self._run_words)
         return stretches.transpose(1, 2).reshape(rows, self.window.count, -1)
 
     def grow(self, starts: torch.Tensor, places: int, tail: int) -> tuple[ObservationField, torch.Tensor]:
         """See `ObservationField`."""
-        slices, heads, oldest = self._copy_slices(places, tail)
-        log = (self._log - oldest) % self.places
-        return WindowField(self.leaf, self.window, self._lanes, slices, heads, log), starts
+        oldest = int(self.heads[tail])
+        slices = self._slices.new_empty((places, self._slices.shape[1]))
+        slices[: self.places] = self._slices.roll(-(oldest % self.places), 0)
+        log = (self._log - oldest % self.places) % self.places
+        return WindowField(self.leaf, self.window, self._lanes, slices, self.heads - oldest, log), starts
 
     def grow_log(self, starts: torch.Tensor, length: int, first_slot: int) -> tuple[ObservationField, torch.Tensor]:
         """Return a field with the same slices and longer logs, and its `starts`.

@@ -1,7 +1,7 @@
-"""WriteGraph: all operations that write one tick, captured in a CUDA graph.
+"""PlaceGraph: all operations that find places for the observations of one tick, captured in a CUDA graph.
 
-Writing a tick takes a few dozen small operations. Starting them one by one takes the host longer than the device needs
-to run them. A graph starts all of them at once.
+These are a few dozen small operations. Starting them one by one takes the host longer than the device needs to run
+them. A graph starts all of them at once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
+from holdall.delivery.words import copy_all
 from holdall.device.tensors import Tensors, TensorStep
 
 
-class WriteGraph:
-    """Writes single ticks, without an axis of time, all of whose entries are transitions.
+class PlaceGraph:
+    """Finds places for single ticks, without an axis of time. See `Tensors.place`.
 
     The constructor raises RuntimeError if the capture fails. Nothing is written then.
 
@@ -26,36 +27,34 @@ class WriteGraph:
 
     def __init__(self, tensors: Tensors, step: TensorStep) -> None:
         self.tensors = tensors
-        self._inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in _flatten(step)]
+        self._inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._list(step)]
         parts = iter(self._inputs)
-        inputs = TensorStep(
-            tuple(next(parts) for _ in step.obs),
-            tuple(next(parts) for _ in step.action),
-            next(parts),
-            tuple(next(parts) for _ in step.next_obs),
-            next(parts),
-            next(parts),
-            tuple(next(parts) for _ in step.extras),
-            None,
+        obs = tuple(next(parts) for _ in step.obs)
+        next_obs = tuple(
+            next(parts) if field.uses_next else given
+            for field, given in zip(tensors.fields, step.next_obs, strict=True)
         )
-        # Tensors of one dtype are copied by one operation.
-        dtypes = [tensor.dtype for tensor in self._inputs]
-        self._groups = [[i for i, other in enumerate(dtypes) if other == dtype] for dtype in dict.fromkeys(dtypes)]
+        inputs = step._replace(obs=obs, next_obs=next_obs).add_time_axis()
         self._graph = torch.cuda.CUDAGraph()
-        device = step.reward.device
         with (
-            torch.cuda.device(device),
+            torch.cuda.device(step.reward.device),
             torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
             _pause_garbage_collection(),
         ):
-            tensors.write(inputs.add_time_axis(), has_previous=True)
+            places = tensors.place(inputs, 1, has_previous=True)
+            # Places of one tick, without an axis of time.
+            self._places = [found.squeeze(-2) for found in places]
 
-    def write(self, step: TensorStep) -> None:
-        """Write one tick."""
-        given = _flatten(step)
-        for group in self._groups:
-            torch._foreach_copy_([self._inputs[i] for i in group], [given[i] for i in group])
+    def _list(self, step: TensorStep) -> list[torch.Tensor]:
+        """Return the tensors of a step that the graph reads."""
+        fields = self.tensors.fields
+        return [*step.obs, *[rows for field, rows in zip(fields, step.next_obs, strict=True) if field.uses_next]]
+
+    def place(self, step: TensorStep) -> list[torch.Tensor]:
+        """Find places for the observations of the next tick. The next call overwrites what is returned."""
+        copy_all(self._inputs, self._list(step))
         self._graph.replay()
+        return self._places
 
 
 @contextlib.contextmanager
@@ -68,7 +67,3 @@ def _pause_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _flatten(step: TensorStep) -> list[torch.Tensor]:
-    return [*step.obs, *step.action, step.reward, *step.next_obs, step.terminated, step.truncated, *step.extras]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdall.delivery.staging import is_asynchronous, record_event
-from holdall.device.graph import WriteGraph
+from holdall.device.graph import PlaceGraph
 from holdall.device.tensors import TensorPlan, Tensors, TensorStep
 from holdall.errors import ArgumentError
 from holdall.schema import Schema
@@ -55,13 +55,14 @@ class TickRing:
         self.base_tick = first_tick
         self.next_tick = first_tick
         self.masked_tick = -1
+        self._capacity_ticks = plan.capacity_ticks
         self._floor_tick = first_tick  # Older ticks are not held.
         self._device = device
         self._is_asynchronous = is_asynchronous(device)
         tick_bytes = schema.num_envs * sum(leaf.nbytes for leaf in schema.observation.leaves)
         self._chunk_ticks = min(max(1, _CHUNK_BYTES // max(1, tick_bytes)), plan.capacity_ticks)
         self._is_counted = True  # Whether the device has the same `next_tick`. False after an interrupt.
-        self._graph: WriteGraph | None = None
+        self._graph: PlaceGraph | None = None
         self._eager_ticks = _WARM_UP_TICKS  # Ticks that are written before a graph is captured.
         self._pending: _Report | None = None
         self._room_end = first_tick  # There is certainly room for all ticks before this one.
@@ -70,7 +71,7 @@ class TickRing:
     @property
     def first_tick(self) -> int:
         """Number of the oldest tick that is held."""
-        return max(self._floor_tick, self.next_tick - self.tensors.plan.capacity_ticks)
+        return max(self._floor_tick, self.next_tick - self._capacity_ticks)
 
     def write(self, step: TensorStep) -> None:
         """Write ticks. After an interrupt, the first of them are held, each of them complete."""
@@ -87,13 +88,15 @@ class TickRing:
         if graph is None:
             self.write(step.add_time_axis())
             return
+        if step.valid is not None:
+            self.masked_tick = self.next_tick
         self._begin()
-        graph.write(step)
+        self.tensors.write_placed(step, self.next_tick, graph.place(step))
         self._end(1)
 
-    def _find_graph(self, step: TensorStep) -> WriteGraph | None:
+    def _find_graph(self, step: TensorStep) -> PlaceGraph | None:
         """Return a graph that can write `step`, and make room for it. Return None if there is no such graph."""
-        if not self._is_asynchronous or step.valid is not None or self.tensors.has_masks:
+        if not self._is_asynchronous:
             return None
         if self._eager_ticks > 0:
             self._eager_ticks -= 1
@@ -102,7 +105,7 @@ class TickRing:
         tensors = self.tensors
         if self._graph is None or self._graph.tensors is not tensors:
             try:
-                self._graph = WriteGraph(tensors, step)
+                self._graph = PlaceGraph(tensors, step)
             except RuntimeError as error:
                 # Something else in this thread disturbed the capture. Without a graph, writing is only slower.
                 _LOG.info("capturing a CUDA graph failed: %s", error)
@@ -113,11 +116,11 @@ class TickRing:
     def _write_chunk(self, step: TensorStep, ticks: int) -> None:
         # One slot is free. Several ticks overwrite more than that, so what they overwrite is evicted before.
         if ticks > 1:
-            self._floor_tick = max(self._floor_tick, self.next_tick + ticks - self.tensors.plan.capacity_ticks)
+            self._floor_tick = max(self._floor_tick, self.next_tick + ticks - self._capacity_ticks)
         if step.valid is not None:
             self.masked_tick = self.next_tick + ticks - 1
         self._begin()
-        self.tensors.write(step, has_previous=self.next_tick > self.base_tick)
+        self.tensors.write(step, self.next_tick, has_previous=self.next_tick > self.base_tick)
         self._end(ticks)
 
     def _begin(self) -> None:

@@ -210,7 +210,7 @@ class DeviceRollout:
             words = as_words(stored, cells, choose_word(stored.nbytes // cells)).index_select(0, rows)
             if padded:
                 words = torch.where(is_real.unsqueeze(1), words, 0)
-            picked.append(from_words(words, stored.dtype, tuple(stored.shape[2:])))
+            picked.append(from_words(words, stored.dtype, (len(words), *stored.shape[2:])))
         return [*picked, is_real] if padded else picked
 
     def reset(self) -> None:

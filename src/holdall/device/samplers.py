@@ -20,6 +20,8 @@ from holdall.sampling import NStep, Prioritized, Sequence, Uniform
 _MAX_SCALED = 1e280
 """Scaled priorities up to this can be added up for any memory."""
 _MAX_RANDOM = 2**63 - 1
+_BATCHES_OF_WEIGHTS = 16
+"""Batches whose weights are made at once, if all of them are 1."""
 
 
 class Shelf(Protocol):
@@ -87,6 +89,7 @@ class DeviceSampler:
         self._shelf = shelf
         self._generator = torch.Generator(shelf.device)
         self._constants: dict[Any, torch.Tensor] = {}
+        self._weights: list[torch.Tensor] = []  # Weights of the next batches. Each of them is returned once.
         self._is_capturing = False
         by = getattr(sampler, "by", sampler)
         self.priorities = Priorities(by, shelf) if type(by) is Prioritized else None
@@ -99,7 +102,7 @@ class DeviceSampler:
             ids, weights = self.priorities.draw(count, generator)
         else:
             ids = self._draw_uniformly(count, generator)
-            weights = torch.ones(count, device=self._shelf.device)
+            weights = self._take_weights(count)
         if type(self._sampler) is NStep:
             return self._add_returns(ids, weights, self._sampler)
         if type(self._sampler) is Sequence:
@@ -112,6 +115,19 @@ class DeviceSampler:
             ids = ids[:, self._sampler.burn_in]
         if self.priorities is not None:
             self.priorities.update(ids, priorities)
+
+    def forget_weights(self) -> None:
+        """Make weights anew, because another stream uses them from now on."""
+        self._weights = []
+
+    def _take_weights(self, count: int) -> torch.Tensor:
+        """Return the weights of a batch in which every transition is equally likely."""
+        device = self._shelf.device
+        if self._is_capturing:
+            return torch.ones(count, device=device)
+        if not self._weights or len(self._weights[-1]) != count:
+            self._weights = list(torch.ones((_BATCHES_OF_WEIGHTS, count), device=device).unbind(0))
+        return self._weights.pop()
 
     def _find_bounds(self) -> tuple[Any, Any]:
         """Return the first id, and the id after the last one: numbers, or tensors inside a CUDA graph."""

@@ -381,7 +381,7 @@ class DeviceStore:
         estimates = []
         for window, (slices, _) in zip(plan.windows, used, strict=True):
             # Every observation was stored whole. The first ones of all lanes follow no other observation.
-            breaks = max(0.0, (slices / self.lanes - 1) / ticks - 1)
+            breaks = max(0.0, (slices / self.lanes - 1) / ticks)
             estimates.append(window.shift + breaks * window.count)
         return tuple(estimates)
 
@@ -754,10 +754,13 @@ class DeviceStore:
         cuda = self._torch.cuda
         if cuda.is_current_stream_capturing():
             return True
-        stream = cuda.current_stream(self.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        stream = cuda.current_stream(self.device.index)
+        if stream != self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            if self._sampler is not None:
+                self._sampler[1].forget_weights()
+            self._stream = stream
         return False
 
     def _change_alone(self, change: Callable[[], None]) -> None:

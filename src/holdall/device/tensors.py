@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from holdall.device.fields import PLACE_BYTES, Clock, FlagField, ObservationField, RowField, WholeField, WindowField
+from holdall.delivery.words import copy_all
+from holdall.device.fields import (
+    PLACE_BYTES,
+    Clock,
+    FlagField,
+    ObservationField,
+    RowField,
+    WholeField,
+    WindowField,
+)
 from holdall.schema import Leaf, Schema
 from holdall.store.windows import Window
 
@@ -97,8 +106,8 @@ class TensorPlan(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Ticks that fit: one more than are held, because a tick may be written only in part."""
-        return self.capacity_ticks + 1
+        """Ticks that fit: those that are held, earlier ones that wrote slices of them, and an incomplete one."""
+        return self.capacity_ticks + max((self.reach_ticks(i) for i in range(len(self.windows))), default=0) + 1
 
     @property
     def slack_ticks(self) -> int:
@@ -110,16 +119,13 @@ class TensorPlan(NamedTuple):
         window = self.windows[leaf]
         return ceil(window.count / window.shift)
 
-    @property
-    def heads(self) -> int:
-        """Ticks whose numbers of slices are remembered."""
-        return self.slots + max((self.reach_ticks(i) for i in range(len(self.windows))), default=0) + 1
-
     def places(self, leaf: int, lanes: int) -> int:
-        """Return the slices of a leaf for which there is room."""
+        """Return the slices of a leaf for which there is room in its ring buffer."""
+        window = self.windows[leaf]
         ticks = self.capacity_ticks + self.reach_ticks(leaf) + 1
-        slack = self.slack_ticks * 2 * self.windows[leaf].count
-        return lanes * (ceil(ticks * self.slices_per_tick[leaf]) + slack)
+        # Next observations that are stored whole have places of their own.
+        per_tick = self.slices_per_tick[leaf] - (1 if window.count == 1 else 0)
+        return lanes * (ceil(ticks * per_tick) + 2 * window.count * self.slack_ticks)
 
     def log_length(self, leaf: int) -> int:
         """Return the entries of the log of a lane."""
@@ -133,8 +139,10 @@ class TensorPlan(NamedTuple):
         others = (*schema.action.leaves, *schema.extras.leaves, self.reward)
         total = cells * (sum(leaf.nbytes for leaf in others) + 2)
         for i, window in enumerate(self.windows):
-            total += self.places(i, lanes) * window.slice_bytes + 2 * cells * PLACE_BYTES + 8 * self.heads
-            if window.count > 1:
+            total += self.places(i, lanes) * window.slice_bytes + 2 * cells * PLACE_BYTES + 8 * self.slots
+            if window.count == 1:
+                total += cells * window.slice_bytes
+            else:
                 total += lanes * (self.log_length(i) + window.count) * PLACE_BYTES
         return total
 
@@ -146,6 +154,7 @@ class Tensors:
 
     Attributes:
         plan: Sizes of all tensors.
+        cells: Transitions that fit.
         fields: The observation leaves.
         has_masks: Whether entries that are not transitions may be stored.
     """
@@ -154,19 +163,23 @@ class Tensors:
         lanes = schema.num_envs
         slots = plan.slots
         self.plan = plan
+        self.cells = slots * lanes
         self._schema = schema
         self._lanes = lanes
         self._device = device
         leaves = schema.observation.leaves
-        self.fields: list[ObservationField] = [
-            WholeField.allocate(leaf, lanes, plan.places(i, lanes), plan.heads, device)
-            if plan.windows[i].count == 1
-            else WindowField.allocate(
-                leaf, plan.windows[i], lanes, plan.places(i, lanes), plan.heads, plan.log_length(i), device
-            )
-            for i, leaf in enumerate(leaves)
-        ]
+        self.fields: list[ObservationField] = []
         self._starts = torch.zeros((len(leaves), 2, slots * lanes), dtype=torch.int32, device=device)
+        for i, leaf in enumerate(leaves):
+            places = plan.places(i, lanes)
+            window = plan.windows[i]
+            if window.count == 1:
+                whole = WholeField.allocate(leaf, lanes, places, slots, device)
+                self._starts[i, 1] = whole.make_next_starts()
+                self.fields.append(whole)
+            else:
+                length = plan.log_length(i)
+                self.fields.append(WindowField.allocate(leaf, window, lanes, places, slots, length, device))
         self.action = [RowField(leaf, lanes, slots, device) for leaf in schema.action.leaves]
         self.extras = [RowField(leaf, lanes, slots, device) for leaf in schema.extras.leaves]
         self.reward = RowField(plan.reward, lanes, slots, device)
@@ -175,16 +188,12 @@ class Tensors:
         # The device's own count of ticks, for draws inside a CUDA graph.
         self.next_tick = torch.full((1,), first_tick, dtype=torch.int64, device=device)
         self._one_tick = torch.arange(-1, 2, device=device)
+        self._by_slot = self._list_by_slot()
 
     @property
     def has_masks(self) -> bool:
         """Whether entries that are not transitions may be stored."""
         return self.invalid is not None
-
-    @property
-    def cells(self) -> int:
-        """Transitions that fit."""
-        return self.plan.slots * self._lanes
 
     @property
     def observation_bytes(self) -> list[tuple[int, int]]:
@@ -194,30 +203,62 @@ class Tensors:
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, step: TensorStep, *, has_previous: bool) -> None:
-        """Write the ticks from `next_tick` on, and increase it."""
+    def write(self, step: TensorStep, first_tick: int, *, has_previous: bool) -> None:
+        """Write the ticks from `first_tick` on, which is `next_tick`, and increase `next_tick`."""
         ticks = len(step.reward)
+        slots = self.plan.slots
+        new = self._list_new(step, self.place(step, ticks, has_previous=has_previous))
+        written = 0
+        while written < ticks:
+            slot = (first_tick + written) % slots
+            stop = min(ticks, written + slots - slot)
+            stored = [by_slot[slot : slot + stop - written] for by_slot in self._by_slot]
+            copy_all(stored, [rows[written:stop] for rows in new])
+            written = stop
+
+    def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
+        """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
+        new = self._list_new(step, places)
+        slot = tick % self.plan.slots
+        copy_all([by_slot[slot] for by_slot in self._by_slot], new)
+
+    def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
+        """Find or make places for the observations of the next ticks, and increase `next_tick`.
+
+        Only the device knows which tick is next, so these operations can be captured in a CUDA graph.
+        """
+        numbers = self._one_tick if ticks == 1 else torch.arange(-1, ticks + 1, device=self._device)
+        slots = (self.next_tick + numbers) % self.plan.slots
+        clock = Clock(ticks, slots[:-2], slots[1:])
+        places = []
+        for field, starts, obs, next_obs in zip(self.fields, self._starts, step.obs, step.next_obs, strict=True):
+            places.append(field.place(clock, starts, obs, next_obs, has_previous=has_previous))
+        self.next_tick.add_(ticks)
+        return places
+
+    def _list_new(self, step: TensorStep, places: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the new rows for all tensors of `_by_slot`."""
+        new = []
+        for i, field in enumerate(self.fields):
+            new += field.list_new(places[i], step.next_obs[i])
+        new += (*step.action, *step.extras, step.reward, step.terminated, step.truncated)
         if step.valid is not None and self.invalid is None:
             self.invalid = FlagField(1, self._lanes, self.plan.slots, self._device)
-        clock = self._make_clock(ticks)
-        for i, field in enumerate(self.fields):
-            field.write(clock, self._starts[i], step.obs[i], step.next_obs[i], has_previous=has_previous)
-        for row_field, rows in zip((*self.action, *self.extras), (*step.action, *step.extras), strict=True):
-            row_field.write(clock, rows)
-        self.reward.write(clock, step.reward)
-        self.ends.write(clock, step.terminated, step.truncated)
+            self._by_slot = self._list_by_slot()
         if self.invalid is not None:
-            valid = step.valid
-            invalid = torch.zeros_like(step.terminated) if valid is None else valid.logical_not()
-            self.invalid.write(clock, invalid)
-        self.next_tick.add_(ticks)
+            new.append(torch.zeros_like(step.terminated) if step.valid is None else step.valid.logical_not())
+        return new
 
-    def _make_clock(self, ticks: int) -> Clock:
-        numbers = self._one_tick if ticks == 1 else torch.arange(-1, ticks + 1, device=self._device)
-        ticks_around = self.next_tick + numbers
-        slots = ticks_around % self.plan.slots
-        heads = ticks_around % self.plan.heads
-        return Clock(ticks, slots[:1], slots[1:-1], heads[1:])
+    def _list_by_slot(self) -> list[torch.Tensor]:
+        """Return all tensors to which rows are copied by slot, (slots, lanes, ...) each."""
+        by_slot = []
+        for i, field in enumerate(self.fields):
+            by_slot += field.list_by_slot(self._starts[i])
+        by_slot += [field.by_slot for field in (*self.action, *self.extras, self.reward)]
+        by_slot += self.ends.by_slot
+        if self.invalid is not None:
+            by_slot += self.invalid.by_slot
+        return by_slot
 
     # ---------------------------------------------------------------- reading
 
@@ -226,14 +267,14 @@ class Tensors:
         cells = ids % self.cells
         last_cells = cells if last_ids is None else last_ids % self.cells
         obs, next_obs = self.read_observations(cells, last_cells, range(len(self.fields)))
-        flags = self.ends.read(last_cells)
+        terminated, truncated = self.read_flags(last_cells)
         return TensorRows(
             obs,
             [field.read(cells) for field in self.action],
             self.reward.read(cells),
             next_obs,
-            flags[0],
-            flags[1],
+            terminated,
+            truncated,
             [field.read(cells) for field in self.extras],
         )
 
@@ -241,24 +282,24 @@ class Tensors:
         self, cells: torch.Tensor, last_cells: torch.Tensor, leaves: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return observations in `cells`, and next observations in `last_cells`, of some leaves."""
-        rows = len(cells)
         if cells is last_cells:
-            starts = self._starts.index_select(2, cells)  # (leaves, 2, rows)
+            both = self._starts.index_select(2, cells)  # (leaves, 2, rows)
         else:
-            both = (self._starts[:, 0].index_select(1, cells), self._starts[:, 1].index_select(1, last_cells))
-            starts = torch.stack(both, dim=1)
+            parts = (self._starts[:, 0].index_select(1, cells), self._starts[:, 1].index_select(1, last_cells))
+            both = torch.stack(parts, dim=1)
+        starts = both.flatten(1).unbind(0)
         obs = []
         next_obs = []
         for i in leaves:
-            found = self.fields[i].read(starts[i].view(-1))
-            obs.append(found[:rows])
-            next_obs.append(found[rows:])
+            before, after = self.fields[i].read(starts[i]).unbind(0)
+            obs.append(before)
+            next_obs.append(after)
         return obs, next_obs
 
     def read_flags(self, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `terminated` and `truncated`."""
-        flags = self.ends.read(cells)
-        return flags[0], flags[1]
+        terminated, truncated = self.ends.read(cells).unbind(0)
+        return terminated, truncated
 
     def are_ends(self, cells: torch.Tensor) -> torch.Tensor:
         """Return which transitions are the last of their episodes."""
@@ -276,12 +317,12 @@ class Tensors:
         """Return how many slices, and how many entries of a log, are in use for every leaf: (leaves, 2)."""
         zero = self.next_tick.new_zeros(())
         numbers = []
+        slots = self.plan.slots
         for i, field in enumerate(self.fields):
             tail = max(first_tick - self.plan.reach_ticks(i), 0)
-            slices = field.heads[next_tick % self.plan.heads] - field.heads[tail % self.plan.heads]
+            slices = field.heads[next_tick % slots] - field.heads[tail % slots]
             entries = zero
             if isinstance(field, WindowField) and next_tick > first_tick:
-                slots = self.plan.slots
                 entries = field.count_entries(self._starts[i], first_tick % slots, (next_tick - 1) % slots)
             numbers.append(torch.stack([slices, entries]))
         if not numbers:
@@ -307,10 +348,11 @@ class Tensors:
             field = grown.fields[i]
             wanted = slices + slices // 8 + ticks * field.max_new_slices
             if field.places - slices < ticks * field.max_new_slices:
-                tail = max(first_tick - self.plan.reach_ticks(i), 0) % self.plan.heads
+                tail = max(first_tick - self.plan.reach_ticks(i), 0) % self.plan.slots
                 field, grown._starts[i] = field.grow(grown._starts[i], wanted, tail)
             if isinstance(field, WindowField) and field.log_length - entries < ticks * field.max_new_entries:
                 length = entries + entries // 8 + (ticks + 1) * field.max_new_entries
                 field, grown._starts[i] = field.grow_log(grown._starts[i], length, first_tick % self.plan.slots)
             grown.fields[i] = field
+        grown._by_slot = grown._list_by_slot()
         return grown

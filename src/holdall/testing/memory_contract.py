@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import TransitionIdError
 from holdall.space_leaves import stored_space
 from holdall.testing.oracle import OracleMemory, assert_same_bits
+from holdall.testing.rules import require, require_raises
 from holdall.testing.streams import LeafPlan, Mishaps, Stream, StreamStep
+
+_COMPARED = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
 
 
 class MemoryContract:
     """The promises of a memory, compared with the oracle. For a memory of your own, or an adapter to a framework.
 
-    Override `make_memory` and, if the framework has other names, `add` and `gather`.
+    Override `make_memory` and, if the framework has other names, `add`, `gather` and `sample`. holdall's memories on
+    the host and on a device pass the same rules.
     """
 
     capacity = 90
@@ -33,7 +39,12 @@ class MemoryContract:
     def gather(self, memory: Any, ids: NDArray[np.int64]) -> dict[str, Any]:
         """Return fields of transitions by their names in `holdall.Batch`. Fields that are left out are not compared."""
         batch = memory.gather(ids)
-        return {name: getattr(batch, name) for name in ("obs", "action", "reward", "next_obs")}
+        return {name: getattr(batch, name) for name in _COMPARED}
+
+    def sample(self, memory: Any, count: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        """Draw `count` transitions. Return their ids, and their fields as `gather` does."""
+        batch = memory.sample(count)
+        return np.array(batch.ids.tolist(), np.int64), {name: getattr(batch, name) for name in _COMPARED}
 
     def streams(self) -> Iterator[Stream]:
         """Yield streams of frame stacks, vectors and images, with ends, silent resets and skipped steps."""
@@ -50,12 +61,64 @@ class MemoryContract:
         for stream in self.streams():
             memory = self.make_memory(stream)
             oracle = OracleMemory(self.capacity, self.num_envs)
-            for tick in range(2 * self.capacity // self.num_envs):
-                step = stream.tick()
-                self.add(memory, step)
-                oracle.add(**step.arguments())
+            for tick in range(self._count_ticks()):
+                self._add_tick(memory, oracle, stream)
                 if tick % 11 == 0:
                     ids = np.random.default_rng(tick).permutation(oracle.ids)
-                    expected = oracle.gather(ids)
-                    for name, rows in self.gather(memory, ids).items():
-                        assert_same_bits(rows, getattr(expected, name))
+                    self._compare(self.gather(memory, ids), oracle, ids)
+
+    def test_a_batch_has_only_transitions_that_are_held(self) -> None:
+        """While the memory fills, and after it wrapped around."""
+        for stream in self.streams():
+            memory = self.make_memory(stream)
+            oracle = OracleMemory(self.capacity, self.num_envs)
+            for tick in range(self._count_ticks()):
+                self._add_tick(memory, oracle, stream)
+                if tick % 11 == 0:
+                    count = min(16, len(oracle))
+                    ids, rows = self.sample(memory, count)
+                    require(len(ids) == count, f"{count} transitions were requested, and {len(ids)} were drawn")
+                    require(bool(np.isin(ids, oracle.ids).all()), f"ids {ids} were drawn, and not all of them are held")
+                    self._compare(rows, oracle, ids)
+
+    def test_an_evicted_transition_is_refused(self) -> None:
+        """The oldest ticks are evicted when the memory is full, and their ids are never used again."""
+        for stream in self.streams():
+            memory = self.make_memory(stream)
+            oracle = OracleMemory(self.capacity, self.num_envs)
+            for _ in range(self._count_ticks()):
+                self._add_tick(memory, oracle, stream)
+            for wrong in (oracle.first_id - 1, oracle.next_id):
+                ids = np.array([oracle.first_id, wrong])
+                act = partial(self.gather, memory, ids)
+                require_raises(
+                    TransitionIdError, act, f"gather({ids}) of ids {oracle.first_id} to {oracle.next_id - 1}"
+                )
+
+    def test_a_batch_belongs_to_the_caller(self) -> None:
+        """Its rows do not change when the memory wraps around."""
+        for stream in self.streams():
+            memory = self.make_memory(stream)
+            oracle = OracleMemory(self.capacity, self.num_envs)
+            self._add_tick(memory, oracle, stream)
+            ids, rows = self.sample(memory, self.num_envs)
+            expected = oracle.gather(ids)
+            for _ in range(self._count_ticks()):
+                self._add_tick(memory, oracle, stream)
+            for name, found in rows.items():
+                assert_same_bits(found, getattr(expected, name))
+
+    def _count_ticks(self) -> int:
+        """Return a number of ticks after which every entry was overwritten."""
+        return 2 * self.capacity // self.num_envs
+
+    def _add_tick(self, memory: Any, oracle: OracleMemory, stream: Stream) -> None:
+        step = stream.tick()
+        self.add(memory, step)
+        oracle.add(**step.arguments())
+
+    def _compare(self, rows: dict[str, Any], oracle: OracleMemory, ids: NDArray[np.int64]) -> None:
+        """Raise AssertionError if a row differs from what was added."""
+        expected = oracle.gather(ids)
+        for name, found in rows.items():
+            assert_same_bits(found, getattr(expected, name))

@@ -177,6 +177,22 @@ def test_every_valid_transition_is_drawn_equally_often(device: str) -> None:
     assert (((counts[np.array(held) - memory.first_id] - expected) ** 2) / expected).sum() < 2 * len(held)
 
 
+def test_batches_share_no_memory(device: str) -> None:
+    """A caller may write to every tensor of a batch."""
+    world = World(device, 4)
+    with world.memory(20) as memory:
+        for _ in range(10):
+            memory.add(**world.step())
+        batches = [memory.sample(6) for _ in range(40)]
+        for i, batch in enumerate(batches):
+            assert torch.equal(batch.weights, torch.ones(6, device=device))
+            batch.weights.fill_(i)
+            batch.reward.fill_(i)
+        for i, batch in enumerate(batches):
+            assert torch.equal(batch.weights, torch.full((6,), float(i), device=device))
+            assert torch.equal(batch.reward, torch.full((6,), float(i), device=device))
+
+
 def test_one_seed_gives_one_sequence_of_batches(device: str) -> None:
     drawn = []
     for _ in range(2):
