@@ -6,8 +6,9 @@
 
 Subclass `SamplerContract`, `CodecContract`, `MemoryContract` or `BlobStoreContract` to test a sampler, a codec, a
 memory or a blob store of your own by the rules of holdall's, which pass the same classes. pytest collects the subclass
-and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base. Everything is compared with the oracle, bit for bit. Nothing here
-imports pytest. `holdall.testing.strategies` needs Hypothesis and is imported by name.
+and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base. Everything is compared with
+the oracle, bit for bit. Nothing here imports pytest. `holdall.testing.strategies` needs Hypothesis and is imported by
+name.
 """
 
 from __future__ import annotations
