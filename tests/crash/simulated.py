@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.directory import FileSystem
-from holdall.checkpoint.directory_blobs import DiskEntry
+from holdall.checkpoint.directory_blobs import DiskEntry, FileSystem
 from holdall.store.records import Buffer
 
 ROOT = Path("/disk")

@@ -97,7 +97,7 @@ def test_a_place_without_checkpoints_is_told_in_one_line(command: str, tmp_path:
     """And nothing is made there."""
     told = called(command, tmp_path / "nowhere")
     assert told.exit_code == 1
-    assert "no FORMAT file" in told.output
+    assert "No checkpoint found" in told.output
     assert not (tmp_path / "nowhere").exists()
 
 

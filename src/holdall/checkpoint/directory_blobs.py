@@ -35,6 +35,7 @@ _TEMPORARY = re.compile(r"[A-Za-z0-9_.\-]+\.[0-9a-f]{16}\.tmp")
 _MAX_CALL_BYTES = 4 * 2**20
 """Bytes of one write or read call, so that a cancelled job on a slow disk ends soon."""
 _MAX_OWNER_BYTES = 200
+_SHARD = re.compile(r"shards/[0-9]{5}")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """Errors of `link` on a file system without hard links."""
 _ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -119,15 +120,16 @@ class FileSystem:
             os.close(directory)
 
     def list(self, path: Path) -> list[DiskEntry]:
-        """Return the regular files and the directories in a directory. Links and special files are left out."""
+        """Return the files and the directories in a directory. Links and special files have 0 bytes."""
         entries = []
-        with os.scandir(path) as found:
-            for entry in found:
+        with os.scandir(path) as children:
+            for entry in children:
                 with contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
                     if entry.is_dir(follow_symlinks=False):
                         entries.append(DiskEntry(entry.name, None))
-                    elif entry.is_file(follow_symlinks=False):
-                        entries.append(DiskEntry(entry.name, entry.stat(follow_symlinks=False).st_size))
+                    else:
+                        found = entry.stat(follow_symlinks=False)
+                        entries.append(DiskEntry(entry.name, found.st_size if stat.S_ISREG(found.st_mode) else 0))
         return entries
 
     def is_link(self, path: Path) -> bool:
@@ -231,8 +233,10 @@ class DirectoryLease:
 
     def check(self) -> None:
         """Raise FencedError if the lock was released, or if the directory was removed or replaced."""
-        if self._file is None or not self._disk.is_locked(self._file, self._path):
-            raise FencedError(f"{self._path.parent} was removed or replaced while it was in use. Save again.")
+        folder = self._path.parent
+        with _explain_errors(str(folder), "read"):
+            if self._file is None or not self._disk.is_locked(self._file, self._path):
+                raise FencedError(f"{folder} was removed or replaced while it was in use. Save again.")
 
     def release(self) -> None:
         """Give the lock up. A forked child only closes its copy."""
@@ -257,6 +261,8 @@ class DirectoryBlobs:
         self.waiting = waiting or Waiting(self.url)
         self.root = root
         self._disk = disk or FileSystem()
+        # Links below this directory are refused. The directory of a shard belongs to the memory above it.
+        self._top = root.parent.parent if _SHARD.fullmatch("/".join(root.parts[-2:])) else root
 
     def create(self, name: str, data: Buffer) -> bool:
         """Create a blob. See `BlobStore.create`."""
@@ -416,10 +422,12 @@ class DirectoryBlobs:
 
     def _explain_file(self, path: Path) -> HoldallError:
         """Return the error for a file where a directory is expected."""
-        if path == self.root:
+        try:
+            self._disk.list(self.root)
+        except NotADirectoryError:
             return CheckpointError(
                 errno.ENOTDIR,
-                f"{path} is not a directory, so it contains no checkpoints. Pass the directory that was passed to "
+                f"{self.root} is not a directory, so it contains no checkpoints. Pass the directory that was passed to "
                 "save.",
             )
         return DamageError(
@@ -428,8 +436,8 @@ class DirectoryBlobs:
         )
 
     def _refuse_links(self, folder: Path) -> None:
-        """Raise DamageError if a directory below the root is a link, because its files belong to another place."""
-        while folder != self.root and self.root in folder.parents:
+        """Raise DamageError if a directory below the top is a link, because its files belong to another place."""
+        while self._top in folder.parents:
             if self._disk.is_link(folder):
                 raise DamageError(f"{folder} is a link, which is not followed. Use the directory itself.")
             folder = folder.parent

@@ -27,7 +27,6 @@ from holdall.checkpoint import (
     collect_all,
     find_damage,
     open_reader,
-    open_writer,
     require_whole,
 )
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
@@ -153,14 +152,11 @@ def gc(
     verbose: Verbose = False,
 ) -> None:
     """Remove all but the newest checkpoints, and every file that none of them names."""
-    open_reader(url).require()
-    place = open_writer(url)
-    try:
-        freed = collect_all(place, keep)
-        left = place.reader.numbers()
-    finally:
-        place.close()
-    words = {"url": place.url, "freed_bytes": freed, "left": left}
+    reader = open_reader(url)
+    reader.require()
+    freed = collect_all(reader, keep)
+    left = reader.numbers()
+    words = {"url": reader.url, "freed_bytes": freed, "left": left}
     typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {counted(len(left), 'checkpoint')} left")
 
 
