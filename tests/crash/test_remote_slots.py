@@ -92,7 +92,7 @@ def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPa
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     try:
-        with pytest.raises(CheckpointError, match="conditions"):
+        with pytest.raises(CheckpointError, match="conditional puts"):
             opened("s3://runs/one")
     finally:
         server.shutdown()

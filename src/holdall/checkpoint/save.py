@@ -136,9 +136,8 @@ class BlobWriter:
         if not self._content:
             return
         nbytes = len(self._content)
-        with memoryview(self._content) as view:
-            is_created = self._blobs.create(SEGMENTS + self._name, view)
-        if not is_created:
+        # A request that was cancelled may still read the content, so the bytearray is replaced and never cleared.
+        if not self._blobs.create(SEGMENTS + self._name, memoryview(self._content)):
             raise CheckpointError(f"{self._blobs.url}/{SEGMENTS}{self._name} already exists. Save again.")
         self.files[self._name] = nbytes
         self._content = bytearray()
