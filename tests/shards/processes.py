@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 
 def shard_terms(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryTerms:
     """Return the terms of a memory with journals, for a shard in this process."""
-    tuning = ClusterTuning(predecessor_s=0.01, **tuned)
+    tuning = ClusterTuning(**tuned)
     return MemoryTerms(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
 
 
@@ -56,8 +56,7 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
 @contextmanager
 def impatient(*writers: Writer) -> Iterator[None]:
     """Have writers give up a shard that is away almost at once, for as long as this lasts."""
-    streams = [group.streams for writer in writers for group in writer._groups]
     with pytest.MonkeyPatch.context() as patch:
-        for each in streams:
-            patch.setattr(each, "terms", each.terms._replace(writer_patience_s=0.1))
+        for writer in writers:
+            patch.setattr(writer._streams, "patience_s", 0.1)
         yield

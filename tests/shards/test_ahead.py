@@ -74,7 +74,7 @@ def test_batches_drawn_at_once_are_the_same_for_the_same_seed() -> None:
     found = []
     for _ in range(2):
         with ReplayMemory(SPACE, spaces.Discrete(2), 80_000, shards=4, seed=5, patience_s=60.0) as memory:
-            memory._groups[0].streams._generator = np.random.default_rng(0)  # chooses the shards of segments
+            memory._streams._generator = np.random.default_rng(0)  # chooses the shards of segments
             for first in range(0, 3_000, 100):  # so that every shard has room for each
                 add(memory, first, first + 100)
             with memory.loader(64, prefetch=4) as loader:

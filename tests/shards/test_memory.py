@@ -118,7 +118,7 @@ def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
     source, before = stream(ends=0.2), len(four)
     # By chance, one in some hundred times a shard got too few.
-    four._groups[0].streams._generator = np.random.default_rng(0)
+    four._streams._generator = np.random.default_rng(0)
     added: dict[float, tuple[Any, ...]] = {}
     for _ in range(1_500):
         step = arguments(source)

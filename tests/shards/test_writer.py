@@ -91,8 +91,7 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
 def rows_sent(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have segments of a writer sent nowhere; return the list of their rows, which grows."""
     sent: list[int] = []
-    for group in writer._groups:
-        monkeypatch.setattr(group.streams, "send", lambda _stream, segment, stays: sent.append(segment.rows))
+    monkeypatch.setattr(writer._streams, "send", lambda _stream, segment, stays: sent.append(segment.rows))
     return sent
 
 
@@ -210,7 +209,7 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
 
 def test_rows_under_way_are_counted_while_others_send_them() -> None:
     """Metrics are read in a thread of their own, which an error would end."""
-    stream, is_over = SegmentStream(None, 0, b"", 1.0, ClusterTuning()), threading.Event()
+    stream, is_over = SegmentStream(None, 0, b"", ClusterTuning()), threading.Event()
 
     def send() -> None:
         while not is_over.is_set():
@@ -233,9 +232,9 @@ def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory)
     forget_all(memory)
     writer = memory.writer()
     add(writer, 0)
-    group = weakref.ref(writer._groups[0])
+    streams = weakref.ref(writer._streams)
     del writer
-    assert group() is None  # at once, without the collector
+    assert streams() is None  # at once, without the collector
     assert held(memory) == [0]
 
 
@@ -278,8 +277,7 @@ def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: Replay
     program = f"""{DRIVER}
 import ray
 ray.shutdown()
-for group in memory._groups:
-    group.streams._list._looked_at = -1e9  # as if it were time to look for shards
+memory._streams._list._looked_at = -1e9  # as if it were time to look for shards
 for call in (memory.flush, lambda: memory.sample(8), memory.writer, memory.shards, lambda: len(memory), memory.close):
     try:
         call()

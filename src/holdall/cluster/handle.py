@@ -100,18 +100,18 @@ class MemoryHandle(Writer):
     def _flush_granted(self) -> None:
         """Flush what the limiter grants now. The rest may wait for draws of this very thread."""
         while not self._lock.acquire(timeout=_LOCK_S):
-            if any(group.is_waiting for group in self._groups):  # In another thread, which holds the lock.
+            if self._is_waiting:  # Another thread, which holds the lock.
                 return
         try:
             self._require_open()
-            for group in self._groups:
-                group.flush(waits=False)
+            self._send(waits=False)
+            self._streams.flush()
             self._record_streams()
         finally:
             self._lock.release()
 
     def _record_streams(self) -> None:
-        for stream in self._streams:
+        for stream in self._streams.streams.values():
             if stream.counters is not None:
                 self._members.record(stream.number, stream.counters)
 

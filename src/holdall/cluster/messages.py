@@ -45,9 +45,8 @@ class InsertRequest(NamedTuple):
     """Segments that a writer sends to a shard."""
 
     writer: bytes
-    first: int  # Number of the first segment.
+    first: int  # Number of the first segment. Earlier ones will not be sent again.
     payloads: list[bytes]
-    oldest: int  # Number of the oldest segment that the writer still has. Earlier ones will not be sent again.
 
 
 class Ack(NamedTuple):

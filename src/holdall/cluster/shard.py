@@ -65,8 +65,8 @@ class Shard:
         self._is_durable = terms.url is not None
         self._tuning = terms.tuning
         self._machine = this_machine()
-        self._lock = threading.RLock()
-        self._staged = threading.Condition(self._lock)  # Notified when a segment was staged.
+        self._lock = threading.RLock()  # Guards what is held.
+        self._staging = threading.Lock()  # Guards the order of segments, and is never held while rows are drawn.
         self._process = HeldReader()
         self._metrics = ShardMetrics(terms.name, number)
         self._written_changes = 0  # `changes` when priorities were last written to the journal.
@@ -130,35 +130,31 @@ class Shard:
 
     @ray.method(concurrency_group="insert")
     def insert(self, request: InsertRequest) -> Ack:
-        """Accept those segments of a writer that come next. Return the number of the segment that comes then."""
+        """Accept those segments of a writer that come next. Return the number of the segment that comes then.
+
+        A writer sends one call at a time. A call that it gave up may still be executed beside the next one, so every
+        number is accepted once.
+        """
         writer = request.writer
+        refusal = ""
         with self._metrics.time_call("insert"):
             self._require_journal()
-            with self._lock:
-                self._expected[writer] = max(self._expected.get(writer, 0), request.oldest)
-            refusal = ""
-            for number, payload in enumerate(request.payloads, request.first):
-                try:
-                    self._stage(writer, number, payload)
-                except (ArgumentError, DamageError) as error:
-                    refusal = str(error) if number == self._expected[writer] else ""
-                    break
-            with self._lock:
-                expected = self._expected[writer]
+            with self._staging:
+                expected = max(self._expected.get(writer, 0), request.first)
+                for number, payload in enumerate(request.payloads, request.first):
+                    if number != expected:
+                        continue
+                    try:
+                        received = self._data.unpack(payload)
+                        self._data.store.require_reward_dtype(received.reward_dtype)
+                    except (ArgumentError, DamageError) as error:
+                        refusal = str(error)
+                        break
+                    self._journal.stage(Entry(writer, number, payload, received))
+                    expected += 1
+                self._expected[writer] = expected
             self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
             return Ack(expected, self.counters(), refusal)
-
-    def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
-        """Queue a segment if it is its writer's next one. Another thread may have the segment before it."""
-        received = self._data.unpack(payload)
-        with self._staged:
-            self._staged.wait_for(lambda: self._expected[writer] >= number, self._tuning.predecessor_s)
-            if number != self._expected[writer]:
-                return
-            self._data.store.require_reward_dtype(received.reward_dtype)
-            self._journal.stage(Entry(writer, number, payload, received))
-            self._expected[writer] = number + 1
-            self._staged.notify_all()
 
     def _show(self, entries: Sequence[Entry]) -> range:
         """Hold segments that are durable now. Return the rows that are held."""

@@ -24,7 +24,7 @@ _ANSWER_S = 10.0
 _RESTART_S = 15.0
 """Seconds that a shard may take to start again after Ray gave up its machine."""
 _STAY_DIVISOR = 4
-"""An episode that is longer than this part of a shard's capacity is cut, and continues on another shard."""
+"""Episodes are cut, and continue on another shard, when their writer has filled this part of a shard with them."""
 _CHOICES: dict[str, Collection[str]] = {
     "durability": ("memory", "segment"),
     "on_shard_loss": ("degrade", "block", "raise"),
@@ -51,7 +51,7 @@ class MemoryTerms(NamedTuple):
 
     @property
     def stay_rows(self) -> int:
-        """Rows after which a writer may change the shard within an episode. 0: after every segment."""
+        """Rows after which a writer changes the shard also within an episode. 0: after every segment."""
         if not isinstance(self.sampler, ComposedSampler):
             return 0
         return max(1, self.shard_rows // _STAY_DIVISOR)

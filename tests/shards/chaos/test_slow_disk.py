@@ -46,7 +46,7 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     monkeypatch.setattr(Slots, "create", create_slowly)
     told: list[Ack] = []
     payload = segment(range(50))
-    calls = [InsertRequest(WRITER, *call, 0) for call in ((0, [payload]), (0, [payload]), (1, []))]
+    calls = [InsertRequest(WRITER, *call) for call in ((0, [payload]), (0, [payload]), (1, []))]
     asking = [threading.Thread(target=lambda call=call: told.append(shard.insert(call))) for call in calls]
     for thread in asking:
         thread.start()
