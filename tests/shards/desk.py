@@ -60,7 +60,7 @@ class Desk:
         self.send()
         goals = self.sampler.count_relabelled(count) if isinstance(self.sampler, Hindsight) else 0
         counters = self.counters()
-        drawn = self.shard.draw([(count, goals)], None, is_near=self.is_near)
+        drawn = self.shard.draw(count, goals, None, is_near=self.is_near)
         answer = read_answer(self.shard.read(drawn, counters, is_near=self.is_near))
         positions = [np.arange(count) if answer.order is None else answer.order]
         by = Likelihood(self.sampler).prioritized

@@ -178,7 +178,7 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
     answers = []
     for number, rows in where.items():
         desk, numbers = lanes[number].desk, lanes[number].numbers
-        drawn = desk.shard.draw([(len(rows), 0)], None, is_near=True)
+        drawn = desk.shard.draw(len(rows), 0, None, is_near=True)
         ids = drawn.draw.ids
         starts = numbers[ids[:, 2] if ids.ndim == 2 else ids]
         counts += np.bincount(starts, minlength=first)

@@ -17,7 +17,7 @@ from holdall.batch import Batch, check_ids
 from holdall.cluster.access import join_cluster, require_safe_cluster
 from holdall.cluster.answer import BatchMaker
 from holdall.cluster.calls import ask
-from holdall.cluster.learner import BatchRequest, BatchStream, Learner
+from holdall.cluster.learner import BatchRequest, Learner
 from holdall.cluster.limiter import wait_for_grant
 from holdall.cluster.members import Members
 from holdall.cluster.messages import ShardCounters, ShardStatus
@@ -28,7 +28,7 @@ from holdall.cluster.writer import Writer
 from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError
 from holdall.report import MemoryReport
-from holdall.sampling import ComposedSampler, Hindsight, Sampler, check_priorities, new_generator
+from holdall.sampling import Hindsight, Sampler, check_priorities, new_generator
 from holdall.schema import require_count
 
 _ROSTER_S = 120.0
@@ -122,44 +122,29 @@ class MemoryHandle(Writer):
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
         self._require_open()
-        (request,) = self._request_batches(batch_size, 1)
-        return self._learner.finish(request)
+        return self._learner.finish(self._request_batch(batch_size))
 
     def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
-        """Return an endless iterator over batches that are made ahead, see `holdall.ReplayMemory.loader`.
-
-        With four shards or more, one call to each shard brings rows of several batches. Each batch is then drawn at
-        most `prefetch` batches before it is returned. With a `limit`, and with a sampler that follows episodes, every
-        batch is drawn alone.
-        """
+        """Return an endless iterator over batches that are made ahead, see `holdall.ReplayMemory.loader`."""
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._require_open()
-        batches = self._count_batches(prefetch)
-        stream = BatchStream(functools.partial(self._request_batches, batch_size), batches)
         self._maker.blocks.max_spare = max(self._maker.blocks.max_spare, prefetch + 3)
 
         def draw() -> Callable[[], Batch]:
-            return functools.partial(self._learner.finish, stream.take())
+            return functools.partial(self._learner.finish, self._request_batch(batch_size))
 
-        return Loader(draw, _return, max(0, prefetch - batches + 1))
+        return Loader(draw, _return, prefetch)
 
-    def _request_batches(self, batch_size: int, batches: int) -> list[BatchRequest]:
-        """Request batches after everything that this process added and updated has reached the shards."""
+    def _request_batch(self, batch_size: int) -> BatchRequest:
+        """Request a batch after everything that this process added and updated has reached the shards."""
         self._flush_granted()
         self._learner.read_confirmations()
         self._learner.spread_highest()
         limit = self._terms.limit
         if limit is not None:
             wait_for_grant(limit, "sample", batch_size, self._members.ask_roster, self._terms.tuning.notice_s)
-        return self._learner.start(batch_size, batches)
-
-    def _count_batches(self, prefetch: int) -> int:
-        """Return how many batches a loader requests at once. Batches of sequences may be large, so they are alone."""
-        is_many = self.num_shards >= self._terms.tuning.min_batching_shards
-        if not is_many or self._terms.limit is not None or isinstance(self.sampler, ComposedSampler):
-            return 1
-        return max(1, min(prefetch, self.num_shards))
+        return self._learner.start(batch_size)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""

@@ -26,12 +26,13 @@ class ShardCounters(NamedTuple):
 
 
 class SampleRequest(NamedTuple):
-    """Rows of one or more batches that a learner wants from a shard."""
+    """Rows of a batch that a learner wants from a shard."""
 
     machine: bytes  # Machine of the learner, see `this_machine`.
     seed: int  # Seed of the draw. 0: the shard's own generator.
-    counts: list[tuple[int, int]]  # For every batch: the number of rows, and how many of them get another goal.
-    blocks: list[BlockRows]  # For every batch: where large observations are written. Empty: they are sent.
+    rows: int
+    goals: int  # How many of the rows get another goal.
+    block: BlockRows | None  # Where large observations are written. None: they are sent.
 
 
 class GatherRequest(NamedTuple):

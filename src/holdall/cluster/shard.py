@@ -185,9 +185,8 @@ class Shard:
                 if counters.mass == 0:
                     return counters
                 generator = new_generator(request.seed) if request.seed else None
-                drawn = self._data.draw(request.counts, generator, is_near=is_near)
-            blocks = request.blocks
-            return self._data.read(drawn, counters, is_near=is_near, counts=request.counts, blocks=blocks)
+                drawn = self._data.draw(request.rows, request.goals, generator, is_near=is_near)
+            return self._data.read(drawn, counters, is_near=is_near, block=request.block)
 
     @ray.method(concurrency_group="sample")
     def gather(self, request: GatherRequest) -> Answer | bytes:

@@ -34,7 +34,6 @@ class ClusterTuning:
     list_s: float = 2.0  # Seconds between two questions to the roster about new shards.
     probe_s: float = 0.25  # Seconds between two questions to a lost shard.
     max_probes: int = 16  # Unanswered questions to a lost shard that are kept.
-    min_batching_shards: int = 4  # Number of shards from which on a loader draws several batches with one call.
     min_shared_bytes: int = 2**16  # Observations of a batch that shards on the same machine write to shared memory.
     compress_share: float = 0.9  # Compressed share of an answer up to which slow compression pays.
     measure_answers: int = 64  # Answers after which that share is measured again.
