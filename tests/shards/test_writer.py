@@ -20,6 +20,7 @@ import ray
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, FencedError, Sequence, ShardError
+from holdall.checkpoint.directory_blobs import FileSystem
 from holdall.cluster.access import machine_timeout_s
 from holdall.cluster.journal import open_journal
 from holdall.cluster.stream import SegmentStream, SentSegment
@@ -343,7 +344,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(28, "No space left on device")
         written(disk, file, content)
 
-    disk = type(opened._slots._objects._disk)  # it is a local one
+    disk = FileSystem
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once

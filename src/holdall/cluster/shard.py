@@ -19,7 +19,7 @@ from holdall.checkpoint import Checkpoint, Restored, SaveHandle, Savers, open_re
 from holdall.cluster.answer import Answer
 from holdall.cluster.calls import ask, this_machine, this_node
 from holdall.cluster.ids import Ids, first_row_of_life, life_of_row, lives_of_rows
-from holdall.cluster.journal import Entry, open_journal
+from holdall.cluster.journal import Entry, Journal, open_journal
 from holdall.cluster.messages import (
     Ack,
     GatherRequest,
@@ -62,7 +62,6 @@ class Shard:
     ) -> None:
         self._number = number
         self._memory = terms.name
-        self._is_durable = terms.url is not None
         self._tuning = terms.tuning
         self._machine = this_machine()
         self._lock = threading.RLock()  # Guards what is held.
@@ -75,13 +74,15 @@ class Shard:
         self._data = ShardData(
             terms.words, terms.shard_rows, terms.sampler, new_generator(seed), terms.tuning, neighbours
         )
-        self._journal = open_journal(terms.url, number, terms.tuning)
-        self._epoch, highest = begin_life(terms.name, number, 0, has_journal=self._is_durable)
+        self._journal = None if terms.url is None else open_journal(terms.url, number, terms.tuning)
+        self._epoch, highest = begin_life(terms.name, number, 0, has_journal=self._journal is not None)
         self._start(seed, saved)
         self._data.raise_highest(highest)
         # Number of every writer's next segment, with those that are staged.
-        self._expected = dict(self._journal.expected)
-        self._journal.start(self._data.rows, self._show, self._read_changed_priorities)
+        self._expected: dict[bytes, int] = {}
+        if self._journal is not None:
+            self._expected.update(self._journal.expected)
+            self._journal.start(self._data.rows, self._show, self._read_changed_priorities)
         self._metrics.follow(self._measure)
 
     # ---------------------------------------------------------------- starting
@@ -91,11 +92,11 @@ class Shard:
         name = "" if saved is None else f"{saved[0]}:{saved[1]}"
         # A shard starts with a checkpoint once. A restarted shard does not go back to it.
         must_load = saved is not None and (self._epoch == 0 or not is_restarted())
-        if self._is_durable:
-            must_load = self._take_over_journal(name)
+        if self._journal is not None:
+            must_load = self._take_over_journal(self._journal, name)
         written = self._data.store.next_row
         checkpoint = _read_shard(*saved) if saved is not None and must_load else None
-        if not self._is_durable:
+        if self._journal is None:
             self._start_life(checkpoint)
         # The first life of the first shard draws as a local memory with the same seed.
         if seed is not None and (self._number, self._epoch) != (0, 0):
@@ -103,12 +104,11 @@ class Shard:
         if checkpoint is not None:
             self._data.load(checkpoint)
             self._savers.adopt(checkpoint)
-            if self._is_durable:
+            if self._journal is not None:
                 self._data.write_loaded(self._journal, name, written)
 
-    def _take_over_journal(self, checkpoint: str) -> bool:
+    def _take_over_journal(self, journal: Journal, checkpoint: str) -> bool:
         """Hold everything in the journal. Return whether a checkpoint, or the rest of it, is still to be loaded."""
-        journal = self._journal
         self._data.replay(journal, waits=is_restarted())
         self._epoch = journal.epoch
         loading = journal.state.loading
@@ -150,14 +150,22 @@ class Shard:
                     except (ArgumentError, DamageError) as error:
                         refusal = str(error)
                         break
-                    self._journal.stage(Entry(writer, number, payload, received))
+                    self._accept(Entry(writer, number, payload, received))
                     expected += 1
                 self._expected[writer] = expected
-            self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
+            if self._journal is not None:
+                self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
             return Ack(expected, self.counters(), refusal)
 
+    def _accept(self, entry: Entry) -> None:
+        """Hold a segment, or queue it for the journal if there is one."""
+        if self._journal is None:
+            self._show([entry])
+        else:
+            self._journal.stage(entry)
+
     def _show(self, entries: Sequence[Entry]) -> range:
-        """Hold segments that are durable now. Return the rows that are held."""
+        """Hold segments that are as durable as they should be. Return the rows that are held."""
         with self._lock:
             for entry in entries:
                 self._data.accept(entry)
@@ -165,11 +173,11 @@ class Shard:
 
     def trouble(self) -> str:
         """Return why segments are not acknowledged at the moment, if there is a reason."""
-        return self._journal.trouble
+        return "" if self._journal is None else self._journal.trouble
 
     def _require_journal(self) -> None:
         """Raise FencedError if another shard has taken over the journal."""
-        if self._journal.fenced is not None:
+        if self._journal is not None and self._journal.fenced is not None:
             raise self._journal.fenced
 
     # ---------------------------------------------------------------- batches and priorities
@@ -247,7 +255,7 @@ class Shard:
     def end_saves(self) -> None:
         """Wait for checkpoints that are being written, and make priorities durable."""
         self._savers.close()
-        if self._is_durable and self._journal.fenced is None:
+        if self._journal is not None and self._journal.fenced is None:
             self._journal.write_priorities()
 
     # ---------------------------------------------------------------- figures
@@ -264,7 +272,7 @@ class Shard:
                 transitions=len(data.store),
                 inserted=data.inserted,
                 changes=data.changes,
-                backlog=self._journal.backlog,
+                backlog=0 if self._journal is None else self._journal.backlog,
                 mass=mass,
                 highest=data.likelihood.highest,
             )
@@ -299,7 +307,7 @@ class Shard:
             "held_bytes": sum(field.total_bytes for field in fields),
             "plain_bytes": sum(field.plain_bytes for field in fields),
             "capacity": self._data.capacity,
-            "is_durable": self._is_durable,
+            "is_durable": self._journal is not None,
         }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.checkpoint import Slots
+from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.cluster.messages import Ack, InsertRequest
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard import Shard
@@ -36,14 +36,14 @@ def segment(numbers: range) -> bytes:
 def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, create = threading.Event(), Slots.create
+    disk, create = threading.Event(), DirectoryBlobs.create
 
-    def create_slowly(slots: Slots, number: int, content: bytes) -> bool:
+    def create_slowly(blobs: DirectoryBlobs, name: str, content: bytes) -> bool:
         disk.wait()
-        return create(slots, number, content)
+        return create(blobs, name, content)
 
     shard: Any = Shard(0, shard_terms(schema_words(SCHEMA), 1_000, tmp_path), 0)
-    monkeypatch.setattr(Slots, "create", create_slowly)
+    monkeypatch.setattr(DirectoryBlobs, "create", create_slowly)
     told: list[Ack] = []
     payload = segment(range(50))
     calls = [InsertRequest(WRITER, *call) for call in ((0, [payload]), (0, [payload]), (1, []))]
