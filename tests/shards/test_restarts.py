@@ -18,7 +18,7 @@ from holdall import CheckpointError, NStep, ShardError
 from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
 from holdall.cluster.calls import get_result
 from holdall.cluster.journal import Entry, Journal
-from holdall.cluster.members import ShardList
+from holdall.cluster.members import Members
 from holdall.cluster.messages import RestartedError
 from holdall.cluster.shard import begin_life
 from holdall.cluster.terms import NAMESPACE
@@ -79,11 +79,11 @@ def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(lastin
 def test_who_looks_for_the_shards_of_a_closed_memory_does_not_wait_for_its_roster(durable: ReplayMemory) -> None:
     """It never comes back, whatever the patience: a writer that is dropped later must not hold up its process."""
     roster = durable._fleet.roster
-    shards = ShardList(roster, 3_600.0, ClusterTuning())
+    shards = Members(roster, 3_600.0, ClusterTuning())
     durable.close()
     wait_until(lambda: not answers(roster))
     with pytest.raises(ShardError, match="Is the memory closed"):
-        shards.refresh()
+        shards.refresh_list()
 
 
 class DyingRoster:

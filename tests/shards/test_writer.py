@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,8 @@ from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, FencedError, Sequence, ShardError
 from holdall.checkpoint.directory_blobs import FileSystem
-from holdall.cluster.access import machine_timeout_s
 from holdall.cluster.journal import open_journal
 from holdall.cluster.stream import SegmentStream, SentSegment
-from holdall.cluster.terms import choose_patience
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
@@ -210,7 +209,8 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
 
 def test_rows_under_way_are_counted_while_others_send_them() -> None:
     """Metrics are read in a thread of their own, which an error would end."""
-    stream, is_over = SegmentStream(None, 0, b"", ClusterTuning()), threading.Event()
+    members: Any = SimpleNamespace(handle=lambda _: None)
+    stream, is_over = SegmentStream(members, 0, b"", ClusterTuning()), threading.Event()
 
     def send() -> None:
         while not is_over.is_set():
@@ -278,7 +278,7 @@ def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: Replay
     program = f"""{DRIVER}
 import ray
 ray.shutdown()
-memory._streams._list._looked_at = -1e9  # as if it were time to look for shards
+memory._members._listed_at = -1e9  # as if it were time to look for shards
 for call in (memory.flush, lambda: memory.sample(8), memory.writer, memory.shards, lambda: len(memory), memory.close):
     try:
         call()
@@ -387,21 +387,6 @@ def test_the_limiter_says_what_it_waits_for(cluster: None, caplog: pytest.LogCap
             add(writer, 0)
             add(writer, 1)
         drawing.join()
-
-
-@pytest.mark.parametrize("is_private_there", [True, False])
-def test_patience_follows_rays_settings(is_private_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = machine_timeout_s()
-    assert usual > 60  # Ray gives up a machine that hangs after a minute.
-    assert choose_patience(None)[1] > usual
-    assert choose_patience(3.0) == (3.0, 3.0)
-    if not is_private_there:
-        monkeypatch.delattr(ray._raylet, "Config")
-        assert machine_timeout_s() == usual
-        for name, value in (("initial_delay_ms", 1_000), ("period_ms", 1_000), ("timeout_ms", 1_000)):
-            monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
-        monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-        assert machine_timeout_s() == 7.0
 
 
 @pytest.mark.nightly

@@ -19,7 +19,6 @@ from holdall.cluster.answer import BatchMaker
 from holdall.cluster.calls import ask
 from holdall.cluster.learner import BatchRequest, Learner
 from holdall.cluster.limiter import wait_for_grant
-from holdall.cluster.members import Members
 from holdall.cluster.messages import ShardCounters, ShardStatus
 from holdall.cluster.metrics import Gauges
 from holdall.cluster.roster import find_roster
@@ -64,7 +63,6 @@ class MemoryHandle(Writer):
         super().__init__(terms, self.num_envs)
         self._device = device
         self._maker = BatchMaker(self.schema, device, terms.tuning)
-        self._members = Members(find_roster(terms.name), terms.patience_s, terms.tuning)
         self._learner = Learner(
             self._members, self._maker, sampler, generator, terms.on_shard_loss, terms.tuning, seeds=seeds
         )
@@ -95,7 +93,6 @@ class MemoryHandle(Writer):
         with self._lock:
             self._require_open()
             super().flush()
-            self._record_streams()
 
     def _flush_granted(self) -> None:
         """Flush what the limiter grants now. The rest may wait for draws of this very thread."""
@@ -106,14 +103,8 @@ class MemoryHandle(Writer):
             self._require_open()
             self._send(waits=False)
             self._streams.flush()
-            self._record_streams()
         finally:
             self._lock.release()
-
-    def _record_streams(self) -> None:
-        for stream in self._streams.streams.values():
-            if stream.counters is not None:
-                self._members.record(stream.number, stream.counters)
 
     # ---------------------------------------------------------------- drawing
 

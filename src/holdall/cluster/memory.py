@@ -23,8 +23,9 @@ from holdall.cluster.limiter import RateLimit
 from holdall.cluster.members import Members
 from holdall.cluster.messages import LOSSES
 from holdall.cluster.terms import (
+    LEARNER_PATIENCE_S,
+    WRITER_PATIENCE_S,
     MemoryTerms,
-    choose_patience,
     require_sampler,
     require_settings,
     strip_sampler,
@@ -69,8 +70,8 @@ class ReplayMemory(MemoryHandle):
         placement: Where shards are started: "spread" over machines, or "pack" on few.
         resources: What Ray reserves for each shard, by name: {"memory": 2**34}, or a resource of your own.
         name: Name under which other processes find the memory, see `holdall.ray.attach`. None: a random one.
-        patience_s: Seconds after which a silent shard counts as lost. None: 10 for learners; writers wait as long as
-            Ray may need to give up a machine and to start the shard elsewhere.
+        patience_s: Seconds after which a silent shard counts as lost. None: 10 for learners and 90 for writers, because
+            Ray needs up to 70 to give up a machine.
 
     All methods may be called from any thread.
     """
@@ -113,7 +114,6 @@ class ReplayMemory(MemoryHandle):
         )
         sampler = require_sampler(sampler)
         require_safe_cluster()
-        learner_s, writer_s = choose_patience(patience_s)
         terms = MemoryTerms(
             words=schema_words(schema),
             name=name or f"holdall-{secrets.token_hex(8)}",
@@ -122,8 +122,8 @@ class ReplayMemory(MemoryHandle):
             url=None if url is None else checkpoint.normalized_url(url),
             prefer=prefer,
             on_shard_loss=on_shard_loss,
-            patience_s=learner_s,
-            writer_patience_s=writer_s,
+            patience_s=LEARNER_PATIENCE_S if patience_s is None else patience_s,
+            writer_patience_s=WRITER_PATIENCE_S if patience_s is None else patience_s,
             limit=limit,
             shards=len(shards.places),
             tuning=_tuning or ClusterTuning(),

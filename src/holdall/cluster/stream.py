@@ -10,16 +10,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
 from holdall.cluster.calls import get_result, require_ray
-from holdall.cluster.members import ShardList
+from holdall.cluster.members import Members
 from holdall.cluster.messages import Ack, GoneError, InsertRequest, ShardCounters
-from holdall.cluster.roster import find_roster
 from holdall.cluster.terms import MemoryTerms
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import FencedError, ShardError
@@ -43,16 +41,14 @@ class SegmentStream:
         number: Number of the shard.
         in_flight: Segments that are not acknowledged, oldest first.
         sequence: Number of the oldest segment in flight, or of the next one.
-        counters: What the shard reported last. None before the first report.
     """
 
-    def __init__(self, shard: Any, number: int, writer: bytes, tuning: ClusterTuning, roster: Any = None) -> None:
+    def __init__(self, members: Members, number: int, writer: bytes, tuning: ClusterTuning) -> None:
         self.number = number
         self.in_flight: deque[SentSegment] = deque()
         self.sequence = 0
-        self.counters: ShardCounters | None = None
-        self._shard = shard
-        self._roster = roster
+        self._members = members
+        self._shard = members.handle(number)
         self._writer = writer
         self._tuning = tuning
         self._call: Any = None  # The call that the shard has not answered yet.
@@ -61,9 +57,15 @@ class SegmentStream:
         self._was_dead = False
 
     @property
+    def counters(self) -> ShardCounters | None:
+        """What the shard reported last. None before the first report."""
+        return self._members.last_counters(self.number)
+
+    @property
     def inserted(self) -> int:
         """Transitions that the shard ever accepted, as far as is known, with those in flight."""
-        accepted = 0 if self.counters is None else self.counters.inserted
+        counters = self.counters
+        accepted = 0 if counters is None else counters.inserted
         return accepted + self.unacknowledged_rows
 
     @property
@@ -79,7 +81,8 @@ class SegmentStream:
     @property
     def has_room(self) -> bool:
         """Whether another segment may be sent. Only one at a time if much waits for the shard's journal."""
-        if self.counters is not None and self.counters.backlog >= self._tuning.max_backlog_bytes:
+        counters = self.counters
+        if counters is not None and counters.backlog >= self._tuning.max_backlog_bytes:
             return not self.in_flight
         is_short = len(self.in_flight) < self._tuning.max_segments_in_flight
         return is_short and self.unacknowledged_bytes < self._tuning.max_bytes_in_flight
@@ -158,12 +161,12 @@ class SegmentStream:
 
     def _record_ack(self, ack: Ack) -> None:
         """Forget the segments that were accepted."""
-        self.counters = ack.counters
+        self._members.record(self.number, ack.counters)
         while self.sequence < ack.expected:
             segment = self.in_flight.popleft()
             self.sequence += 1
             if segment.lease >= 0:
-                self._roster.end_insert.remote(segment.lease, self.number, ack.counters)
+                self._members.end_lease(segment.lease, self.number, ack.counters)
         if ack.refusal:
             self.in_flight.popleft()
             self.sequence += 1
@@ -181,22 +184,17 @@ class ShardStreams:
         patience_s: Seconds after which a shard that acknowledges nothing raises an error.
     """
 
-    def __init__(self, terms: MemoryTerms, spread: int | None = None) -> None:
+    def __init__(self, terms: MemoryTerms, members: Members, spread: int | None = None) -> None:
         self.streams: dict[int, SegmentStream] = {}
         self.patience_s = terms.writer_patience_s
         self._terms = terms
         self._writer = secrets.token_bytes(16)
-        self._roster = find_roster(terms.name)
+        self._members = members
         self._spread = spread
         self._generator = np.random.default_rng()
         self._home = -1  # Shard on which the writer stays while episodes continue. -1: none.
         self._home_rows = 0  # Rows that were sent there one after another.
-        self._list = ShardList(self._roster, terms.patience_s, terms.tuning)
         self._targets: list[int] = []  # Shards that new segments are sent to.
-
-    def ask_roster(self, question: Callable[[Any], Any], patience_s: float | None = None) -> Any:
-        """Return the roster's answer to `question(roster)`. Wait while Ray restarts the roster."""
-        return self._list.ask_roster(question, patience_s)
 
     def flush(self) -> None:
         """Wait until the shards have acknowledged everything."""
@@ -240,11 +238,11 @@ class ShardStreams:
 
     def _refresh(self) -> None:
         """Ask from time to time which shards there are."""
-        self._list.refresh()
-        for number, handle in self._list.handles.items():
+        self._members.refresh_list()
+        targets = self._members.numbers
+        for number in targets:
             if number not in self.streams:
-                self.streams[number] = SegmentStream(handle, number, self._writer, self._terms.tuning, self._roster)
-        targets = sorted(self._list.handles)
+                self.streams[number] = SegmentStream(self._members, number, self._writer, self._terms.tuning)
         if self._spread is not None:  # Earlier targets stay. Random others complete them.
             mixed: list[int] = self._generator.permutation(targets).tolist()
             targets = sorted(mixed, key=lambda number: number not in self._targets)[: self._spread]

@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from holdall.cluster.access import machine_timeout_s
 from holdall.cluster.limiter import RateLimit
 from holdall.cluster.tuning import ClusterTuning
 from holdall.codec.choice import PREFERENCES
@@ -19,10 +18,10 @@ NAMESPACE = "holdall"
 """Ray namespace in which rosters have their names."""
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 
-_ANSWER_S = 10.0
+LEARNER_PATIENCE_S = 10.0
 """Seconds after which a learner counts a silent shard as lost."""
-_RESTART_S = 15.0
-"""Seconds that a shard may take to start again after Ray gave up its machine."""
+WRITER_PATIENCE_S = 90.0
+"""Seconds that a writer waits for a shard. By default Ray needs 70 to give up a frozen machine."""
 _STAY_DIVISOR = 4
 """Episodes are cut, and continue on another shard, when their writer has filled this part of a shard with them."""
 _CHOICES: dict[str, Collection[str]] = {
@@ -68,16 +67,6 @@ def require_settings(url: str | os.PathLike[str] | None, patience_s: float | Non
             f"url ({url!r}) does not fit durability={chosen['durability']!r}. Pass the place of the journals for "
             "durability='segment', and no url for 'memory'."
         )
-
-
-def choose_patience(patience_s: float | None) -> tuple[float, float]:
-    """Return the seconds that a learner waits for an answer, and the seconds that a writer waits for a shard.
-
-    By default a writer waits as long as Ray may need to give up a machine and to start the shard elsewhere.
-    """
-    if patience_s is not None:
-        return patience_s, patience_s
-    return _ANSWER_S, max(_ANSWER_S, machine_timeout_s()) + _RESTART_S
 
 
 def require_sampler(sampler: Sampler | None) -> Sampler:

@@ -22,6 +22,8 @@ import ray
 
 from holdall.cluster.calls import require_ray
 from holdall.cluster.limiter import wait_for_grant
+from holdall.cluster.members import Members
+from holdall.cluster.roster import find_roster
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.stream import SentSegment, ShardStreams
 from holdall.cluster.terms import MemoryTerms
@@ -69,7 +71,8 @@ class Writer:
         self._spread = spread
         self._closed = False
         self._lock = threading.RLock()  # Re-entrant, because the end of a process flushes whatever its threads do.
-        self._streams = ShardStreams(terms, spread)
+        self._members = Members(find_roster(terms.name), terms.patience_s, tuning)
+        self._streams = ShardStreams(terms, self._members, spread)
         max_rows = tuning.segment_rows if terms.limit or terms.stay_rows else tuning.max_segment_rows
         self._builder = SegmentBuilder(self.schema, max_rows, terms.prefer, tuning.store)
         self._started_at = 0.0  # When the segment was started.
@@ -245,7 +248,7 @@ class Writer:
         self._is_waiting = waits
         try:
             notice_s = self._terms.tuning.notice_s
-            lease = wait_for_grant(limit, "add", rows, self._streams.ask_roster, notice_s, is_needed)
+            lease = wait_for_grant(limit, "add", rows, self._members.ask_roster, notice_s, is_needed)
         finally:
             self._is_waiting = False
         return -1 if lease is None and waits else lease

@@ -16,6 +16,7 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 import ray
 
 from holdall import ShardError
+from holdall.cluster.members import Members
 from holdall.cluster.messages import InsertRequest
 from holdall.cluster.shard import Shard
 from holdall.cluster.stream import SegmentStream, SentSegment
@@ -112,7 +113,10 @@ def test_what_a_stream_sends_is_held_once_and_in_order(
     shard, sent = begun(tmp_path), payloads(60)
     sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # which is refused
     line = FaultyLine(shard, seed)
-    stream = SegmentStream(line, 0, WRITER, ClusterTuning(pause_s=0.001))
+    tuning = ClusterTuning(pause_s=0.001)
+    members = Members(None, 1.0, tuning)
+    members._set_handles({0: line})
+    stream = SegmentStream(members, 0, WRITER, tuning)
     refused = 0
 
     def refusing(act: Any, *arguments: Any) -> None:
