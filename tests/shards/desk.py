@@ -8,12 +8,12 @@ import numpy as np
 
 from holdall.batch import Batch
 from holdall.cluster.answer import BatchMaker, read_answer
+from holdall.cluster.config import strip_sampler
 from holdall.cluster.journal import Entry
 from holdall.cluster.learner import compute_weights
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.terms import strip_sampler
 from holdall.cluster.tuning import ClusterTuning
 from holdall.sampling import Hindsight, Likelihood, Sampler, check_priorities
 from holdall.schema import Schema, schema_words

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from holdall.cluster.terms import MemoryTerms
+from holdall.cluster.config import MemoryConfig
 from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
 from holdall.sampling import Uniform
@@ -21,10 +21,10 @@ from holdall.sampling import Uniform
 PATIENCE_S = 120.0
 
 
-def shard_terms(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryTerms:
-    """Return the terms of a memory with journals, for a shard in this process."""
+def shard_config(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryConfig:
+    """Return the settings of a memory with journals, for a shard in this process."""
     tuning = ClusterTuning(**tuned)
-    return MemoryTerms(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
+    return MemoryConfig(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
 
 
 def process_of(shard: Any) -> int:

@@ -17,11 +17,11 @@ import ray
 from holdall import CheckpointError, NStep, ShardError
 from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
 from holdall.cluster.calls import get_result
+from holdall.cluster.config import NAMESPACE
 from holdall.cluster.journal import Entry, Journal
 from holdall.cluster.members import Members
 from holdall.cluster.messages import RestartedError
 from holdall.cluster.shard import begin_life
-from holdall.cluster.terms import NAMESPACE
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, attach
 

@@ -97,7 +97,7 @@ def rows_sent(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def patient_writer(memory: ReplayMemory, lanes: int, gather_s: float = 1e9) -> Writer:
     """Return a writer whose `extend` fills segments for `gather_s` seconds."""
-    return Writer(memory._terms._replace(tuning=ClusterTuning(gather_s=gather_s)), lanes)
+    return Writer(memory._config._replace(tuning=ClusterTuning(gather_s=gather_s)), lanes)
 
 
 @pytest.mark.parametrize(("gather_s", "rows"), [(1e9, 512), (0.0, 128)])
@@ -118,7 +118,7 @@ def test_blocks_that_come_quickly_go_in_larger_segments(
     assert sent == [128, 128, 44]
     changes: list[dict[str, Any]] = [{"limit": RateLimit(1.0, 1, 1e6)}, {"sampler": Sequence(4), "shard_rows": 400}]
     for change in changes:
-        careful = Writer(memory._terms._replace(**change), 1)
+        careful = Writer(memory._config._replace(**change), 1)
         sent = rows_sent(careful, monkeypatch)
         careful.extend(*steps(0, 1_000))
         careful.flush()

@@ -17,12 +17,12 @@ from holdall.batch import Batch, check_ids
 from holdall.cluster.access import join_cluster, require_safe_cluster
 from holdall.cluster.answer import BatchMaker
 from holdall.cluster.calls import ask
+from holdall.cluster.config import NAMESPACE, MemoryConfig
 from holdall.cluster.learner import BatchRequest, Learner
 from holdall.cluster.limiter import wait_for_grant
 from holdall.cluster.messages import ShardCounters, ShardStatus
 from holdall.cluster.metrics import Gauges
 from holdall.cluster.roster import find_roster
-from holdall.cluster.terms import NAMESPACE, MemoryTerms
 from holdall.cluster.writer import Writer
 from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError
@@ -50,21 +50,21 @@ class MemoryHandle(Writer):
 
     def __init__(
         self,
-        terms: MemoryTerms,
+        config: MemoryConfig,
         sampler: Sampler,
         generator: np.random.Generator,
         device: str | None,
         *,
         seeds: bool,
     ) -> None:
-        self.name = terms.name
+        self.name = config.name
         self.sampler = sampler
-        self.num_envs = int(terms.words["num_envs"])
-        super().__init__(terms, self.num_envs)
+        self.num_envs = int(config.words["num_envs"])
+        super().__init__(config, self.num_envs)
         self._device = device
-        self._maker = BatchMaker(self.schema, device, terms.tuning)
+        self._maker = BatchMaker(self.schema, device, config.tuning)
         self._learner = Learner(
-            self._members, self._maker, sampler, generator, terms.on_shard_loss, terms.tuning, seeds=seeds
+            self._members, self._maker, sampler, generator, config.on_shard_loss, config.tuning, seeds=seeds
         )
         Gauges("learner", memory=self.name).follow(self._measure)
 
@@ -86,7 +86,7 @@ class MemoryHandle(Writer):
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return Writer(self._terms, lanes, spread)
+        return Writer(self._config, lanes, spread)
 
     def flush(self) -> None:
         """Return when the shards have acknowledged everything that `add` was given."""
@@ -132,9 +132,9 @@ class MemoryHandle(Writer):
         self._flush_granted()
         self._learner.read_confirmations()
         self._learner.spread_highest()
-        limit = self._terms.limit
+        limit = self._config.limit
         if limit is not None:
-            wait_for_grant(limit, "sample", batch_size, self._members.ask_roster, self._terms.tuning.notice_s)
+            wait_for_grant(limit, "sample", batch_size, self._members.ask_roster, self._config.tuning.notice_s)
         return self._learner.start(batch_size)
 
     def gather(self, ids: Any) -> Batch:
@@ -176,7 +176,7 @@ class MemoryHandle(Writer):
     @property
     def capacity(self) -> int:
         """Transitions that are held at most, over all shards."""
-        return self._terms.shard_rows * len(self._members.numbers)
+        return self._config.shard_rows * len(self._members.numbers)
 
     @property
     def num_shards(self) -> int:
@@ -255,10 +255,10 @@ def attach(
         join_cluster(address, NAMESPACE)
     roster = find_roster(name)
     who = "The memory's roster"
-    terms: MemoryTerms = ask(roster.terms.remote, who, _ROSTER_S)
-    chosen = terms.sampler if sampler is None and not isinstance(terms.sampler, Hindsight) else sampler
-    if chosen is None or type(chosen) is not type(terms.sampler):
-        kind = type(terms.sampler).__name__
+    config: MemoryConfig = ask(roster.config.remote, who, _ROSTER_S)
+    chosen = config.sampler if sampler is None and not isinstance(config.sampler, Hindsight) else sampler
+    if chosen is None or type(chosen) is not type(config.sampler):
+        kind = type(config.sampler).__name__
         raise ArgumentError(
             f"sampler ({type(chosen).__name__}) is not of the kind that the memory was made with. Pass {kind}(...) "
             "with the same settings."
@@ -267,6 +267,6 @@ def attach(
         rank = secrets.randbits(32) if seed is None else ask(roster.enroll.remote, who, _ROSTER_S)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    handle = MemoryHandle(terms, chosen, new_generator([entropy, rank]), device, seeds=True)
+    handle = MemoryHandle(config, chosen, new_generator([entropy, rank]), device, seeds=True)
     handle._members.refresh()  # So that the first batch is drawn from all shards.
     return handle

@@ -18,6 +18,7 @@ import ray
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, Savers, open_reader, read_checkpoint
 from holdall.cluster.answer import Answer
 from holdall.cluster.calls import ask, this_machine, this_node
+from holdall.cluster.config import MemoryConfig
 from holdall.cluster.ids import Ids, first_row_of_life, life_of_row, lives_of_rows
 from holdall.cluster.journal import Entry, Journal, open_journal
 from holdall.cluster.messages import (
@@ -31,7 +32,6 @@ from holdall.cluster.messages import (
 from holdall.cluster.metrics import ShardMetrics
 from holdall.cluster.roster import find_roster, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.terms import MemoryTerms
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
 from holdall.report import MemoryReport
@@ -55,27 +55,27 @@ class Shard:
     def __init__(
         self,
         number: int,
-        terms: MemoryTerms,
+        config: MemoryConfig,
         seed: int | None,
         neighbours: int = 1,
         saved: tuple[str, int] | None = None,
     ) -> None:
         self._number = number
-        self._memory = terms.name
-        self._tuning = terms.tuning
+        self._memory = config.name
+        self._tuning = config.tuning
         self._machine = this_machine()
         self._lock = threading.RLock()  # Guards what is held.
         self._staging = threading.Lock()  # Guards the order of segments, and is never held while rows are drawn.
         self._process = HeldReader()
-        self._metrics = ShardMetrics(terms.name, number)
+        self._metrics = ShardMetrics(config.name, number)
         self._written_changes = 0  # `changes` when priorities were last written to the journal.
         self._saves: dict[int, SaveHandle] = {}  # Handles of checkpoints that were begun.
         self._savers = Savers()
         self._data = ShardData(
-            terms.words, terms.shard_rows, terms.sampler, new_generator(seed), terms.tuning, neighbours
+            config.words, config.shard_rows, config.sampler, new_generator(seed), config.tuning, neighbours
         )
-        self._journal = None if terms.url is None else open_journal(terms.url, number, terms.tuning)
-        self._epoch, highest = begin_life(terms.name, number, 0, has_journal=self._journal is not None)
+        self._journal = None if config.url is None else open_journal(config.url, number, config.tuning)
+        self._epoch, highest = begin_life(config.name, number, 0, has_journal=self._journal is not None)
         self._start(seed, saved)
         self._data.raise_highest(highest)
         # Number of every writer's next segment, with those that are staged.

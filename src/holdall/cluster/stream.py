@@ -16,9 +16,9 @@ import numpy as np
 import ray
 
 from holdall.cluster.calls import get_result, require_ray
+from holdall.cluster.config import MemoryConfig
 from holdall.cluster.members import Members
 from holdall.cluster.messages import Ack, GoneError, InsertRequest, ShardCounters
-from holdall.cluster.terms import MemoryTerms
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import FencedError, ShardError
 
@@ -184,10 +184,10 @@ class ShardStreams:
         patience_s: Seconds after which a shard that acknowledges nothing raises an error.
     """
 
-    def __init__(self, terms: MemoryTerms, members: Members, spread: int | None = None) -> None:
+    def __init__(self, config: MemoryConfig, members: Members, spread: int | None = None) -> None:
         self.streams: dict[int, SegmentStream] = {}
-        self.patience_s = terms.writer_patience_s
-        self._terms = terms
+        self.patience_s = config.writer_patience_s
+        self._config = config
         self._writer = secrets.token_bytes(16)
         self._members = members
         self._spread = spread
@@ -210,7 +210,7 @@ class ShardStreams:
         """Send a segment. With `stays`, the next one goes to the same shard, up to `stay_rows` rows."""
         is_home = stream.number == self._home
         self._home_rows = segment.rows + (self._home_rows if is_home else 0)
-        self._home = stream.number if stays and self._home_rows < self._terms.stay_rows else -1
+        self._home = stream.number if stays and self._home_rows < self._config.stay_rows else -1
         stream.send(segment)
 
     def choose_stream(self) -> SegmentStream:
@@ -229,7 +229,7 @@ class ShardStreams:
                 return min([free[i] for i in pair], key=lambda stream: stream.inserted)
             if time.monotonic() > end_s:
                 raise targets[0].explain_silence(self.patience_s)
-            targets[0].poll(self._terms.tuning.pause_s)
+            targets[0].poll(self._config.tuning.pause_s)
 
     def _list_allowed(self, streams: list[SegmentStream]) -> list[SegmentStream]:
         """Return the streams that the next segment may use: all, or that of the shard where episodes continue."""
@@ -242,7 +242,7 @@ class ShardStreams:
         targets = self._members.numbers
         for number in targets:
             if number not in self.streams:
-                self.streams[number] = SegmentStream(self._members, number, self._writer, self._terms.tuning)
+                self.streams[number] = SegmentStream(self._members, number, self._writer, self._config.tuning)
         if self._spread is not None:  # Earlier targets stay. Random others complete them.
             mixed: list[int] = self._generator.permutation(targets).tolist()
             targets = sorted(mixed, key=lambda number: number not in self._targets)[: self._spread]

@@ -21,12 +21,12 @@ from typing import Any, Self
 import ray
 
 from holdall.cluster.calls import require_ray
+from holdall.cluster.config import MemoryConfig
 from holdall.cluster.limiter import wait_for_grant
 from holdall.cluster.members import Members
 from holdall.cluster.roster import find_roster
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.stream import SentSegment, ShardStreams
-from holdall.cluster.terms import MemoryTerms
 from holdall.errors import ClosedError, ShardError
 from holdall.schema import schema_of
 from holdall.store.step import Step
@@ -62,19 +62,19 @@ class Writer:
 
     _what = "writer"
 
-    def __init__(self, terms: MemoryTerms, num_envs: int, spread: int | None = None) -> None:
-        tuning = terms.tuning
-        self.schema = replace(schema_of(terms.words), num_envs=num_envs)
+    def __init__(self, config: MemoryConfig, num_envs: int, spread: int | None = None) -> None:
+        tuning = config.tuning
+        self.schema = replace(schema_of(config.words), num_envs=num_envs)
         self.waited_s = 0.0
-        self._terms = terms
+        self._config = config
         self._lanes = num_envs
         self._spread = spread
         self._closed = False
         self._lock = threading.RLock()  # Re-entrant, because the end of a process flushes whatever its threads do.
-        self._members = Members(find_roster(terms.name), terms.patience_s, tuning)
-        self._streams = ShardStreams(terms, self._members, spread)
-        max_rows = tuning.segment_rows if terms.limit or terms.stay_rows else tuning.max_segment_rows
-        self._builder = SegmentBuilder(self.schema, max_rows, terms.prefer, tuning.store)
+        self._members = Members(find_roster(config.name), config.patience_s, tuning)
+        self._streams = ShardStreams(config, self._members, spread)
+        max_rows = tuning.segment_rows if config.limit or config.stay_rows else tuning.max_segment_rows
+        self._builder = SegmentBuilder(self.schema, max_rows, config.prefer, tuning.store)
         self._started_at = 0.0  # When the segment was started.
         self._is_waiting = False  # Whether a thread waits for the limiter now.
         self._ignores_limit = False
@@ -87,7 +87,7 @@ class Writer:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("The writer cannot be pickled while transitions wait in it. Call flush() first.")
-        return type(self), (self._terms, self._lanes, self._spread)
+        return type(self), (self._config, self._lanes, self._spread)
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +164,7 @@ class Writer:
                 taken = 0
             try:
                 while taken < len(steps.reward):
-                    if self._is_due(self._terms.tuning.gather_s):
+                    if self._is_due(self._config.tuning.gather_s):
                         self._send()
                     count = self._builder.extend(steps, taken)
                     if count == 0:
@@ -210,11 +210,11 @@ class Writer:
         rows = self._builder.rows
         if self._builder.has_new_window:
             return True
-        segment_rows = self._terms.tuning.segment_rows
+        segment_rows = self._config.tuning.segment_rows
         if rows + self._lanes > segment_rows:
             return time.monotonic() >= self._started_at + gather_s
         is_long = rows >= segment_rows // 2
-        return bool(self._terms.stay_rows) and is_long and self._builder.ends_episodes
+        return bool(self._config.stay_rows) and is_long and self._builder.ends_episodes
 
     def _send(self, *, waits: bool = True) -> None:
         """Send the segment and start the next one. Without `waits`, keep what the limiter does not grant now.
@@ -230,14 +230,14 @@ class Writer:
         if lease is None:
             return
         self.waited_s += time.monotonic() - began_s
-        stays = bool(self._terms.stay_rows) and not self._builder.ends_episodes
+        stays = bool(self._config.stay_rows) and not self._builder.ends_episodes
         payload = self._builder.close()
         self._streams.send(stream, SentSegment(payload, rows, lease), stays=stays)
         self._started_at = time.monotonic()
 
     def _wait_for_lease(self, rows: int, waits: bool) -> int | None:
         """Return a lease of the limiter, -1 if none is needed, or None if there is none now and `waits` is False."""
-        limit = self._terms.limit
+        limit = self._config.limit
         if limit is None or self._ignores_limit:
             return -1
 
@@ -247,7 +247,7 @@ class Writer:
 
         self._is_waiting = waits
         try:
-            notice_s = self._terms.tuning.notice_s
+            notice_s = self._config.tuning.notice_s
             lease = wait_for_grant(limit, "add", rows, self._members.ask_roster, notice_s, is_needed)
         finally:
             self._is_waiting = False

@@ -18,7 +18,7 @@ from holdall.cluster.shard import Shard
 from holdall.schema import Schema, schema_words
 from holdall.store.tuning import Tuning
 
-from ..processes import shard_terms
+from ..processes import shard_config
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
 
 WRITER = b"w" * 16
@@ -42,7 +42,7 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
         disk.wait()
         return create(blobs, name, content)
 
-    shard: Any = Shard(0, shard_terms(schema_words(SCHEMA), 1_000, tmp_path), 0)
+    shard: Any = Shard(0, shard_config(schema_words(SCHEMA), 1_000, tmp_path), 0)
     monkeypatch.setattr(DirectoryBlobs, "create", create_slowly)
     told: list[Ack] = []
     payload = segment(range(50))

@@ -1,4 +1,4 @@
-"""Terms: the settings of a memory over shards that all of its processes know, and the checks of these settings."""
+"""MemoryConfig: the settings of a memory over shards that all of its processes know, and the checks of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHOICES: dict[str, Collection[str]] = {
 }
 
 
-class MemoryTerms(NamedTuple):
+class MemoryConfig(NamedTuple):
     """What every process of a memory knows about it. See `holdall.ray.ReplayMemory`."""
 
     words: dict[str, Any]  # The schema, see `holdall.schema.schema_words`.
