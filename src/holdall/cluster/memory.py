@@ -276,8 +276,8 @@ def _require_all_journals(config: MemoryConfig, places: Mapping[int, Any]) -> No
     if left_out:
         raise ArgumentError(
             f"shards ({config.shards}) leaves out shards {left_out}, which have journals at {config.url} from an "
-            f"earlier memory. Pass shards={left_out[-1] + 1}, or another url. To use another number of shards, save the memory "
-            "and load it with shards=."
+            f"earlier memory. Pass shards={left_out[-1] + 1}, or another url. To use another number of shards, save "
+            "the memory and load it with shards=."
         )
 
 
