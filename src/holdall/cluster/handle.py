@@ -197,8 +197,8 @@ class MemoryHandle(Writer):
         """Return where every shard runs and what it holds."""
         self._require_open()
         numbers = self._members.numbers
-        found = self._members.ask_all(numbers, lambda shard: shard.process.remote())
-        return [ShardStatus(number, number in found, **found.get(number, {})) for number in numbers]
+        found: dict[int, ShardStatus] = self._members.ask_all(numbers, lambda shard: shard.status.remote())
+        return [found.get(number, ShardStatus(number, answers=False)) for number in numbers]
 
     def report(self) -> MemoryReport:
         """Return the bytes that all shards hold, field by field."""

@@ -67,14 +67,10 @@ class ShardStatus(NamedTuple):
     pid: int = 0
     uss_bytes: int = 0  # Memory that only the shard's process uses.
     counters: ShardCounters | None = None
-    pss_bytes: int = 0  # The same, plus its share of memory that several processes use.
     held_bytes: int = 0  # Bytes of the stored transitions.
     plain_bytes: int = 0  # Bytes of the same transitions as plain arrays of obs and next_obs.
     capacity: int = 0  # Maximum number of transitions.
     is_durable: bool = False  # Whether the shard has a journal.
-    limit: str = ""  # The memory limit that is closest: a control group, or the machine.
-    limit_bytes: int = 0
-    limit_free_bytes: int = 0
 
 
 class RestartedError(ShardError):

@@ -28,12 +28,13 @@ from holdall.cluster.messages import (
     RestartedError,
     SampleRequest,
     ShardCounters,
+    ShardStatus,
 )
 from holdall.cluster.metrics import ShardMetrics
 from holdall.cluster.roster import find_roster, is_restarted
 from holdall.cluster.shard_data import ShardData
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
-from holdall.machine import HeldReader, anonymous_bytes, memory_limits
+from holdall.machine import HeldReader, anonymous_bytes
 from holdall.report import MemoryReport
 from holdall.sampling import new_generator
 from holdall.schema import Array
@@ -277,19 +278,21 @@ class Shard:
                 highest=data.likelihood.highest,
             )
 
-    def process(self) -> dict[str, Any]:
-        """Return where the shard runs and how much memory its process takes, see `ShardStatus`."""
-        held = self._process.read()
-        limit = memory_limits()[0]
-        return self._describe_rows() | {
-            "node": this_node(),
-            "pid": os.getpid(),
-            "uss_bytes": held.unique,
-            "pss_bytes": held.proportional,
-            "limit": limit.name,
-            "limit_bytes": limit.total_bytes,
-            "limit_free_bytes": limit.free_bytes,
-        }
+    def status(self) -> ShardStatus:
+        """Return where the shard runs, what it holds, and how much memory its process takes."""
+        fields = self._data.store.report()
+        return ShardStatus(
+            number=self._number,
+            answers=True,
+            node=this_node(),
+            pid=os.getpid(),
+            uss_bytes=self._process.read().unique,
+            counters=self.counters(),
+            held_bytes=sum(field.total_bytes for field in fields),
+            plain_bytes=sum(field.plain_bytes for field in fields),
+            capacity=self._data.capacity,
+            is_durable=self._journal is not None,
+        )
 
     def report(self) -> MemoryReport:
         """Return the bytes of every field."""
@@ -297,17 +300,11 @@ class Shard:
         return MemoryReport(len(store), tuple(store.report()), 0, store.segments)
 
     def _measure(self) -> dict[str, Any]:
-        described = self._describe_rows()
-        return {**described["counters"]._asdict(), **described, "anonymous_bytes": anonymous_bytes()}
-
-    def _describe_rows(self) -> dict[str, Any]:
         fields = self._data.store.report()
-        return {
-            "counters": self.counters(),
+        return self.counters()._asdict() | {
             "held_bytes": sum(field.total_bytes for field in fields),
             "plain_bytes": sum(field.plain_bytes for field in fields),
-            "capacity": self._data.capacity,
-            "is_durable": self._journal is not None,
+            "anonymous_bytes": anonymous_bytes(),
         }
 
 
