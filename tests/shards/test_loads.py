@@ -79,6 +79,7 @@ def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(checkpoin
         for _ in range(2):  # also if it is restarted once more
             shard = loaded(checkpoint, journal)
             assert rewards(shard) == list(range(500, 1_500))
+            assert shard._journal is not None
             assert shard._journal.state.loading == ""
 
 
