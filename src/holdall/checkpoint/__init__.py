@@ -41,7 +41,6 @@ from holdall.checkpoint.reader import LOAD_S, CheckpointReader, open_reader, req
 from holdall.checkpoint.retention import collect_all
 from holdall.checkpoint.save import MemorySnapshot
 from holdall.checkpoint.savers import Checkpoint, Progress, SaveHandle, Savers
-from holdall.checkpoint.slots import Slots, objects_at
 from holdall.checkpoint.streams import (
     ShardsSnapshot,
     Streams,

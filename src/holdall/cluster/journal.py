@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint.blobs import BlobStore, has_exclusive_create, open_blobs
-from holdall.checkpoint.urls import is_remote
+from holdall.checkpoint import BlobStore, has_exclusive_create, is_remote, open_blobs
 from holdall.cluster.segment import ReceivedSegment
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, ShardError
