@@ -275,7 +275,7 @@ def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path)
             assert len(again) <= 900
             drawn = again.sample(128)
             assert_same_bits(again.gather(drawn.ids).obs, drawn.obs)
-    with pytest.raises(holdall.CheckpointError, match="no checkpoint"):
+    with pytest.raises(holdall.CheckpointError, match="No complete checkpoint"):
         ReplayMemory.load(tmp_path / "elsewhere")
 
 
