@@ -141,7 +141,7 @@ class HoldallSide:
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
     data, start = shard._data, time.process_time()
-    answer = data.read(data.draw([(count, 0)], None, is_near=False), shard.counters(), is_near=False)
+    answer = data.read(data.draw(count, 0, None, is_near=False), shard.counters(), is_near=False)
     return answer, time.process_time() - start
 
 

@@ -1,9 +1,9 @@
 """What machines carry, worked out from measured unit costs: `python benchmarks/scale_model.py`.
 
 In:  results/ray.json, which ray_replay.py measured on one machine, and assumptions that can be set on the command line.
-Out: what 1, 10 and 100 machines hold, take and give; and for 1,000 actors and 10 TB what each part of the system has to
-carry, how many machines that is, and which part gives out first. `--docs` puts all of it into docs/scale.md. Nothing
-here was measured at this size: it is arithmetic, and says so.
+Out: for 1,000 actors and 10 TB, what each part of the system has to carry, how many machines that is, and which part is
+exhausted first. Nothing was measured at this size: it is arithmetic. `--docs` also puts the measured figures themselves
+into docs/scale.md.
 """
 
 from __future__ import annotations
@@ -134,9 +134,6 @@ def load(costs: Costs, asked: Assumptions) -> Load:
     )  # fmt: skip
 
 
-MACHINES = (1, 10, 100)
-
-
 def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
     """Return what was measured of every workload that inserts and samples were measured of."""
     found = results["found"]
@@ -144,44 +141,6 @@ def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
     if not whole or "spread" not in found.get("atari", {}):
         sys.exit("the results lack cases: run ray_replay.py --case insert --case sample --case spread --json ... first")
     return {name: Costs.of(found[name], found["atari"]["spread"]) for name in whole}
-
-
-def sizes(results: dict[str, Any], asked: Assumptions) -> str:
-    """Say what some machines hold, take and give, as Markdown.
-
-    A tenth of them, one at least, are learners; the others have shards, which spend half of what may be planned with on
-    what comes in, and half on what is drawn. One machine alone gives half of itself to either.
-    """
-    costs = costs_of(results)
-    lines = ["| machines | | " + " | ".join(NAMES[name] for name in costs) + " |", "|--:|---|" + "--:|" * len(costs)]
-    for machines in MACHINES:
-        learners = max(1, machines // 10)
-        holding = max(0.5, machines - learners)
-        carried = [_carried(each, asked, holding, 0.5 if machines == 1 else learners) for each in costs.values()]
-        rows = (
-            ("transitions held", [f"{_rounded(held / 1e6)} M" for held, _, _ in carried]),
-            ("added a second, at most", [_rounded(taken) for _, taken, _ in carried]),
-            (f"drawn a second, at most, by {learners}", [_rounded(drawn) for _, _, drawn in carried]),
-        )
-        lines += [
-            f"| {machines if not i else ''} | {name} | {' | '.join(cells)} |" for i, (name, cells) in enumerate(rows)
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _carried(costs: Costs, asked: Assumptions, holding: float, learners: float) -> tuple[float, float, float]:
-    """Return the transitions that shards on some machines hold, and the most that they take and learners draw."""
-    cores, nbytes_s = asked.host_cores * asked.usable, asked.host_gbit_s / 8 * 1e9 * asked.usable
-    held = holding * asked.host_gib * 2**30 * asked.usable / costs.shard_held
-    half = holding / 2
-    taken = min(half * cores * 1e6 / costs.shard_insert_us, half * nbytes_s / (2 * costs.wire_insert))
-    learned = learners * min(cores * 1e6 / costs.learner_row_us, nbytes_s / costs.wire_row)
-    return held, taken, min(half * cores * 1e6 / costs.shard_row_us, half * nbytes_s / costs.wire_row, learned)
-
-
-def _rounded(number: float) -> str:
-    """Write a number with two digits that count: 120,000."""
-    return f"{float(f'{number:.2g}'):,.0f}"
 
 
 def table(results: dict[str, Any], asked: Assumptions) -> str:
@@ -240,23 +199,21 @@ def main() -> None:
     """Read the command line, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "ray.json")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/scale.md")
+    parser.add_argument("--docs", action="store_true", help="put the measured figures into docs/scale.md")
     for field in fields(Assumptions):
         kind = int if isinstance(field.default, int) else float
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     wanted = vars(parser.parse_args())
     asked = Assumptions(**{field.name: wanted[field.name] for field in fields(Assumptions)})
     results = json.loads(wanted["results"].read_text(encoding="utf-8"))
-    tables = {"measured": measured(results), "sizes": sizes(results, asked), "scale": table(results, asked)}
-    page = PAGE.read_text(encoding="utf-8")
-    for name, made in tables.items():
-        if wanted["docs"]:
-            before, start, rest = page.partition(f"<!-- {name}: made by benchmarks/scale_model.py --docs")
-            head, _, rest = rest.partition("\n")
-            page = f"{before}{start}{head}\n{made}<!-- end of {name} -->{rest.partition(f'<!-- end of {name} -->')[2]}"
-        else:
-            print(made)
-    PAGE.write_text(page, encoding="utf-8")
+    print(table(results, asked))
+    if wanted["docs"]:
+        page = PAGE.read_text(encoding="utf-8")
+        before, start, rest = page.partition("<!-- measured: made by benchmarks/scale_model.py --docs")
+        head, _, rest = rest.partition("\n")
+        end = "<!-- end of measured -->"
+        page = f"{before}{start}{head}\n{measured(results)}{end}{rest.partition(end)[2]}"
+        PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import holdall
 from holdall.cli import app
 from holdall.tools.plan import environments, planner
 from holdall.tools.plan.environments import run_probe
@@ -53,7 +54,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     "docs/architecture.md": {"": (1, NO_CODE)},
     "docs/bench.md": {"sh": (4, LOOKED_UP)},
     "docs/checkpoints.md": {
-        "python": (6, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
+        "python": (3, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
         "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
     },
     "docs/extending.md": {"python": (6, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts")},
@@ -228,7 +229,10 @@ def test_the_program_of_gpu_md_runs_without_a_gpu_too() -> None:
 def test_the_programs_and_commands_of_checkpoints_md_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
-    names = run_programs("docs/checkpoints.md", {"__name__": "page"})
+    env = gym.make("CartPole-v1")
+    memory = holdall.ReplayMemory(env.observation_space, env.action_space, capacity=1000, seed=0)
+    holdall.Recorder(env, memory).collect(lambda _obs: env.action_space.sample(), steps=100)
+    names = run_programs("docs/checkpoints.md", {"__name__": "page", "memory": memory, "holdall": holdall, "gym": gym})
     assert names["memory"].attached["generation.json"] == b'{"n": 25}'
     assert Path("again.pth").read_bytes() == b"weights"
     assert names["model"].num_timesteps == 120

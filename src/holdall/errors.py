@@ -9,7 +9,9 @@
     │   └── NewerFormatError             they make sense to a later version of holdall
     ├── SpillError (OSError)             a disk tier that cannot be written to
     ├── CheckpointError (OSError)        a checkpoint that cannot be written, or is not there
+    │   ├── BlobMissingError             a blob that does not exist
     │   └── FencedError                  another writer has the place
+    │       └── LockedError              and had it before this one came
     ├── ShardError (RuntimeError)        a shard that does not answer, or memory that cannot be shared out
     ├── WatchError (OSError)             a process that cannot be watched
     └── MissingPackageError (ImportError) an optional package that this call needs
@@ -56,6 +58,14 @@ class CheckpointError(HoldallError, OSError):
 
 class FencedError(CheckpointError):
     """Another writer has the place that a checkpoint was to be written to."""
+
+
+class LockedError(FencedError):
+    """Another writer holds the lock of a place."""
+
+
+class BlobMissingError(CheckpointError):
+    """A blob does not exist."""
 
 
 class ShardError(HoldallError, RuntimeError):

@@ -18,8 +18,8 @@ import psutil
 import ray
 from gymnasium import spaces
 
-from holdall.checkpoint import Slots
-from holdall.cluster.journal import Journal
+from holdall.cluster.journal import open_journal
+from holdall.cluster.messages import InsertRequest
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory
 
@@ -72,10 +72,11 @@ def main(url: str) -> None:
         told["epochs"] = sorted({*epochs, memory._members.refresh()[0].epoch})
         # A shard that goes on while somebody else has opened its journal: its late write is refused.
         zombie = memory._members.handle(1)
-        pages = list(Journal(Slots.at(url, "journal", "00001"), ClusterTuning()).open())
+        pages = list(open_journal(url, 1, ClusterTuning()).open())
         payload = pages[0].entries[0].payload
         try:
-            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(b'z' * 16, 0, [payload]), timeout=PATIENCE_S)}"
+            request = InsertRequest(b"z" * 16, 0, [payload])
+            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(request), timeout=PATIENCE_S)}"
         except ray.exceptions.RayTaskError as error:
             told["zombie"] = str(error.cause)
     with ReplayMemory(space, action, 40_000, **settings) as memory:

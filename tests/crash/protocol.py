@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
 
-from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
+from holdall.checkpoint.blobs import Lease
+from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.checkpoint.load import load_newest
-from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, require_files
+from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, data_names, encode, manifest_name, require_files
+from holdall.checkpoint.reader import MANIFESTS, SEGMENTS, CheckpointReader
+from holdall.checkpoint.retention import collect
 from holdall.errors import CheckpointError, DamageError
 
 from .simulated import ROOT, Call, SimulatedDisk
@@ -16,23 +17,26 @@ from .simulated import ROOT, Call, SimulatedDisk
 RUN = ROOT / "runs" / "one"
 KEEP = 2
 
-OpenPlace = Callable[[Path, SimulatedDisk], DirectoryWriter]
-
 
 class Run:
-    """A trainer that saves: every checkpoint brings four files, and goes on naming some of those before."""
+    """A trainer that saves: every checkpoint creates four blobs, and names some of those before."""
 
-    def __init__(self, disk: SimulatedDisk, open_writer: OpenPlace = DirectoryWriter, seed: int = 0) -> None:
+    def __init__(self, disk: SimulatedDisk, seed: int = 0, writer_id: str | None = None) -> None:
         self.disk = disk
-        self.place = open_writer(RUN, disk)
+        self.blobs = DirectoryBlobs(RUN, disk)
+        self.reader = CheckpointReader(self.blobs)
+        self.lease: Lease = self.blobs.lock("a run")
+        self.writer_id = writer_id or f"{seed:016x}"
+        self._names = data_names(self.writer_id)
         self._seed = seed
         self._files: dict[str, int] = {}
         self._refs: list[Ref] = []
-        numbers = self.place.reader.numbers()
+        numbers = self.reader.numbers()
         self._number = numbers[0] if numbers else 0
         if numbers:
-            last = load_newest(self.place.reader, lambda manifest: manifest)
-            self._files, self._refs = dict(last.files), [block.ref for block in last.blocks]
+            last = load_newest(self.reader, lambda manifest: manifest)
+            self._files = dict(last.files)
+            self._refs = [block.ref for block in last.blocks]
 
     def save(self) -> None:
         """Write one checkpoint, acknowledge it, and collect."""
@@ -42,30 +46,33 @@ class Run:
             self._write(content)
         self._refs = self._refs[-6:]
         self._files = {ref.file: self._files[ref.file] for ref in self._refs}
-        manifest = Manifest(
-            number=self._number,
-            commit=hashlib.sha256(f"{self._seed} {self._number}".encode()).hexdigest()[:32],
-            writer_id=self.place.writer_id,
-            time=0.0,
-            first_tick=0,
-            next_tick=len(self._refs),
-            capacity_ticks=1,
-            schema={},
-            files=self._files,
-            state=self._refs[-1],
-            blocks=tuple(BlockEntry(ref, 0) for ref in self._refs),
+        self.commit(
+            Manifest(
+                number=self._number,
+                commit=hashlib.sha256(f"{self._seed} {self._number}".encode()).hexdigest()[:32],
+                writer_id=self.writer_id,
+                time=0.0,
+                first_tick=0,
+                next_tick=len(self._refs),
+                capacity_ticks=1,
+                schema={},
+                files=self._files,
+                state=self._refs[-1],
+                blocks=tuple(BlockEntry(ref, 0) for ref in self._refs),
+            )
         )
-        self.place.commit(manifest)
         self.disk.mark(f"{self._number}")
-        self.place.collect(KEEP, self._files)
+        collect(self.reader, self.lease, KEEP, self._files)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Create the manifest."""
+        assert self.blobs.create(MANIFESTS + manifest_name(manifest.number), encode(manifest))
 
     def _write(self, content: bytes) -> None:
-        file = self.place.new_file()
-        file.write(content[: len(content) // 2])
-        file.write(content[len(content) // 2 :])
-        file.finish()
-        self._files[file.name] = file.nbytes
-        self._refs.append(Ref(file.name, 0, file.nbytes, hashlib.sha256(content).hexdigest()[:32]))
+        name = next(self._names)
+        assert self.blobs.create(SEGMENTS + name, content)
+        self._files[name] = len(content)
+        self._refs.append(Ref(name, 0, len(content), hashlib.sha256(content).hexdigest()[:32]))
 
 
 def acknowledged(calls: list[Call]) -> list[int]:
@@ -79,7 +86,7 @@ def violation(disk: SimulatedDisk, promised: list[int]) -> str:
     The newest whole checkpoint is at least the last that was acknowledged; the last `KEEP` acknowledged ones are all
     whole; and every manifest that can be read has all its bytes.
     """
-    reader = DirectoryReader(RUN, disk)
+    reader = CheckpointReader(DirectoryBlobs(RUN, disk))
     if promised:
         try:
             found = load_newest(reader, lambda manifest: manifest)

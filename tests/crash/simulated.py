@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint.directory_blobs import DiskEntry, FileSystem
 from holdall.store.records import Buffer
 
 ROOT = Path("/disk")
@@ -60,7 +60,7 @@ class SimulatedDisk(FileSystem):
         self.calls: list[Call] = []
         self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(3)
-        self._locked: set[Path] = set()
+        self._locked: dict[Path, str] = {}
         self._ignored = ignored
 
     def make_directory(self, path: Path) -> bool:
@@ -116,6 +116,13 @@ class SimulatedDisk(FileSystem):
     def names(self, path: Path) -> list[str]:
         return [child.name for child in self.files if child.parent == path]
 
+    def list(self, path: Path) -> list[DiskEntry]:
+        if path in self.files:
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
+        self._require_directory(path)
+        files = [DiskEntry(child.name, len(node.content)) for child, node in self.files.items() if child.parent == path]
+        return files + [DiskEntry(child.name, None) for child in self.directories if child.parent == path != child]
+
     def size(self, path: Path) -> int:
         if path not in self.files:
             raise FileNotFoundError(errno.ENOENT, "missing", str(path))
@@ -138,17 +145,21 @@ class SimulatedDisk(FileSystem):
     def is_same(self, one: int, other: int) -> bool:
         return self._handles[one].node is self._handles[other].node
 
-    def read(self, file: int, nbytes: int) -> bytes:
-        return bytes(self._handles[file].node.content[:nbytes])
+    def read(self, file: int, *place: int) -> bytes:
+        start = place[0] if len(place) == 2 else 0
+        return bytes(self._handles[file].node.content[start : start + place[-1]])
 
-    def lock(self, path: Path) -> int | None:
+    def lock(self, path: Path, owner: str = "") -> int | None:
         if path in self._locked:
             return None
-        self._locked.add(path)
+        self._locked[path] = owner
         return self._handle(Node(), path)
 
+    def read_owner(self, path: Path) -> str:
+        return self._locked.get(path, "")
+
     def unlock(self, file: int) -> None:
-        self._locked.discard(self._handles.pop(file).path)
+        self._locked.pop(self._handles.pop(file).path, None)
 
     def mark(self, name: str) -> None:
         """Note that something was acknowledged here."""

@@ -14,8 +14,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, HoldallError, ReplayMemory
-from holdall.checkpoint import directory as local
-from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint import directory_blobs as local
+from holdall.checkpoint.directory_blobs import FileSystem
 
 from .nursery import LANES, SPACE, add, require_right
 
@@ -161,7 +161,7 @@ def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
     with new_memory() as memory:
         grow(memory, 5)
-        with pytest.raises(CheckpointError, match="allow this user"):
+        with pytest.raises(CheckpointError, match="Give this user permission"):
             memory.save(tmp_path / "run").result()
 
 
@@ -178,7 +178,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, new_memory() as memory:
         patch.setattr(local, "FileSystem", FullDisk)
         grow(memory, 5)
-        with pytest.raises(CheckpointError, match="free some room"):
+        with pytest.raises(CheckpointError, match="Free some disk space"):
             memory.save(tmp_path).result()
         assert len(memory.sample(4)) == 4
         assert np.array_equal(memory.gather([0]).reward, [0])

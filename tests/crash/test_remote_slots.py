@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdall.checkpoint import Slots
+from holdall.checkpoint.blobs import open_blobs
 from holdall.cluster.journal import Entry, Journal, list_journals, open_journal
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, FencedError
@@ -26,28 +26,8 @@ def entry(writer: bytes, sequence: int) -> Entry:
 
 
 def opened(url: str) -> tuple[Journal, list[Entry]]:
-    journal = Journal(Slots.at(url), ClusterTuning())
+    journal = open_journal(url, 0, ClusterTuning())
     return journal, [entry for page in journal.open() for entry in page.entries]
-
-
-def test_of_many_that_create_a_slot_at_once_one_succeeds(url: str) -> None:
-    won: list[int] = []
-
-    def create(who: int) -> None:
-        if Slots.at(url).create(7, bytes([who])):
-            won.append(who)
-
-    Slots.at(url).create(6, b"")  # a store takes seconds over its very first objects if they come all at once
-    threads = [threading.Thread(target=create, args=(who,)) for who in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    slots = Slots.at(url)
-    assert len(won) == 1
-    assert slots.read(7) == bytes(won)
-    assert slots.create(7, bytes(won))  # its answer was lost, and it is made again
-    assert slots.numbers() == [6, 7]
 
 
 def test_a_zombie_is_refused_and_all_else_is_found_again(url: str) -> None:
@@ -67,15 +47,7 @@ def test_a_zombie_is_refused_and_all_else_is_found_again(url: str) -> None:
     again, found = opened(url)
     assert again.expected == {ANN: 80, BEN: 1}
     assert found[-1] == entry(ANN, 79)
-    assert len(Slots.at(url).numbers()) < 60
-
-
-def test_a_slot_that_is_gone_is_none(url: str) -> None:
-    slots = Slots.at(url)
-    slots.create(3, b"three")
-    slots.delete([3, 4])
-    assert slots.read(3) is None
-    assert slots.numbers() == []
+    assert len(list(open_blobs(url).list("journal/00000/"))) < 60
 
 
 def test_journals_are_found(url: str) -> None:
@@ -92,7 +64,7 @@ def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPa
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     try:
-        with pytest.raises(CheckpointError, match="conditions"):
+        with pytest.raises(CheckpointError, match="conditional puts"):
             opened("s3://runs/one")
     finally:
         server.shutdown()

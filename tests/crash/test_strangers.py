@@ -19,7 +19,7 @@ import zstandard
 from gymnasium import spaces
 
 from holdall import HoldallError, ReplayMemory
-from holdall.checkpoint.directory import DirectoryReader
+from holdall.checkpoint import open_reader
 from holdall.checkpoint.manifest import Ref, signed, signed_text
 from holdall.schema import Schema
 from holdall.store.columns import Columns
@@ -108,7 +108,7 @@ def forge(run: Path, generator: random.Random) -> str:
     if generator.random() < 0.3:
         name.write_bytes(signed(json.dumps(mutated(words, generator)).encode()))
         return "manifest"
-    found = DirectoryReader(run).manifest(2)
+    found = open_reader(run).manifest(2)
     ref = found.state if generator.random() < 0.3 else generator.choice(found.refs)
     with (run / "segments" / ref.file).open("rb") as file:
         file.seek(ref.start)
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_claims_too_much_is_refused_before_it_is_decompressed(
     """Its state is a bomb."""
     shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
     bomb = zeros(BOMB)
-    state = DirectoryReader(tmp_path / "run").manifest(2).state
+    state = open_reader(tmp_path / "run").manifest(2).state
     changed = record_of("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
     put_in_place(tmp_path / "run", state, changed)
     refused_within(2**26, lambda: ReplayMemory.load(tmp_path / "run"), "more than a record can have")
@@ -235,7 +235,7 @@ def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(tmp_path
     name = tmp_path / "run" / MANIFEST
     count = 63 * 2**20 // (len(value) + 1)
     name.write_bytes(signed(b'{"mood":[' + b",".join([value]) + (b"," + value) * (count - 1) + b"]}"))
-    refused_within(400 * 2**20, lambda: DirectoryReader(tmp_path / "run").manifest(2), "more values")
+    refused_within(400 * 2**20, lambda: open_reader(tmp_path / "run").manifest(2), "more values")
 
 
 def test_the_head_of_a_record_is_no_bomb_either() -> None:

@@ -48,8 +48,8 @@ MOST_BYTES = 5 * 2**29
 MOST_ADDRESSES = 2**35
 """Memory that is reserved and never touched costs nothing; but there is an end to that, too."""
 OWN_NAMES = re.compile(
-    r"FORMAT|LOCK|segments|manifests|shards|[0-9]{5}|[0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json"
-    r"|(FORMAT|[0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json)(\.[0-9a-f]{16})?\.tmp"
+    r"LOCK|segments|manifests|shards|[0-9]{5}|[0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json"
+    r"|([0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json)\.[0-9a-f]{16}\.tmp"
 )
 
 

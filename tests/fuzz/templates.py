@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import Prioritized, ReplayMemory
-from holdall.checkpoint.directory import DirectoryReader
+from holdall.checkpoint import open_reader
 from holdall.store.tuning import Tuning
 
 LANES = 2
@@ -161,8 +161,8 @@ def _loaded(run: Path, copy: Path, kind: Kind) -> Content:
 
 
 def _needs(run: Path, number: int, below: str = "") -> dict[str, int]:
-    """Return what a checkpoint is made of; FORMAT says nothing that a manifest does not."""
-    manifest = DirectoryReader(run / below).manifest(number)
+    """Return the files of a checkpoint and their sizes."""
+    manifest = open_reader(run / below).manifest(number)
     name = f"{below}manifests/{number:016d}.json"
     needs = {name: (run / name).stat().st_size}
     needs |= {f"{below}segments/{file}": nbytes for file, nbytes in manifest.files.items()}

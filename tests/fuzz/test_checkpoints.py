@@ -58,12 +58,12 @@ def test_a_harmed_directory_gives_what_was_acknowledged_or_an_error(templates: P
 OLD_MISTAKES = {
     "a checkpoint that is not whole counts among those to keep": (
         "checkpoint/retention.py",
-        "whole += _is_whole(found, reader, sizes)",
-        "whole += 1",
+        "complete += _is_whole(manifest, reader, sizes)",
+        "complete += 1",
         "is as it was written, and is not loaded",
     ),
     "an open block is taken for a closed one": (
-        "checkpoint/write.py",
+        "checkpoint/save.py",
         "        is_open = block.is_open\n",
         "        is_open = False\n",
         "than was added",

@@ -92,12 +92,40 @@ def test_a_checkpoint_goes_to_minari_and_back(run: Path, tmp_path: Path, monkeyp
         assert np.array_equal(back.gather(ids).next_obs, memory.gather(ids).next_obs)
 
 
+def test_a_checkpoint_goes_to_npz(run: Path, tmp_path: Path) -> None:
+    """Every transition, by field. An existing file is not replaced."""
+    file = tmp_path / "dog.npz"
+    result = called("export", run, file)
+    assert result.exit_code == 0, result.stderr
+    assert "30 transitions" in result.stdout
+    arrays = np.load(file, allow_pickle=False)
+    with ReplayMemory.load(run) as memory:
+        batch = memory.gather(arrays["ids"])
+        assert len(batch) == 30
+        for name in ("obs", "next_obs", "action", "reward", "terminated", "truncated"):
+            assert np.array_equal(arrays[name], getattr(batch, name)), name
+    assert called("export", run, file).exit_code == 1
+
+
+def test_a_checkpoint_goes_to_stable_baselines3_and_back(run: Path, tmp_path: Path) -> None:
+    """As a buffer of its own, which import reads again."""
+    pytest.importorskip("stable_baselines3", reason="needs the extra [sb3]")
+    result = called("export", run, tmp_path / "dog.pkl")
+    assert result.exit_code == 0, result.stderr
+    result = called("import", tmp_path / "dog.pkl", tmp_path / "back", "--trust")
+    assert result.exit_code == 0, result.stderr
+    with ReplayMemory.load(run) as memory, ReplayMemory.load(tmp_path / "back") as back:
+        ids = np.arange(30)
+        for name in ("obs", "next_obs", "reward", "terminated", "truncated"):
+            assert np.array_equal(getattr(back.gather(ids), name), getattr(memory.gather(ids), name)), name
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
 def test_a_place_without_checkpoints_is_told_in_one_line(command: str, tmp_path: Path) -> None:
     """And nothing is made there."""
     told = called(command, tmp_path / "nowhere")
     assert told.exit_code == 1
-    assert "no FORMAT file" in told.output
+    assert "No checkpoint found" in told.output
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -172,11 +200,12 @@ def test_ls_survives_a_time_that_is_none(run: Path, time: float) -> None:
 def test_ls_shows_whole_dates_on_80_columns(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The day and the second."""
     monkeypatch.setenv("COLUMNS", "80")
-    lines = called("ls", run).stdout.splitlines()
+    lines = [line for line in called("ls", run).stdout.splitlines() if "attached:" not in line]
     found = json.loads(called("ls", run, "--json").stdout)["checkpoints"]
     for entry, line in zip(found, lines[1:], strict=True):
         assert entry["saved"].partition("+")[0] in line
         assert "whole" in line
+        assert len(line) <= 80
         assert len(line) <= 80
 
 

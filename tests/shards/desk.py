@@ -8,12 +8,12 @@ import numpy as np
 
 from holdall.batch import Batch
 from holdall.cluster.answer import BatchMaker, read_answer
+from holdall.cluster.config import strip_sampler
 from holdall.cluster.journal import Entry
 from holdall.cluster.learner import compute_weights
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.terms import strip_sampler
 from holdall.cluster.tuning import ClusterTuning
 from holdall.sampling import Hindsight, Likelihood, Sampler, check_priorities
 from holdall.schema import Schema, schema_words
@@ -60,7 +60,7 @@ class Desk:
         self.send()
         goals = self.sampler.count_relabelled(count) if isinstance(self.sampler, Hindsight) else 0
         counters = self.counters()
-        drawn = self.shard.draw([(count, goals)], None, is_near=self.is_near)
+        drawn = self.shard.draw(count, goals, None, is_near=self.is_near)
         answer = read_answer(self.shard.read(drawn, counters, is_near=self.is_near))
         positions = [np.arange(count) if answer.order is None else answer.order]
         by = Likelihood(self.sampler).prioritized

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from holdall.cluster.terms import MemoryTerms
+from holdall.cluster.config import MemoryConfig
 from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
 from holdall.sampling import Uniform
@@ -21,10 +21,10 @@ from holdall.sampling import Uniform
 PATIENCE_S = 120.0
 
 
-def shard_terms(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryTerms:
-    """Return the terms of a memory with journals, for a shard in this process."""
-    tuning = ClusterTuning(predecessor_s=0.01, **tuned)
-    return MemoryTerms(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
+def shard_config(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryConfig:
+    """Return the settings of a memory with journals, for a shard in this process."""
+    tuning = ClusterTuning(**tuned)
+    return MemoryConfig(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
 
 
 def process_of(shard: Any) -> int:
@@ -56,8 +56,7 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
 @contextmanager
 def impatient(*writers: Writer) -> Iterator[None]:
     """Have writers give up a shard that is away almost at once, for as long as this lasts."""
-    streams = [group.streams for writer in writers for group in writer._groups]
     with pytest.MonkeyPatch.context() as patch:
-        for each in streams:
-            patch.setattr(each, "terms", each.terms._replace(writer_patience_s=0.1))
+        for writer in writers:
+            patch.setattr(writer._streams, "patience_s", 0.1)
         yield

@@ -47,7 +47,7 @@ def test_an_answer_to_another_machine_is_right_however_it_is_compressed(compress
 
 def test_an_answer_takes_less_than_the_rows_that_it_has() -> None:
     desk, _ = filled(0)
-    drawn = desk.shard.draw([(256, 0)], None, is_near=False)
+    drawn = desk.shard.draw(256, 0, None, is_near=False)
     payload = desk.shard.read(drawn, desk.counters(), is_near=False)
     assert isinstance(payload, bytes)
     assert len(payload) < 2 * 256 * 4 * 24 * 24 / 10
@@ -55,7 +55,7 @@ def test_an_answer_takes_less_than_the_rows_that_it_has() -> None:
 
 def test_a_damaged_answer_is_refused() -> None:
     desk, _ = filled(0)
-    payload: Any = desk.shard.read(desk.shard.draw([(8, 0)], None, is_near=False), desk.counters(), is_near=False)
+    payload: Any = desk.shard.read(desk.shard.draw(8, 0, None, is_near=False), desk.counters(), is_near=False)
     for position in np.random.default_rng(0).integers(0, len(payload), 100).tolist():
         damaged = bytearray(payload)
         damaged[position] ^= 1
@@ -64,34 +64,30 @@ def test_a_damaged_answer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_near", [False, True])
-def test_rows_of_several_shards_and_batches_are_put_where_they_belong(is_near: bool) -> None:
+def test_rows_of_several_shards_are_put_where_they_belong(is_near: bool) -> None:
     desks = [filled(seed) for seed in (0, 1)]
     maker = BatchMaker(SCHEMA, None, ClusterTuning())
     generator = np.random.default_rng(0)
-    counts = [(20, 0), (30, 0)]
     answers: list[Answer] = []
     for desk, _ in desks:
-        drawn = desk.shard.draw(counts, generator, is_near=is_near)
+        drawn = desk.shard.draw(20, 0, generator, is_near=is_near)
         answers.append(read_answer(desk.shard.read(drawn, desk.counters(), is_near=is_near)))
-    for first, end in ((0, 20), (20, 50)):
-        mixed = generator.permutation(2 * (end - first))
-        parts = [answer.cut(first, end) for answer in answers]
-        positions = [
-            where if part.order is None else where[part.order]
-            for part, where in zip(parts, np.split(mixed, 2), strict=True)
-        ]
-        batch = maker.make(parts, positions, [0, 3], np.ones(len(mixed), np.float32))
-        for (_, oracle), part, where, shard in zip(desks, parts, positions, (0, 3), strict=True):
-            assert np.array_equal(batch.ids[where], make_ids(shard, part.ids))
-            expected = oracle.gather(part.ids)
-            assert_same_bits({key: rows[where] for key, rows in batch.obs.items()}, expected.obs)
-            assert_same_bits({key: rows[where] for key, rows in batch.next_obs.items()}, expected.next_obs)
-            assert_same_bits(batch.reward[where], expected.reward)
+    positions = [
+        where if answer.order is None else where[answer.order]
+        for answer, where in zip(answers, np.split(generator.permutation(40), 2), strict=True)
+    ]
+    batch = maker.make(answers, positions, [0, 3], np.ones(40, np.float32))
+    for (_, oracle), answer, where, shard in zip(desks, answers, positions, (0, 3), strict=True):
+        assert np.array_equal(batch.ids[where], make_ids(shard, answer.ids))
+        expected = oracle.gather(answer.ids)
+        assert_same_bits({key: rows[where] for key, rows in batch.obs.items()}, expected.obs)
+        assert_same_bits({key: rows[where] for key, rows in batch.next_obs.items()}, expected.next_obs)
+        assert_same_bits(batch.reward[where], expected.reward)
 
 
 def test_an_answer_without_observations_is_refused() -> None:
     desk, _ = filled(0, is_near=True)
-    answer: Any = desk.shard.read(desk.shard.draw([(8, 0)], None, is_near=True), desk.counters(), is_near=True)
+    answer: Any = desk.shard.read(desk.shard.draw(8, 0, None, is_near=True), desk.counters(), is_near=True)
     answer.rows.obs = []
     with pytest.raises(DamageError, match="lacks observations"):
         desk.maker.make([answer], [np.arange(8)], [0], np.ones(8, np.float32))

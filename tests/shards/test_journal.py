@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from holdall.checkpoint import Slots
-from holdall.cluster.journal import Entry, Journal, JournalState, Run
+from holdall.checkpoint.blobs import open_blobs
+from holdall.cluster.journal import Entry, Journal, JournalState, Run, open_journal
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, DamageError, FencedError
 
@@ -22,7 +21,7 @@ def entry(writer: bytes, sequence: int, nbytes: int = 100) -> Entry:
 
 
 def opened(folder: Path) -> tuple[Journal, list[Entry]]:
-    journal = Journal(Slots.at(folder), ClusterTuning())
+    journal = open_journal(str(folder), 0, ClusterTuning())
     return journal, [entry for page in journal.open() for entry in page.entries]
 
 
@@ -52,15 +51,21 @@ def test_one_who_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
 
 def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
-    owner = Journal(Slots.at(tmp_path), ClusterTuning())
-    taking_over = owner.open()
-    slots = Slots.at(tmp_path)
-    known = slots.numbers()
-    owner._slots.numbers = lambda: known  # it looked before the zombie's last write
     zombie.append([entry(ANN, 0)], 0)
-    assert [each for page in taking_over for each in page.entries] == [entry(ANN, 0)]
+    owner = open_journal(str(tmp_path), 0, ClusterTuning())
+    taking_over = owner.open()
+    found = next(taking_over).entries
+    zombie.append([entry(ANN, 1)], 1)  # the owner has listed the slots already
+    assert found + [each for page in taking_over for each in page.entries] == [entry(ANN, 0), entry(ANN, 1)]
     with pytest.raises(FencedError):
-        zombie.append([entry(ANN, 1)], 1)
+        zombie.append([entry(ANN, 2)], 2)
+
+
+def test_of_two_that_take_over_at_once_one_is_fenced(tmp_path: Path) -> None:
+    """Also if both would write the same: a slot names its owner."""
+    first, second = (open_journal(str(tmp_path), 0, ClusterTuning()) for _ in range(2))
+    assert first._create([], is_full=True)
+    assert not second._create([], is_full=True)
 
 
 def test_a_zombie_stays_fenced_when_all_else_was_removed(tmp_path: Path) -> None:
@@ -70,7 +75,7 @@ def test_a_zombie_stays_fenced_when_all_else_was_removed(tmp_path: Path) -> None
     for number in range(1, 200):
         owner.append([entry(ANN, number)], number)
         owner.trim(number)
-    assert len(Slots.at(tmp_path).numbers()) < 100
+    assert len(list(open_blobs(tmp_path).list("journal/00000/"))) < 100
     with pytest.raises(FencedError):
         zombie.append([entry(BEN, 0)], 1)
 
@@ -81,7 +86,7 @@ def test_removing_what_left_forgets_no_writer(tmp_path: Path) -> None:
     for number in range(150):
         journal.append([entry(ANN, number)], 1 + number)
         journal.trim(1 + number - 10)
-    again = Journal(Slots.at(tmp_path), ClusterTuning())
+    again = open_journal(str(tmp_path), 0, ClusterTuning())
     pages = list(again.open())
     found = [each for page in pages for each in page.entries]
     assert again.expected == {ANN: 150, BEN: 1}
@@ -94,7 +99,7 @@ def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Pat
     zombie, _ = opened(tmp_path)
     for number in range(100):
         zombie.append([entry(ANN, number)], number)
-    owner = Journal(Slots.at(tmp_path), ClusterTuning())
+    owner = open_journal(str(tmp_path), 0, ClusterTuning())
     pages = owner.open()
     first = [next(pages) for _ in range(10)]
     assert [page.first_row for page in first] == list(range(10))
@@ -130,27 +135,10 @@ def test_whose_steps_a_loaded_segment_has_is_found_again(tmp_path: Path) -> None
     assert opened(tmp_path)[1] == [loaded]
 
 
-def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None:
-    won: list[int] = []
-
-    def create(who: int) -> None:
-        if Slots.at(tmp_path).create(7, bytes([who])):
-            won.append(who)
-
-    threads = [threading.Thread(target=create, args=(who,)) for who in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert Slots.at(tmp_path).read(7) == bytes(won)
-    assert os.listdir(tmp_path) == ["0000000000000007.slot"]  # noqa: PTH208  names alone
-
-
 def test_a_slot_that_was_damaged_is_refused(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path)
     journal.append([entry(ANN, 0)], 0)
-    path = tmp_path / "0000000000000001.slot"
+    path = tmp_path / "journal" / "00000" / "0000000000000001.slot"
     content = path.read_bytes()
     for damaged in (content[:-1], b"", content[:200] + b"\xff" + content[201:]):
         path.write_bytes(damaged)

@@ -173,7 +173,7 @@ def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
         # Nor from saving and closing, when nobody draws any more.
         adding = threading.Thread(target=feed_here, args=(10**9,))
         adding.start()
-        wait_until(lambda: memory._groups[0].is_waiting)
+        wait_until(lambda: memory._is_waiting)
         assert memory.save(tmp_path).result().transitions >= 3_548
     adding.join()
     assert isinstance(errors[0], ClosedError)

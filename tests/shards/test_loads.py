@@ -21,7 +21,7 @@ from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
 
 from . import test_losses
-from .processes import kill, process_of, shard_terms, wait_until
+from .processes import kill, process_of, shard_config, wait_until
 from .test_losses import ACTION, held
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -60,7 +60,7 @@ def loaded(place: Path, journal: Path) -> Shard:
     manifest = reader.manifest(reader.numbers()[0])
     (shard,) = manifest.shards
     saved, rows = (f"{reader.url}/{shard.folder}", shard.number), read_saved_state(manifest, reader)["shard_rows"]
-    return Shard(0, shard_terms(manifest.schema, rows, journal, slot_bytes=500), None, saved=saved)
+    return Shard(0, shard_config(manifest.schema, rows, journal, slot_bytes=500), None, saved=saved)
 
 
 def rewards(shard: Shard) -> list[int]:
@@ -79,6 +79,7 @@ def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(checkpoin
         for _ in range(2):  # also if it is restarted once more
             shard = loaded(checkpoint, journal)
             assert rewards(shard) == list(range(500, 1_500))
+            assert shard._journal is not None
             assert shard._journal.state.loading == ""
 
 

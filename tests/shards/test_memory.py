@@ -19,7 +19,6 @@ import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
 from holdall.cluster.calls import actor_state
 from holdall.cluster.ids import shards_of_ids
-from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, Writer
 from holdall.sampling import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -118,7 +117,7 @@ def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
     source, before = stream(ends=0.2), len(four)
     # By chance, one in some hundred times a shard got too few.
-    four._groups[0].streams._generator = np.random.default_rng(0)
+    four._streams._generator = np.random.default_rng(0)
     added: dict[float, tuple[Any, ...]] = {}
     for _ in range(1_500):
         step = arguments(source)
@@ -141,7 +140,6 @@ def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> No
 
 @pytest.mark.parametrize("prefetch", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_loader_gives_the_batches_that_asking_gives(tmp_path: Path, prefetch: int) -> None:
-    """Also where some come with one call: each is drawn for itself, in the order in which they are asked for."""
     sampler = Prioritized(alpha=0.7, beta=0.5)
     with ReplayMemory(OBSERVATION, ACTION, 4_000, shards=2, extras=EXTRAS, seed=3, sampler=sampler) as memory:
         source, writer = stream(), memory.writer()
@@ -151,7 +149,7 @@ def test_a_loader_gives_the_batches_that_asking_gives(tmp_path: Path, prefetch: 
         memory.update_priorities(memory.sample(400).ids, np.random.default_rng(1).random(400))
         memory.save(tmp_path).result()
         # Its copy holds the same rows under the same ids, whichever shards a writer chose, and draws on from here.
-        with ReplayMemory.load(tmp_path, _tuning=ClusterTuning(min_batching_shards=2)) as ahead:
+        with ReplayMemory.load(tmp_path) as ahead:
             assert len(memory) == len(ahead) == 1_000
             with ahead.loader(64, prefetch) as loader:
                 for _ in range(11):
@@ -277,7 +275,7 @@ def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path)
             assert len(again) <= 900
             drawn = again.sample(128)
             assert_same_bits(again.gather(drawn.ids).obs, drawn.obs)
-    with pytest.raises(holdall.CheckpointError, match="no checkpoint"):
+    with pytest.raises(holdall.CheckpointError, match="No complete checkpoint"):
         ReplayMemory.load(tmp_path / "elsewhere")
 
 

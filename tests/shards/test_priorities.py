@@ -15,9 +15,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Prioritized
-from holdall.checkpoint import Slots
 from holdall.cluster.ids import first_row_of_life, make_ids
-from holdall.cluster.journal import FOLDER, Journal
+from holdall.cluster.journal import open_journal
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory
 
@@ -102,8 +101,8 @@ def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_anothe
 def written_priorities(url: Path, shard: int) -> int:
     """Count the different priorities that the journal of a shard has, in a copy of it."""
     with tempfile.TemporaryDirectory() as copy, suppress(shutil.Error, FileNotFoundError):
-        shutil.copytree(url / FOLDER / f"{shard:05d}", copy, dirs_exist_ok=True)
-        journal = Journal(Slots.at(copy), ClusterTuning())
+        shutil.copytree(url, copy, dirs_exist_ok=True)
+        journal = open_journal(copy, shard, ClusterTuning())
         list(journal.open())
         if journal.priorities is not None:
             return int(np.count_nonzero(np.unique(journal.priorities["scaled"])))

@@ -15,13 +15,13 @@ import pytest
 import ray
 
 from holdall import CheckpointError, NStep, ShardError
-from holdall.checkpoint import FileObjects, FileSystem, Slots
+from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
 from holdall.cluster.calls import get_result
+from holdall.cluster.config import NAMESPACE
 from holdall.cluster.journal import Entry, Journal
-from holdall.cluster.members import ShardList
+from holdall.cluster.members import Members
 from holdall.cluster.messages import RestartedError
 from holdall.cluster.shard import begin_life
-from holdall.cluster.terms import NAMESPACE
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, attach
 
@@ -79,11 +79,11 @@ def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(lastin
 def test_who_looks_for_the_shards_of_a_closed_memory_does_not_wait_for_its_roster(durable: ReplayMemory) -> None:
     """It never comes back, whatever the patience: a writer that is dropped later must not hold up its process."""
     roster = durable._fleet.roster
-    shards = ShardList(roster, 3_600.0, ClusterTuning())
+    shards = Members(roster, 3_600.0, ClusterTuning())
     durable.close()
     wait_until(lambda: not answers(roster))
     with pytest.raises(ShardError, match="Is the memory closed"):
-        shards.refresh()
+        shards.refresh_list()
 
 
 class DyingRoster:
@@ -122,14 +122,14 @@ class FullDisk(FileSystem):
 def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(Slots.at(tmp_path), ClusterTuning())
+    journal = Journal(DirectoryBlobs(tmp_path), 0, ClusterTuning())
     list(journal.open())
     journal.append([Entry(bytes(16), 0, b"segment")], 0)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
-        list(Journal(Slots(FileObjects(tmp_path, FullDisk(1))), ClusterTuning()).open())
+        list(Journal(DirectoryBlobs(tmp_path, FullDisk(1)), 0, ClusterTuning()).open())
     disk = FullDisk(2)
     with caplog.at_level(logging.WARNING, "holdall"):
-        pages = list(Journal(Slots(FileObjects(tmp_path, disk)), ClusterTuning(retry_s=0.01)).open(waits=True))
+        pages = list(Journal(DirectoryBlobs(tmp_path, disk), 0, ClusterTuning(retry_s=0.01)).open(waits=True))
     assert not disk.failures
     assert [page.entries[0].payload for page in pages if page.is_first][-1] == b"segment"
     assert "No space left" in caplog.text

@@ -189,15 +189,3 @@ def test_rows_that_the_capacity_evicts_take_no_memory() -> None:
     desk.send()
     assert len(desk.shard.store) == 100
     assert desk.shard.store.segments <= 100 // 16 + 2
-
-
-def test_a_builder_that_has_room_takes_a_tick_that_shares_nothing() -> None:
-    """Writers whose lanes go to several shards rely on it: all groups take a tick, or none."""
-    stream = Stream(FRAMES, spaces.Discrete(3), 2, plans=[LeafPlan()])
-    tuning = Tuning(small_field_bytes=256, block_bytes=40 * 4 * 24 * 24)
-    builder = SegmentBuilder(schema_of(stream), 1_000, "balanced", tuning)
-    for _ in range(200):
-        if not builder.has_room:
-            assert builder.rows > 0
-            builder.close()
-        assert builder.append((*arguments(stream), None))

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,9 @@ import ray
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, FencedError, Sequence, ShardError
-from holdall.cluster.access import machine_timeout_s
+from holdall.checkpoint.directory_blobs import FileSystem
 from holdall.cluster.journal import open_journal
 from holdall.cluster.stream import SegmentStream, SentSegment
-from holdall.cluster.terms import choose_patience
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
@@ -91,14 +91,13 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
 def rows_sent(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have segments of a writer sent nowhere; return the list of their rows, which grows."""
     sent: list[int] = []
-    for group in writer._groups:
-        monkeypatch.setattr(group.streams, "send", lambda _stream, segment, stays: sent.append(segment.rows))
+    monkeypatch.setattr(writer._streams, "send", lambda _stream, segment, stays: sent.append(segment.rows))
     return sent
 
 
 def patient_writer(memory: ReplayMemory, lanes: int, gather_s: float = 1e9) -> Writer:
     """Return a writer whose `extend` fills segments for `gather_s` seconds."""
-    return Writer(memory._terms._replace(tuning=ClusterTuning(gather_s=gather_s)), lanes)
+    return Writer(memory._config._replace(tuning=ClusterTuning(gather_s=gather_s)), lanes)
 
 
 @pytest.mark.parametrize(("gather_s", "rows"), [(1e9, 512), (0.0, 128)])
@@ -119,7 +118,7 @@ def test_blocks_that_come_quickly_go_in_larger_segments(
     assert sent == [128, 128, 44]
     changes: list[dict[str, Any]] = [{"limit": RateLimit(1.0, 1, 1e6)}, {"sampler": Sequence(4), "shard_rows": 400}]
     for change in changes:
-        careful = Writer(memory._terms._replace(**change), 1)
+        careful = Writer(memory._config._replace(**change), 1)
         sent = rows_sent(careful, monkeypatch)
         careful.extend(*steps(0, 1_000))
         careful.flush()
@@ -210,7 +209,8 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
 
 def test_rows_under_way_are_counted_while_others_send_them() -> None:
     """Metrics are read in a thread of their own, which an error would end."""
-    stream, is_over = SegmentStream(None, 0, b"", 1.0, ClusterTuning()), threading.Event()
+    members: Any = SimpleNamespace(handle=lambda _: None)
+    stream, is_over = SegmentStream(members, 0, b"", ClusterTuning()), threading.Event()
 
     def send() -> None:
         while not is_over.is_set():
@@ -233,9 +233,9 @@ def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory)
     forget_all(memory)
     writer = memory.writer()
     add(writer, 0)
-    group = weakref.ref(writer._groups[0])
+    streams = weakref.ref(writer._streams)
     del writer
-    assert group() is None  # at once, without the collector
+    assert streams() is None  # at once, without the collector
     assert held(memory) == [0]
 
 
@@ -278,8 +278,7 @@ def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: Replay
     program = f"""{DRIVER}
 import ray
 ray.shutdown()
-for group in memory._groups:
-    group.streams._list._looked_at = -1e9  # as if it were time to look for shards
+memory._members._listed_at = -1e9  # as if it were time to look for shards
 for call in (memory.flush, lambda: memory.sample(8), memory.writer, memory.shards, lambda: len(memory), memory.close):
     try:
         call()
@@ -345,7 +344,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(28, "No space left on device")
         written(disk, file, content)
 
-    disk = type(opened._slots._objects._disk)  # it is a local one
+    disk = FileSystem
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
@@ -388,21 +387,6 @@ def test_the_limiter_says_what_it_waits_for(cluster: None, caplog: pytest.LogCap
             add(writer, 0)
             add(writer, 1)
         drawing.join()
-
-
-@pytest.mark.parametrize("is_private_there", [True, False])
-def test_patience_follows_rays_settings(is_private_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = machine_timeout_s()
-    assert usual > 60  # Ray gives up a machine that hangs after a minute.
-    assert choose_patience(None)[1] > usual
-    assert choose_patience(3.0) == (3.0, 3.0)
-    if not is_private_there:
-        monkeypatch.delattr(ray._raylet, "Config")
-        assert machine_timeout_s() == usual
-        for name, value in (("initial_delay_ms", 1_000), ("period_ms", 1_000), ("timeout_ms", 1_000)):
-            monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
-        monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-        assert machine_timeout_s() == 7.0
 
 
 @pytest.mark.nightly

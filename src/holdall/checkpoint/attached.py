@@ -5,7 +5,6 @@ Guarantee: a name is that of a file below a folder. It never leads outside the f
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,20 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, Ref
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, CheckpointError
 from holdall.store.records import MAX_RECORD_BYTES, Buffer, Read, Record, pack_record
 
 if TYPE_CHECKING:
     from holdall.checkpoint.load import RecordFiles
 
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 8 * 2**20
 _FILE = "file"
 
 
 def checked_files(attach: Any) -> dict[str, Path | bytes]:
     """Return the files to attach by name. Raise ArgumentError if a name or a content cannot be saved."""
     if not isinstance(attach, Mapping):
-        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths. Pass a dict.")
     return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
 
 
@@ -46,16 +45,25 @@ def _checked_content(name: str, content: Any) -> Path | bytes:
         path = Path(content)
         if path.is_file():
             return path
-        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
-    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is not a file. Write it first, or pass its bytes.")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}. Pass bytes or the path of a file.")
 
 
 def file_pieces(content: Path | bytes) -> Iterator[bytes]:
     """Yield a file in pieces. An empty file has one piece."""
-    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-        yield file.read(_PIECE_BYTES)
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
+    if isinstance(content, bytes):
+        pieces = [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
+        yield from pieces or [b""]
+        return
+    try:
+        with content.open("rb") as file:
+            yield file.read(_PIECE_BYTES)
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        raise CheckpointError(
+            error.errno, f"The attached file {content} cannot be read ({error.strerror}). Write it before save."
+        ) from error
 
 
 def pack_file(content: bytes) -> list[Buffer]:
@@ -101,7 +109,7 @@ class Attached(Mapping[str, bytes]):
 def attached_files(url: str | os.PathLike[str]) -> Attached:
     """Return the files that were saved with the newest checkpoint, without loading the memory."""
     from holdall.checkpoint.load import RecordFiles, load_newest  # noqa: PLC0415  load.py imports this module
-    from holdall.checkpoint.places import open_reader  # noqa: PLC0415
+    from holdall.checkpoint.reader import open_reader  # noqa: PLC0415
 
     reader = open_reader(url)
-    return load_newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))
+    return load_newest(reader, lambda manifest: Attached(RecordFiles(reader, manifest.files), manifest.attached))

@@ -18,7 +18,7 @@ from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.schema import require_count, require_number
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.save import SaveHandle
+    from holdall.checkpoint.savers import SaveHandle
 
 _POLL_S = 0.1
 _STOP_S = 5.0

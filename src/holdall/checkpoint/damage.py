@@ -18,15 +18,8 @@ from numpy.typing import NDArray
 
 from holdall._native import Block, Coded, Part, Segment, decode
 from holdall.checkpoint.load import RecordFiles, Restored
-from holdall.checkpoint.manifest import (
-    CheckpointReader,
-    Losses,
-    Manifest,
-    Ref,
-    SegmentEntry,
-    require_files,
-    shard_manifest,
-)
+from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry, require_files
+from holdall.checkpoint.reader import CheckpointReader, Losses, read_shard_manifest
 from holdall.errors import CheckpointError, DamageError
 from holdall.schema import malformed_refused
 from holdall.store.format import BLOCK, FLAG_INVALID, find_damaged_slices, mark_invalid, read_block, read_dictionary
@@ -57,7 +50,7 @@ def find_damage(
         require_files(manifest, sizes)
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
-    checking = _Checking(RecordFiles(reader), manifest)
+    checking = _Checking(RecordFiles(reader, manifest.files), manifest)
     found = []
     for ref in dict.fromkeys(manifest.refs):
         with Losses() as lost, malformed_refused(f"The record at byte {ref.start} of {ref.file}"):
@@ -67,7 +60,7 @@ def find_damage(
     for shard in manifest.shards:
         below = reader.below(shard.folder)
         with Losses() as lost:
-            of_shard = find_damage(below, shard_manifest(below, shard), progress)
+            of_shard = find_damage(below, read_shard_manifest(below, shard), progress)
         of_shard = [Damage("", 0, str(error)) for error in lost] or of_shard
         found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
     return found

@@ -1,7 +1,7 @@
 """Data files: open files of records, on this machine or in an object store.
 
-`DataFile` reads a local file by position. `RemoteFile` is a sparse local file whose pages are fetched from an object
-store before they are read. `bring` fetches ranges of several files at a time.
+`DataFile` reads a local file by position. `RemoteFile` is a sparse local file whose pages are fetched from a blob store
+before they are read. `bring` fetches ranges of several files, a few at a time.
 
 Guarantee: a page of a remote file is read only after all of it was written. What is fetched at a time takes a few
 megabytes of memory, whatever the size of the file. Pages that were not fetched take no space on the local disk.
@@ -11,26 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.checkpoint.blobs import BlobStore
+from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.errors import CheckpointError, DamageError
-from holdall.store.records import Buffer
+
+if os.name != "nt":
+    import resource
 
 PAGE_BYTES = 2**14
-_MAX_FETCH_BYTES = 2 * 2**20
-_MAX_THREADS = 4
+_MAX_FETCH_BYTES = 2**20
+_MAX_THREADS = 8
 _MAX_POSITION = 2**63 - 1
+_SPARE_FILES = 256
+"""Open files that a program may need besides those of a checkpoint."""
 
 Positions = NDArray[np.int64]
-Fetch = Callable[[list[int], list[int]], Sequence[Buffer]]
-"""Returns the bytes of ranges, given their starts and lengths."""
 
 _SEEKING = threading.Lock()  # Windows cannot read by position, so that a seek and a read must not be interrupted.
 
@@ -39,7 +45,7 @@ class DataFile:
     """An open file of records. The descriptor is closed when nothing refers to this object any more.
 
     Attributes:
-        path: Path or url, for errors.
+        path: Path or URL, for errors.
         descriptor: Descriptor that compressed blocks are read from.
         is_remote: Whether ranges must be brought before native code may read them.
     """
@@ -72,19 +78,27 @@ class DataFile:
                 os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
 
 
+class PageRun(NamedTuple):
+    """Pages that are fetched with one request."""
+
+    first: int
+    length: int
+
+
 class RemoteFile(DataFile):
-    """A file in an object store, with a sparse copy on this machine.
+    """A blob in an object store, with a sparse copy on this machine.
 
     Args:
         descriptor: Descriptor of an empty local file that nobody else writes to.
     """
 
-    def __init__(self, path: Path, descriptor: int, nbytes: int, fetch: Fetch) -> None:
-        super().__init__(path, descriptor)
+    def __init__(self, blobs: BlobStore, name: str, nbytes: int, descriptor: int) -> None:
+        super().__init__(Path(f"{blobs.url}/{name}"), descriptor)
         os.ftruncate(descriptor, nbytes)
         self.is_remote = True
+        self._blobs = blobs
+        self._name = name
         self._nbytes = nbytes
-        self._fetch = fetch
         self._is_here = np.zeros(-(-nbytes // PAGE_BYTES), np.bool_)
 
     def read(self, start: int, nbytes: int) -> bytes:
@@ -94,6 +108,10 @@ class RemoteFile(DataFile):
 
     def bring(self, starts: Positions, ends: Positions) -> None:
         """Fetch the pages of ranges that are not here yet. Two threads may fetch the same page."""
+        bring([Demand(self, starts, ends)])
+
+    def list_missing(self, starts: Positions, ends: Positions) -> list[PageRun]:
+        """Return the pages of ranges that are not here yet, with one run for neighbours."""
         first = np.clip(starts, 0, self._nbytes) // PAGE_BYTES
         last = -(-np.clip(ends, 0, self._nbytes) // PAGE_BYTES)
         # Add 1 where a range starts and -1 where it ends. Pages are needed where the sum is positive.
@@ -102,21 +120,19 @@ class RemoteFile(DataFile):
         np.add.at(edges, np.maximum(first, last), -1)
         missing = np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._is_here)
         max_pages = _MAX_FETCH_BYTES // PAGE_BYTES
-        for begin in range(0, len(missing), max_pages):
-            self._fetch_pages(missing[begin : begin + max_pages])
+        runs = []
+        for neighbours in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+            for begin in range(0, len(neighbours), max_pages):
+                pages = neighbours[begin : begin + max_pages]
+                runs.append(PageRun(int(pages[0]), len(pages)))
+        return runs
 
-    def _fetch_pages(self, pages: NDArray[np.intp]) -> None:
-        """Fetch pages, with one range for neighbours."""
-        runs = np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1)
-        starts = [int(run[0]) * PAGE_BYTES for run in runs]
-        ends = [min((int(run[-1]) + 1) * PAGE_BYTES, self._nbytes) for run in runs]
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        for start, length, content in zip(starts, lengths, self._fetch(starts, lengths), strict=True):
-            piece = memoryview(content).cast("B")
-            if piece.nbytes != length:
-                raise CheckpointError(f"{self.path} returned {piece.nbytes} bytes instead of {length}.")
-            self._write(start, piece)
-        self._is_here[pages] = True
+    def fetch(self, run: PageRun) -> None:
+        """Fetch pages with one request."""
+        start = run.first * PAGE_BYTES
+        end = min((run.first + run.length) * PAGE_BYTES, self._nbytes)
+        self._write(start, memoryview(self._blobs.read(self._name, start, end - start)))
+        self._is_here[run.first : run.first + run.length] = True
 
     def _write(self, start: int, piece: memoryview) -> None:
         try:
@@ -132,6 +148,42 @@ class RemoteFile(DataFile):
             ) from error
 
 
+def open_data_file(
+    blobs: BlobStore, name: str, nbytes: int, cache_dir: str | os.PathLike[str] | None = None
+) -> DataFile:
+    """Open a blob of `nbytes` bytes. One that is not on this machine gets a sparse copy in `cache_dir`."""
+    if isinstance(blobs, DirectoryBlobs):
+        descriptor = blobs.open(name)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return DataFile(blobs.root / name, descriptor)
+    try:
+        if cache_dir is not None:
+            Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(prefix="holdall-", dir=cache_dir) as file:
+            descriptor = os.dup(file.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            error.errno,
+            f"No temporary file can be made for the data of {blobs.url} ({error.strerror}). Pass a spill_dir that can "
+            "be written.",
+        ) from error
+    return RemoteFile(blobs, name, nbytes, descriptor)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the limit of open files of this process, if the system allows it, so that `count` more can be opened."""
+    if os.name == "nt":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+
+
 class Demand(NamedTuple):
     """Ranges of a file that are read next."""
 
@@ -141,30 +193,33 @@ class Demand(NamedTuple):
 
 
 def bring(demands: Iterable[Demand]) -> None:
-    """Make ranges of files readable. Several remote files are fetched at a time."""
-    remote: list[Demand] = []
+    """Make ranges of files readable. Up to `_MAX_THREADS` requests of remote files are sent at a time."""
+    tasks = []
     for demand in demands:
-        if demand.file.is_remote:
-            remote.append(demand)
+        if isinstance(demand.file, RemoteFile):
+            runs = demand.file.list_missing(demand.starts, demand.ends)
+            tasks += [partial(demand.file.fetch, run) for run in runs]
         else:
             demand.file.bring(demand.starts, demand.ends)
     errors: list[BaseException] = []
 
-    def fetch() -> None:
-        while remote and not errors:
-            with contextlib.suppress(IndexError):  # Another thread took the last one.
-                demand = remote.pop()
-                try:
-                    demand.file.bring(demand.starts, demand.ends)
-                except BaseException as error:
-                    errors.append(error)
+    def work() -> None:
+        while tasks and not errors:
+            try:
+                task = tasks.pop()
+            except IndexError:  # Another thread took the last one.
+                return
+            try:
+                task()
+            except BaseException as error:
+                errors.append(error)
 
     # Daemon threads and not a pool, because the end of the program would wait for a pool.
-    count = min(len(remote), _MAX_THREADS) - 1
-    threads = [threading.Thread(target=fetch, name="holdall-fetch", daemon=True) for _ in range(count)]
+    count = min(len(tasks), _MAX_THREADS) - 1
+    threads = [threading.Thread(target=work, name="holdall-fetch", daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
-    fetch()
+    work()
     for thread in threads:
         thread.join()
     if errors:

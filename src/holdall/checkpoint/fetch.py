@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from holdall._native import Catalog, Coded, Part, Segment
 from holdall.checkpoint.data_file import DataFile, Demand, bring
-from holdall.checkpoint.manifest import Waiting
+from holdall.checkpoint.waiting import Waiting
 from holdall.errors import HoldallError
 
 _FETCH_BYTES = 4 * 2**20
@@ -140,7 +140,7 @@ class BackgroundFetch:
     def stop(self) -> None:
         """Stop fetching, and end all waiting for the object store."""
         self._stopped.set()
-        self._waiting.give_up()
+        self._waiting.cancel()
         self.wait(_STOP_S)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdall.background import JOBS
-from holdall.checkpoint.manifest import Waiting
+from holdall.checkpoint.waiting import Waiting
 from holdall.errors import CheckpointError
 
 _POLL_S = 0.05
@@ -81,14 +81,14 @@ class JobThread:
         since = time.monotonic()
         reason = ""
         while self.is_busy:
-            waited = time.monotonic() - waiting.stuck_since(began)
+            waited = time.monotonic() - waiting.last_progress_after(began)
             if waited >= _GIVE_UP_SHARE * timeout and not reason:
                 reason = waiting.reason or "there is no progress"
                 self.has_given_up = True
-                waiting.give_up()
+                waiting.cancel()
             if waited >= timeout:
                 break
-            waiting.remind(since, f"{waiting.url} is being saved ({waiting.reason or 'it makes progress'})")
+            waiting.remind(since, f"{waiting.url} is being saved: {waiting.reason or 'it makes progress'}.")
             with self.lock:
                 self.changed.wait_for(lambda: not self.is_busy, _POLL_S)
         if reason:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,12 +21,11 @@ import numpy as np
 
 from holdall._native import Block, Coded, Dictionary, Segment
 from holdall.checkpoint.attached import Attached
-from holdall.checkpoint.data_file import DataFile, Demand, bring
-from holdall.checkpoint.directory import disk_errors_explained
+from holdall.checkpoint.data_file import DataFile, Demand, allow_open_files, bring
 from holdall.checkpoint.fetch import BackgroundFetch, bring_all, start_fetch
-from holdall.checkpoint.manifest import CheckpointReader, Losses, Manifest, Ref, SegmentEntry, require_whole
-from holdall.checkpoint.places import open_reader
-from holdall.checkpoint.write import SavedBlock, SavedRecords, SavedSegment
+from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry
+from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Losses, open_reader, require_whole
+from holdall.checkpoint.save import SavedBlock, SavedRecords, SavedSegment
 from holdall.errors import CheckpointError, DamageError
 from holdall.sampling import Sampler, Uniform
 from holdall.schema import (
@@ -89,15 +88,16 @@ class ReadAhead:
 class RecordFiles:
     """The data files of a checkpoint, opened when they are first needed."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: CheckpointReader, sizes: Mapping[str, int]) -> None:
         self._reader = reader
-        self._files: dict[str, tuple[DataFile, int]] = {}
+        self._sizes = sizes  # Bytes of the files by name, as the manifest says.
+        self._files: dict[str, DataFile] = {}
 
-    def open(self, name: str) -> tuple[DataFile, int]:
-        """Return a file and its size."""
+    def open(self, name: str) -> DataFile:
+        """Return a file."""
         found = self._files.get(name)
         if found is None:
-            found = self._reader.open(name)
+            found = self._reader.open(name, self._sizes[name])
             self._files[name] = found
         return found
 
@@ -110,7 +110,7 @@ class RecordFiles:
         for name, wanted in ranges.items():
             with contextlib.suppress(DamageError, CheckpointError):
                 starts, ends = np.array(wanted, np.int64).T
-                demands.append(Demand(self.open(name)[0], starts, ends))
+                demands.append(Demand(self.open(name), starts, ends))
         bring(demands)
 
     def read_record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
@@ -118,9 +118,9 @@ class RecordFiles:
 
         `ahead_bytes` is how much of the record is read next.
         """
-        file, nbytes = self.open(ref.file)
+        file = self.open(ref.file)
         ahead = ReadAhead(file, ref.start, min(ref.nbytes, ahead_bytes))
-        record = read_record(ahead.read, ref.start, nbytes, str(file.path))
+        record = read_record(ahead.read, ref.start, self._sizes[ref.file], str(file.path))
         head = ahead.read(ref.start, record.head_bytes)
         if record.nbytes != ref.nbytes or hashlib.sha256(head).hexdigest()[:32] != ref.digest:
             raise DamageError(f"The record at byte {ref.start} of {file.path} is not the one that the manifest names.")
@@ -155,11 +155,11 @@ class Restored:
         self.manifest = manifest
         self.schema = schema_of(manifest.schema)
         self.columns = Columns(self.schema)
-        self.files = RecordFiles(reader)
+        self.files = RecordFiles(reader, manifest.files)
         self.first_tick = max(manifest.first_tick, manifest.next_tick - (capacity_ticks or manifest.capacity_ticks))
         self.entries = [entry for entry in manifest.segments if entry.first_tick + entry.ticks > self.first_tick]
         self.state: dict[str, Any] = {}
-        self.attached = Attached(RecordFiles(reader.reopened()), manifest.attached)
+        self.attached = Attached(RecordFiles(reader.reopen(LOAD_S), manifest.files), manifest.attached)
         self.keeps_ids = True
         self.saved: SavedRecords | None = None
         self.fetch: BackgroundFetch | None = None
@@ -171,6 +171,7 @@ class Restored:
 
     def read(self) -> None:
         """Read everything but the units of blocks."""
+        allow_open_files(len(self.manifest.files))
         self._expect()
         self.state = self.files.read_state(self.manifest.state)
         words = self.state.pop("store")
@@ -215,10 +216,7 @@ class Restored:
         """Read the parts of a segment, and the indexes of its blocks."""
         with malformed_refused(f"The segment of tick {entry.first_tick}"):
             blocks = [self.read_block(number) for number in entry.blocks]
-            stored = self._read_parts(entry, entry.refs[0], blocks)
-            for ref in entry.refs[1:]:
-                stored.parts.update(self._read_parts(entry, ref, blocks).parts)
-            return build_segment(stored, self.columns)
+            return build_segment(self._read_parts(entry, blocks), self.columns)
 
     def read_block(self, number: int) -> Block:
         """Read the index of a block, whose units stay in their file."""
@@ -230,8 +228,8 @@ class Restored:
             self.blocks[number] = read_block(record, ahead.read, self.dictionaries, place)
         return self.blocks[number]
 
-    def _read_parts(self, entry: SegmentEntry, ref: Ref, blocks: list[Block]) -> StoredParts:
-        record, ahead = self.files.read_record(ref, ref.nbytes)
+    def _read_parts(self, entry: SegmentEntry, blocks: list[Block]) -> StoredParts:
+        record, ahead = self.files.read_record(entry.ref, entry.ref.nbytes)
         stored = read_parts(record, ahead.read, self.columns, blocks, self.reward_dtype)
         if (stored.first_tick, stored.ticks, stored.lanes) != (entry.first_tick, entry.ticks, self.schema.num_envs):
             raise DamageError(
@@ -244,7 +242,7 @@ class Restored:
         manifest = self.manifest
         numbers = sorted({number for entry in self.entries for number in entry.blocks})
         whole = [manifest.state, *manifest.dictionaries.values()]
-        whole += [ref for entry in self.entries for ref in entry.refs]
+        whole += [entry.ref for entry in self.entries]
         indexes = [(manifest.blocks[number].ref, manifest.blocks[number].index_bytes) for number in numbers]
         self.files.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
 
@@ -279,14 +277,7 @@ class Restored:
         saved = SavedRecords(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
         for entry, segment in zip(self.entries, segments, strict=True):
             serials = tuple(part.serial for part in segment.parts)
-            if len(entry.refs) == 1:
-                saved.segments[entry.first_tick] = SavedSegment(entry.ticks, serials, entry.refs[0])
-            # A segment with rewritten parts is written again as a whole if more parts are rewritten.
-            if len(entry.refs) == 2:
-                none = tuple(0 for _ in serials)
-                saved.segments[entry.first_tick] = SavedSegment(
-                    entry.ticks, none, entry.refs[0], changed=serials, changed_ref=entry.refs[1]
-                )
+            saved.segments[entry.first_tick] = SavedSegment(entry.ticks, serials, entry.ref)
         for number, block in self.blocks.items():
             form = block.form
             dictionary = form.codec.dictionary if isinstance(form, Coded) else None
@@ -308,7 +299,7 @@ def read_checkpoint(
 def read_saved_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
     """Read only what was saved besides the transitions."""
     with malformed_refused(f"Checkpoint {manifest.number} of {reader.url}"):
-        return RecordFiles(reader).read_state(manifest.state)
+        return RecordFiles(reader, manifest.files).read_state(manifest.state)
 
 
 # ---------------------------------------------------------------- the newest complete checkpoint
@@ -324,10 +315,8 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
         may_miss: Whether checkpoints with missing files are passed to `build`, too.
     """
     for _ in range(_MAX_RESTARTS):
-        with disk_errors_explained(reader.url, "read"):
-            reader.require()
-            sizes = reader.file_sizes()
-            numbers = reader.numbers()
+        numbers = reader.numbers()
+        sizes = reader.file_sizes()  # After the manifests, because a manifest is created after its files.
         refused: list[str] = []
         errors: list[OSError] = []
         for number in numbers:
@@ -346,17 +335,17 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
                 return built
             if number not in reader.numbers():
                 break  # A writer removed it meanwhile, so there is a newer one.
-            refused.append(f"Damaged checkpoint {number}: {lost[0]}")
+            refused.append(lost[0].strerror or str(lost[0]))
             errors += lost
         else:
             break
-    reasons = "".join(f" {reason}." for reason in refused)
+    reasons = "".join(f" {reason}" for reason in refused)
     if not refused:
         remedy = "Check the path, or save first."
     elif may_miss:
         remedy = "Load a copy of the checkpoint from another place."
     else:
-        remedy = "ReplayMemory.load(url, recover=True) loads the transitions that are still readable."
+        remedy = "To load the readable part, pass recover=True."
     cause = errors[0] if errors else None
     raise CheckpointError(f"No complete checkpoint found in {reader.url}.{reasons} {remedy}") from cause
 
@@ -380,8 +369,7 @@ class Loading(Generic[_M]):
         require_flag("recover", self.recover)
         reader = open_reader(url, self.settings["spill_dir"], timeout)
         memory = self._load_newest(reader)
-        if reader.waiting is not None:
-            reader.waiting.limit_s = math.inf  # Sampling waits until the store answers or the memory is closed.
+        reader.waiting.limit_s = math.inf  # Sampling waits until the store answers or the memory is closed.
         return memory
 
     def load_as_saved(

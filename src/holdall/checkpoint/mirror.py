@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdall.checkpoint.blobs import open_blobs
 from holdall.checkpoint.jobs import JobThread
-from holdall.checkpoint.manifest import Manifest, Waiting
-from holdall.checkpoint.object_store import ObjectStoreWriter
-from holdall.checkpoint.objects import Objects
-from holdall.checkpoint.retention import commit_unique
-from holdall.checkpoint.save import Saver, find_next_number
+from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.reader import SEGMENTS
+from holdall.checkpoint.retention import collect
+from holdall.checkpoint.savers import Place, Saver
 from holdall.checkpoint.urls import is_remote
+from holdall.checkpoint.waiting import Waiting
 from holdall.errors import ArgumentError, CheckpointError
 
 _LOG = logging.getLogger("holdall")
@@ -35,7 +35,7 @@ def find_mirror(saver: Saver, mirror: str) -> CheckpointMirror:
     """Return the mirror of a saver's checkpoints at prefix `mirror`. It is made when it is first needed."""
     require_mirror(mirror, saver.url)
     if mirror not in saver.mirrors:
-        saver.mirrors[mirror] = CheckpointMirror(mirror, Path(saver.url) / "segments")
+        saver.mirrors[mirror] = CheckpointMirror(mirror, saver.url)
     return saver.mirrors[mirror]
 
 
@@ -52,13 +52,11 @@ class CheckpointMirror:
     While one checkpoint is copied, only the newest of the following ones is queued.
     """
 
-    def __init__(self, url: str, segments: Path) -> None:
+    def __init__(self, url: str, source: str) -> None:
         self._url = url
-        self._segments = segments
         self._waiting = Waiting(url)
-        self._objects = Objects(url, self._waiting)
-        self._target: ObjectStoreWriter | None = None
-        self._last = 0  # Newest checkpoint when the prefix was opened, or the last one that was copied.
+        self._source = open_blobs(source)
+        self._place = Place(url, self._waiting)
         self._thread = JobThread("holdall-mirror", self._waiting, self._work)
         self._changed = self._thread.changed
         self._sent = 0
@@ -98,7 +96,7 @@ class CheckpointMirror:
         with self._thread.lock:
             self._thread.jobs.clear()
             if self._thread.current is not None:
-                self._waiting.give_up()
+                self._waiting.cancel()
             else:
                 self._error = self._error or CheckpointError(f"The copy to {self._url} was cancelled.")
             self._changed.notify_all()
@@ -108,8 +106,8 @@ class CheckpointMirror:
         try:
             self._thread.end(timeout, began)
         finally:
-            if self._target is not None and not self._thread.is_busy:
-                self._target.close()
+            if not self._thread.is_busy:
+                self._place.close()
 
     def _work(self, job: _MirrorJob) -> None:
         error: BaseException | None = None
@@ -125,32 +123,16 @@ class CheckpointMirror:
 
     def _copy(self, job: _MirrorJob) -> None:
         """Copy a checkpoint: its files, and then its manifest."""
-        if self._target is None:
-            self._target = ObjectStoreWriter(self._url, self._objects)
-            self._last = max(self._target.reader.numbers(), default=0)
-        target = self._target
-        manifest = job.manifest
-
-        # The number is that of the directory, unless the store has a higher one: a run that lost its disk starts at 1.
-        def find_number() -> int:
-            numbers = target.reader.numbers()
-            next_number = find_next_number(target.reader, numbers, self._last, job.manifest.writer_id)
-            return max(job.manifest.number, next_number)
-
-        manifest = replace(manifest, number=find_number())
-        target.mark(manifest.files)
-        self._upload(target, manifest)
-        manifest = commit_unique(target, manifest, find_number)
-        self._last = manifest.number
-        self._upload(target, manifest)  # Another process may have collected files of a copy that was interrupted.
-        try:
-            target.collect(job.keep, manifest.files)
-        except (CheckpointError, OSError) as error:
-            _LOG.warning("Old checkpoints in %s could not be removed: %s", self._url, error)
-
-    def _upload(self, target: ObjectStoreWriter, manifest: Manifest) -> None:
-        """Upload the files that the store does not have."""
-        there = target.reader.file_sizes()
-        for name, nbytes in manifest.files.items():
+        place = self._place
+        place.open()
+        there = place.reader.file_sizes()
+        for name, nbytes in job.manifest.files.items():
             if there.get(name) != nbytes:
-                target.upload(name, self._segments / name)
+                place.reader.blobs.create(SEGMENTS + name, self._source.read(SEGMENTS + name, 0, nbytes))
+        # The number is that of the directory, unless the store has a higher one: a run that lost its disk starts at 1.
+        number = max(job.manifest.number, place.find_number())
+        manifest = place.commit(replace(job.manifest, number=number, writer_id=place.writer_id))
+        try:
+            collect(place.reader, place.lease, job.keep, manifest.files)
+        except OSError as error:
+            _LOG.warning("Old checkpoints in %s could not be removed: %s", self._url, error)

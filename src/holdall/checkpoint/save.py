@@ -1,70 +1,80 @@
-"""Save a memory: `save` returns a handle at once, and one thread per place writes one checkpoint after another.
+"""Save a snapshot: its segments, blocks and state become records in blobs, and a manifest commits them.
 
-Guarantee: saves to one place are written in the order in which they were started. A save that fails changes nothing:
-the earlier checkpoints are as they were, the memory continues to work, and the handle raises the error.
+A record that an earlier checkpoint wrote is named again and not written. Parts and blocks are recognised by their
+serial numbers, so that nothing is kept alive for the comparison. Closed segments go to lasting files. The last segment,
+which is mostly still being filled, the state and attached files go to files that the next checkpoint replaces.
+
+Blocks that the memory holds uncompressed are compressed here, on the thread of the caller.
+
+Guarantee: one blob at a time is held in memory, besides the snapshot. Segments are written oldest first and released
+one by one, because the oldest are evicted next. If anything fails, the earlier checkpoints are as they were.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import logging
-import os
-import threading
+import functools
+import hashlib
+import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from holdall.background import CLOSE_S
-from holdall.checkpoint.attached import checked_files
-from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
-from holdall.checkpoint.jobs import JobThread
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, Waiting
-from holdall.checkpoint.places import open_writer
-from holdall.checkpoint.retention import CheckpointWriter
-from holdall.checkpoint.urls import is_remote, normalized_url
-from holdall.checkpoint.write import (
-    BlockEncoder,
-    Content,
-    Report,
-    SavedRecords,
-    Snapshot,
-    SnapshotWriter,
-    require_unsaved,
+from holdall._native import Block, Coded, Dictionary, Segment, encode
+from holdall.checkpoint.attached import file_pieces, pack_file
+from holdall.checkpoint.blobs import BlobStore
+from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.reader import SEGMENTS, CheckpointReader
+from holdall.codec.choice import FieldCodec
+from holdall.codec.codec import Codec
+from holdall.errors import CheckpointError
+from holdall.schema import Leaf, Schema, dtype_name, schema_of
+from holdall.store.format import (
+    code_form,
+    list_blocks,
+    name_dictionary,
+    pack_block,
+    pack_dictionary,
+    pack_parts,
 )
-from holdall.errors import ArgumentError, CheckpointError, FencedError
-from holdall.schema import schema_of
+from holdall.store.records import Buffer
 from holdall.store.snapshot import StoreState
+from holdall.store.states import pack_state
+from holdall.store.tuning import Tuning
+from holdall.store.windows import Window
 
-if TYPE_CHECKING:
-    from holdall.checkpoint.autosave import Autosave, AutosavedMemory
-    from holdall.checkpoint.load import Restored
-    from holdall.checkpoint.mirror import CheckpointMirror
+_BLOB_BYTES = 8 * 2**20
+"""Bytes after which a blob is complete. It exceeds them by less than one record."""
+_CORE_SHARE = 0.5
+"""Share of one core that compression takes while nobody waits for the save."""
 
-_MAX_NUMBER = 10**16 - 1
-_POLL_S = 0.1
-_CANCEL_S = 5.0
-"""Seconds that a cancelled save has to end."""
-
-_LOG = logging.getLogger("holdall")
-
-Progress = Callable[[str, int], None] | Callable[[str, int, int], None]
-"""Called with the phase ("segments", "shards", "files" or "commit") and the bytes written so far. If it takes three
-arguments, also with the approximate total of bytes."""
+Report = Callable[[str, int, int], None]
+"""Called with the phase, the bytes written so far, and the approximate total of bytes. Raises to end the save."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that is safe."""
+class Snapshot(Protocol):
+    """What is saved: a memory, or the checkpoints of its shards."""
 
-    url: str
-    number: int
-    bytes_written: int  # Bytes that this save wrote. Data of earlier checkpoints is not written again.
-    bytes_total: int  # Bytes of all files of the checkpoint.
-    transitions: int
-    seconds: float
+    schema: dict[str, Any]
+    capacity_ticks: int
+    attach: Mapping[str, Path | bytes]
+
+    @property
+    def transitions(self) -> int:
+        """Number of transitions, without those of shards."""
+
+    def write(self, writer: SnapshotWriter) -> Content:
+        """Write everything but the attached files and the state."""
+
+
+@dataclass(slots=True)
+class Content:
+    """What the manifest says of a snapshot."""
+
+    state: dict[str, Any]
+    fields: dict[str, Any]  # Fields of the manifest.
 
 
 @dataclass(slots=True)
@@ -79,334 +89,316 @@ class MemorySnapshot:
     transitions: int = field(init=False)
 
     def __post_init__(self) -> None:
-        state = require_unsaved(self.store)
+        state = _require_unsaved(self.store)
         entries = (state.next_tick - state.first_tick) * int(self.schema["num_envs"])
         self.transitions = max(0, entries - sum(segment.invalid_count for segment in state.segments))
 
     def write(self, writer: SnapshotWriter) -> Content:
         """Write the content of the memory."""
-        state = require_unsaved(self.store)
+        state = _require_unsaved(self.store)
         self.store = None
         return writer.write_store(state, schema_of(self.schema), self.state)
 
 
-class SaveHandle:
-    """A save in progress."""
-
-    def __init__(self, saver: Saver) -> None:
-        self.url = saver.url
-        self.mirror: CheckpointMirror | None = None  # Copies the checkpoint to an object store.
-        self._saver = saver
-        self._ended = threading.Event()
-        self._outcome: Checkpoint | BaseException | None = None
-
-    def done(self) -> bool:
-        """Return whether the save has ended, with success or not."""
-        return self._ended.is_set()
-
-    def result(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint is safe and return it. Raise the error of a save that failed."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(
-                f"The checkpoint at {self.url} was not complete after {timeout} s. The save is still running. Call "
-                "result() again."
-            )
-        if not isinstance(self._outcome, Checkpoint):
-            raise self._outcome or CheckpointError(f"The save to {self.url} has no result. Please report this.")
-        return self._outcome
-
-    def finish(self, timeout: float = CLOSE_S) -> Checkpoint:
-        """Wait while the save makes progress, and return the checkpoint. Cancel it after `timeout` seconds without."""
-        began = time.monotonic()
-        while not self._ended.wait(_POLL_S):
-            if time.monotonic() - self._saver.waiting.stuck_since(began) >= timeout:
-                self.cancel()
-                return self.result(_CANCEL_S)
-        return self.result()
-
-    def mirrored(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint, or a newer one, is in the mirror. Return the checkpoint."""
-        if self.mirror is None:
-            raise ArgumentError("mirrored() was called, but the save has no mirror. Call save(path, mirror=url).")
-        began = time.monotonic()
-        checkpoint = self.result(timeout)
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        self.mirror.wait(checkpoint.number, left)
-        return checkpoint
-
-    def cancel(self) -> None:
-        """Give up this save and its copy in the mirror. Its `result` raises. Later saves are not affected."""
-        self._saver.cancel(self)
-        if self.mirror is not None:
-            self.mirror.cancel()
-
-    def end(self, outcome: Checkpoint | BaseException) -> None:
-        """Set the result or the error."""
-        self._outcome = outcome
-        self._ended.set()
+def _require_unsaved(state: StoreState | None) -> StoreState:
+    """Return the state of a snapshot, which may be written once."""
+    if state is None:
+        raise CheckpointError("A snapshot was saved twice. Please report this.")
+    return state
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SaveJob:
-    """A checkpoint that is to be written."""
+class BlobWriter:
+    """Collects records, and creates a blob when they are large enough."""
 
-    snapshot: Snapshot
-    handle: SaveHandle
-    keep: int | None
-    progress: Progress | None
+    def __init__(self, blobs: BlobStore, names: Iterator[str], count_written: Callable[[int], None]) -> None:
+        self.files: dict[str, int] = {}  # Bytes of the created files by name.
+        self._blobs = blobs
+        self._names = names
+        self._count_written = count_written  # Called with the bytes of every blob.
+        self._name = ""
+        self._content = bytearray()
+
+    def append(self, record: Sequence[Buffer]) -> Ref:
+        """Add a record. It is durable once `finish` has returned."""
+        if not self._content:
+            self._name = next(self._names)
+        start = len(self._content)
+        for buffer in record:
+            self._content += buffer
+        digest = hashlib.sha256(bytes(record[0]) + bytes(record[1])).hexdigest()[:32]
+        ref = Ref(self._name, start, len(self._content) - start, digest)
+        if len(self._content) >= _BLOB_BYTES:
+            self.finish()
+        return ref
+
+    def finish(self) -> None:
+        """Create a blob of the records that were added since the last one."""
+        if not self._content:
+            return
+        nbytes = len(self._content)
+        # A request that was cancelled may still read the content, so the bytearray is replaced and never cleared.
+        if not self._blobs.create(SEGMENTS + self._name, memoryview(self._content)):
+            raise CheckpointError(f"{self._blobs.url}/{SEGMENTS}{self._name} already exists. Save again.")
+        self.files[self._name] = nbytes
+        self._content = bytearray()
+        self._count_written(nbytes)
 
 
-class Saver:
-    """Writes checkpoints of one memory to one place.
+@dataclass(frozen=True, slots=True)
+class SavedSegment:
+    """The record of a closed segment."""
 
-    Args:
-        saved: Records that the place has already, if the memory was loaded from it.
-    """
+    ticks: int
+    serials: tuple[int, ...]  # Serial numbers of the parts.
+    ref: Ref
 
-    def __init__(self, url: str, saved: SavedRecords | None = None) -> None:
-        self.url = url
-        self.mirrors: dict[str, CheckpointMirror] = {}
-        self.waiting = Waiting(url)
-        self.target: CheckpointWriter | None = None  # Opened by the first save.
-        self._saved = saved or SavedRecords()
-        self._encoder = BlockEncoder()
-        self._last = 0  # Newest checkpoint when the place was opened, or the last one of this saver.
-        self._has_leftovers = True  # Whether there may be files that no checkpoint names.
-        self._thread = JobThread("holdall-saver", self.waiting, self._work)
 
-    def save(
-        self, take: Callable[[], Snapshot], keep: int | None, progress: Progress | None, mirror: str | None
-    ) -> SaveHandle:
-        """Take a snapshot and queue it.
+@dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """The record of a closed block."""
 
-        Args:
-            keep: Number of checkpoints to keep. None: those that the manifest above names, for shards.
-        """
-        handle = SaveHandle(self)
-        with self._thread.lock:  # A snapshot is queued before a later one is taken.
-            if mirror is not None:
-                from holdall.checkpoint.mirror import find_mirror  # noqa: PLC0415  needs an optional package
+    entry: BlockEntry
+    dictionary: str | None  # Name of the dictionary that the record refers to.
 
-                handle.mirror = find_mirror(self, mirror)
-            self._thread.put(_SaveJob(take(), handle, keep, progress))
-        return handle
 
-    def cancel(self, handle: SaveHandle) -> None:
-        """Give up the save of a handle, whether it is queued or being written."""
-        with self._thread.lock:
-            queued = [job for job in self._thread.jobs if job.handle is handle]
-            for job in queued:
-                self._thread.jobs.remove(job)
-            current = self._thread.current
-            if current is not None and current.handle is handle:
-                self.waiting.give_up()
-        if queued:
-            handle.end(CheckpointError(f"The save to {self.url} was cancelled before it started."))
+@dataclass(slots=True)
+class SavedRecords:
+    """The records of a memory that a place has already. Replaced as a whole after every commit."""
 
-    def close(self, timeout: float = CLOSE_S, began: float | None = None) -> None:
-        """Wait for every save, and release the place. Raise CheckpointError if a save makes no progress."""
-        began = time.monotonic() if began is None else began
-        try:
-            self._thread.end(timeout, began)
-        finally:
-            for mirror in self.mirrors.values():
-                mirror.close(timeout, began)
-            if not self._thread.is_busy:  # Otherwise a disk hangs, and its writer ends with the program.
-                self._release()
+    files: dict[str, int] = field(default_factory=dict)  # Bytes by name.
+    segments: dict[int, SavedSegment] = field(default_factory=dict)  # By first tick.
+    blocks: dict[int, SavedBlock] = field(default_factory=dict)  # Closed blocks, by serial number.
+    dictionaries: dict[str, Ref] = field(default_factory=dict)  # By name.
 
-    def _release(self) -> None:
-        target = self.target
-        self.target = None
-        if target is not None:
-            target.close()
-
-    def _work(self, job: _SaveJob) -> None:
-        try:
-            checkpoint = self._write(job)
-        except BaseException as error:
-            self._has_leftovers = True
-            _LOG.warning("A checkpoint could not be saved to %s: %s", self.url, error)
-            job.handle.end(error)
-        else:
-            job.handle.end(checkpoint)
-
-    def _write(self, job: _SaveJob) -> Checkpoint:
-        began = time.perf_counter()
-        transitions = job.snapshot.transitions
-        with disk_errors_explained(self.url, "written to"):
-            target = self._open()
-            numbers = target.reader.numbers()
-            writing = SnapshotWriter(target, self._saved, self._encoder, _make_report(job.progress, self.waiting))
-            manifest = writing.run(job.snapshot, lambda: self._find_next_number(target))
-        self._saved = writing.saved
-        self._last = manifest.number
-        if job.handle.mirror is not None and job.keep is not None:
-            job.handle.mirror.send(manifest, job.keep)
-        if self._has_leftovers or job.keep is None or len(numbers) >= job.keep:
-            self._collect(target, manifest, job.keep)
-        return Checkpoint(
-            url=self.url,
-            number=manifest.number,
-            bytes_written=writing.bytes_written,
-            bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
-            transitions=transitions + sum(shard.transitions for shard in manifest.shards),
-            seconds=time.perf_counter() - began,
+    def keep_only(self, sizes: Mapping[str, int]) -> SavedRecords:
+        """Return the records whose files are among `sizes`, with all their bytes."""
+        files = {name: nbytes for name, nbytes in self.files.items() if sizes.get(name) == nbytes}
+        if len(files) == len(self.files):
+            return self
+        return SavedRecords(
+            files=files,
+            segments={tick: segment for tick, segment in self.segments.items() if segment.ref.file in files},
+            blocks={serial: block for serial, block in self.blocks.items() if block.entry.ref.file in files},
+            dictionaries={name: ref for name, ref in self.dictionaries.items() if ref.file in files},
         )
 
-    def _find_next_number(self, target: CheckpointWriter) -> int:
-        return find_next_number(target.reader, target.reader.numbers(), self._last, target.writer_id)
 
-    def _open(self) -> CheckpointWriter:
-        """Return the writer, a new one if the directory was removed or replaced."""
-        if self.target is not None and not self.target.is_there():
-            self._release()
-        if self.target is None:
-            target = open_writer(self.url, self.waiting)
-            try:
-                newest = target.reader.newest(target.reader.numbers())
-                self._last = 0 if newest is None else newest.number
-                self._has_leftovers = bool(target.reader.file_sizes())
-                if is_remote(self.url):
-                    # Another writer may have collected what was loaded. Files of the newest checkpoint are safe.
-                    self._saved = self._saved.keep_only({} if newest is None else newest.files)
-            except BaseException:
-                target.close()
-                raise
-            self.target = target
-        return self.target
+class BlockEncoder:
+    """Compresses blocks that the memory holds uncompressed. Not thread-safe: used by one saver's thread.
 
-    def _collect(self, target: CheckpointWriter, manifest: Manifest, keep: int | None) -> None:
-        """Remove what is no longer needed. An error does not affect the checkpoint."""
-        try:
-            pinned = [mirror.list_pinned() for mirror in self.mirrors.values()]
-            target.collect(keep, set(manifest.files).union(*pinned))
-            self._has_leftovers = False
-        except OSError as error:
-            _LOG.warning("Old checkpoints in %s could not be removed: %s", self.url, error)
-
-
-class Savers:
-    """The savers of one memory, by place. All methods may be called from any thread."""
+    A block gets the codec that the memory chose for other blocks of the same field and layout. If there is none yet,
+    the encoder chooses one.
+    """
 
     def __init__(self) -> None:
-        self._savers: dict[str, Saver] = {}
-        self._lock = threading.Lock()
+        self._known: dict[tuple[int, Any], Codec] = {}  # By column and layout.
+        self._chosen: dict[tuple[int, Any], FieldCodec] = {}
 
-    def save(
-        self,
-        take: Callable[[], Snapshot],
-        url: str | os.PathLike[str],
-        attach: Mapping[str, Any] | None = None,
-        keep: int | None = 3,
-        mirror: str | None = None,
-        progress: Progress | None = None,
-    ) -> SaveHandle:
-        """Take a snapshot and write it in the background. The arguments are those of `ReplayMemory.save`.
+    def learn(self, segments: Sequence[Segment]) -> None:
+        """Remember the codecs of the newest compressed blocks."""
+        for segment in segments:
+            for column, part in enumerate(segment.parts):
+                form = None if part.block is None else part.block.form
+                if isinstance(form, Coded):
+                    self._known[column, part.layout] = form.codec
 
-        `keep=None` keeps the checkpoints that a manifest above names, for shards.
-        """
-        location = normalized_url(url)
-        files = {} if attach is None else checked_files(attach)
-        if progress is not None and not callable(progress):
-            raise ArgumentError(f"progress ({progress!r}) must be a function of a text and a number, or None.")
-
-        def take_all() -> Snapshot:
-            snapshot = take()
-            snapshot.attach = files
-            return snapshot
-
-        return self.find(location).save(take_all, keep, progress, mirror)
-
-    def save_every(
-        self,
-        memory: AutosavedMemory,
-        url: str | os.PathLike[str],
-        seconds: float | None,
-        transitions: int | None,
-        keep: int,
-        mirror: str | None,
-    ) -> Autosave:
-        """Save a memory at intervals until the result is stopped, see `ReplayMemory.save_every`."""
-        from holdall.checkpoint.autosave import start_autosave  # noqa: PLC0415  few memories need it
-
-        return start_autosave(memory, normalized_url(url), seconds, transitions, keep, mirror)
-
-    def adopt(self, restored: Restored) -> None:
-        """Remember the records of a memory that was loaded, so that they are not written again to the same place."""
-        if restored.saved is not None:
-            self.find(restored.url, restored.saved)
-
-    def find(self, url: str, saved: SavedRecords | None = None) -> Saver:
-        """Return the saver to a normalized `url`. `saved` are the records that the place has already."""
-        with self._lock:
-            saver = self._savers.get(url)
-            if saver is None:
-                saver = Saver(url, saved)
-                self._savers[url] = saver
-            return saver
-
-    def after_fork(self) -> None:
-        """Close a forked child's copies of locks, which would keep others out after the parent ended."""
-        self._lock = threading.Lock()
-        for saver in self._savers.values():
-            if isinstance(saver.target, DirectoryWriter):
-                saver.target.close()
-        self._savers = {}
-
-    def close(self, timeout: float = CLOSE_S) -> None:
-        """Wait for all saves. Raise CheckpointError if one makes no progress for `timeout` seconds."""
-        with self._lock:
-            savers = list(self._savers.values())
-            self._savers = {}
-        began = time.monotonic()
-        errors = []
-        for saver in savers:
-            try:
-                saver.close(timeout, began)
-            except CheckpointError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+    def encode(self, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
+        """Return the slices of an uncompressed block of a leaf, compressed. Releases the GIL."""
+        key = (column, layout)
+        codec = self._known.get(key)
+        coded = None if codec is None else encode(block, codec)
+        if coded is not None:
+            return coded
+        if key not in self._chosen:
+            self._chosen[key] = FieldCodec(leaf, Window.from_layout(leaf, layout), "balanced", Tuning())
+        return self._chosen[key].encode(block, False)
 
 
-def find_next_number(reader: CheckpointReader, numbers: list[int], last: int, writer_id: str) -> int:
-    """Return the number of a writer's next checkpoint.
+class SnapshotWriter:
+    """One checkpoint that is being written.
 
-    `last` is the newest checkpoint when the writer opened the place, or the writer's own last one. Raise FencedError if
-    another writer made a checkpoint since: it may have collected what this writer wrote.
+    Args:
+        names: Names of new files.
+        saved: Records that the place has already.
+        pause: Called with the seconds that compression pauses. Returns at once while somebody waits for the save.
     """
-    found = reader.newest(number for number in numbers if number > last)
-    if found is not None and found.writer_id != writer_id:
-        raise FencedError(
-            f"Another writer made checkpoint {found.number} in {reader.url} after checkpoint {last}. Save to another "
-            "place, or load that checkpoint."
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        names: Iterator[str],
+        saved: SavedRecords,
+        encoder: BlockEncoder,
+        report: Report,
+        pause: Callable[[float], None],
+    ) -> None:
+        self.reader = reader
+        self.phase = "segments"
+        self.bytes_written = 0
+        self.saved = SavedRecords()  # What can be named by the next checkpoint, once this one is committed.
+        self._before = saved.keep_only(reader.file_sizes())
+        self._encoder = encoder
+        self._report = report
+        self._pause = pause
+        self._bytes_left = 0  # Approximate number of bytes that are still to be written.
+        # A file is deleted as a whole, so records that last and records that are replaced are in separate files.
+        self._lasting = BlobWriter(reader.blobs, names, self.count_written)
+        self._brief = BlobWriter(reader.blobs, names, self.count_written)
+
+    def write(self, snapshot: Snapshot, number: int, writer_id: str) -> Manifest:
+        """Write everything but the manifest. Return the manifest, which commits the checkpoint."""
+        self._bytes_left = sum(_count_bytes(content) for content in snapshot.attach.values())
+        content = snapshot.write(self)
+        self.phase = "files"
+        attached = {
+            name: tuple(self._brief.append(pack_file(piece)) for piece in file_pieces(given))
+            for name, given in snapshot.attach.items()
+        }
+        state_ref = self._brief.append(pack_state(content.state))
+        self._lasting.finish()
+        self._brief.finish()
+        manifest = Manifest(
+            number=number,
+            commit=secrets.token_hex(16),
+            writer_id=writer_id,
+            time=time.time(),
+            capacity_ticks=snapshot.capacity_ticks,
+            schema=snapshot.schema,
+            files={},
+            state=state_ref,
+            attached=attached,
+            **content.fields,
         )
-    number = 1 + (last if found is None else found.number)
-    while number in numbers:
-        number += 1
-    if number > _MAX_NUMBER:
-        raise CheckpointError(
-            f"{reader.url} has checkpoint {number - 1}, the last possible one. Save to another place."
+        known = self._before.files | self._lasting.files | self._brief.files
+        names = dict.fromkeys(ref.file for ref in manifest.refs)
+        self.saved.files = {name: known[name] for name in names}
+        self._report("commit", self.bytes_written, self.bytes_written)
+        return replace(manifest, files=dict(self.saved.files))
+
+    def write_store(self, state: StoreState, schema: Schema, further: dict[str, Any]) -> Content:
+        """Write what a memory holds. `further` is the state of its sampler and generator."""
+        leaves = schema.observation.leaves
+        self._encoder.learn(state.segments)
+        self._bytes_left += self._count_new_bytes(state.segments)
+        store_words = _describe_store(state)
+        first_tick = state.first_tick
+        next_tick = state.next_tick
+        segments = deque(state.segments)
+        del state  # The caller released the snapshot, so every segment is released when it is written.
+        entries: list[SegmentEntry] = []
+        blocks: list[BlockEntry] = []
+        numbers: dict[int, int] = {}  # By serial number of a block: its position in `blocks`.
+        while segments:
+            segment = segments.popleft()
+            for block in list_blocks(segment):
+                if block.serial not in numbers:
+                    numbers[block.serial] = len(blocks)
+                    blocks.append(self._write_block(segment, block, leaves))
+            ref = self._write_parts(segment, is_last=not segments)
+            named = tuple(numbers[block.serial] for block in list_blocks(segment))
+            entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
+            self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
+        return Content(
+            state={"store": store_words, **further},
+            fields={
+                "first_tick": first_tick,
+                "next_tick": next_tick,
+                "segments": tuple(entries),
+                "blocks": tuple(blocks),
+                "dictionaries": dict(self.saved.dictionaries),
+            },
         )
-    return number
+
+    def count_written(self, nbytes: int) -> None:
+        """Count bytes that were written, and report them."""
+        self.bytes_written += nbytes
+        self._bytes_left = max(0, self._bytes_left - nbytes)
+        self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
+
+    def _write_block(self, segment: Segment, block: Block, leaves: Sequence[Leaf]) -> BlockEntry:
+        """Write a block and its dictionary, unless they are there already."""
+        known = self._before.blocks.get(block.serial)
+        if known is not None and self._keep_dictionary(known.dictionary):
+            self.saved.blocks[block.serial] = known
+            return known.entry
+        # An open block grows, so the next checkpoint writes it again. This is read before the slices are: a block that
+        # is closed now has all its slices.
+        is_open = block.is_open
+        column = next(column for column, part in enumerate(segment.parts) if part.block is block)
+        encode_raw = functools.partial(self._encode, leaves[column], segment.parts[column].layout)
+        coded = code_form(column, block, encode_raw)
+        dictionary = None if coded.codec.dictionary is None else self._write_dictionary(coded.codec.dictionary)
+        record = pack_block(coded)
+        ref = (self._brief if is_open else self._lasting).append(record)
+        entry = BlockEntry(ref, ref.nbytes - memoryview(record[-1]).nbytes)
+        if not is_open:
+            self.saved.blocks[block.serial] = SavedBlock(entry, dictionary)
+        return entry
+
+    def _encode(self, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
+        """Compress a block, and pause so that training has its cores."""
+        began = time.perf_counter()
+        coded = self._encoder.encode(leaf, layout, column, block)
+        self._pause((time.perf_counter() - began) * (1 / _CORE_SHARE - 1))
+        return coded
+
+    def _keep_dictionary(self, name: str | None) -> bool:
+        """Name a dictionary of an earlier checkpoint again. Return False if its file is gone."""
+        if name is None:
+            return True
+        ref = self._before.dictionaries.get(name)
+        if ref is None:
+            return False
+        self.saved.dictionaries[name] = ref
+        return True
+
+    def _write_dictionary(self, dictionary: Dictionary) -> str:
+        """Write a dictionary, unless it is there already. Return its name."""
+        name = name_dictionary(dictionary)
+        if name not in self.saved.dictionaries and not self._keep_dictionary(name):
+            self.saved.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
+        return name
+
+    def _write_parts(self, segment: Segment, *, is_last: bool) -> Ref:
+        """Write the parts of a segment, unless they are there already. Return their record."""
+        serials = tuple(part.serial for part in segment.parts)
+        saved = self._before.segments.get(segment.first_tick)
+        if saved is None or saved.ticks != segment.ticks or saved.serials != serials:
+            if is_last:
+                return self._brief.append(pack_parts(segment))
+            saved = SavedSegment(segment.ticks, serials, self._lasting.append(pack_parts(segment)))
+        self.saved.segments[segment.first_tick] = saved
+        return saved.ref
+
+    def _count_new_bytes(self, segments: Sequence[Segment]) -> int:
+        """Return the bytes in memory of everything that is about to be written."""
+        nbytes = 0
+        blocks: dict[int, int] = {}
+        for segment in segments:
+            if segment.first_tick not in self._before.segments:
+                nbytes += sum(part.nbytes for part in segment.parts)
+            for block in list_blocks(segment):
+                if block.serial not in self._before.blocks:
+                    form = block.form
+                    is_coded = isinstance(form, Coded)
+                    blocks[block.serial] = form.nbytes if is_coded else block.slice_count * block.slice_bytes
+        return nbytes + sum(blocks.values())
 
 
-def _make_report(progress: Callable[..., None] | None, waiting: Waiting) -> Report:
-    """Return a function that records progress, ends a save that was given up, and calls `progress`."""
-    wants_total = False
-    if progress is not None:
-        with contextlib.suppress(TypeError, ValueError):
-            inspect.signature(progress).bind("", 0, 0)
-            wants_total = True
+def _count_bytes(content: Path | bytes) -> int:
+    """Return the size of an attached file, or 0 if it is gone. Reading it raises the error."""
+    if isinstance(content, bytes):
+        return len(content)
+    try:
+        return content.stat().st_size
+    except OSError:
+        return 0
 
-    def report(phase: str, nbytes: int, total: int) -> None:
-        waiting.require()
-        waiting.got_on()
-        if progress is None:
-            return
-        try:
-            progress(phase, nbytes, *([total] if wants_total else []))
-        except Exception as error:  # A broken progress bar is no reason to lose a checkpoint.
-            _LOG.warning("The progress callback failed: %s", error)
 
-    return report
+def _describe_store(state: StoreState) -> dict[str, Any]:
+    """Return what a store's state has besides segments, as plain values."""
+    return {
+        "layouts": [list(layout) for layout in state.layouts],
+        "windows": [window.to_json() for window in state.windows],
+        "reward_dtype": None if state.reward_dtype is None else dtype_name(state.reward_dtype),
+    }

@@ -29,17 +29,11 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint.load import Loading, Restored, read_saved_state
-from holdall.checkpoint.manifest import (
-    CheckpointReader,
-    Manifest,
-    ShardEntry,
-    shard_manifest,
-)
-from holdall.checkpoint.places import open_writer
-from holdall.checkpoint.retention import CheckpointWriter, kept_and_stale
-from holdall.checkpoint.save import Checkpoint
+from holdall.checkpoint.manifest import Manifest, ShardEntry
+from holdall.checkpoint.reader import CheckpointReader, read_shard_manifest
+from holdall.checkpoint.save import Content, SnapshotWriter
+from holdall.checkpoint.savers import Checkpoint
 from holdall.checkpoint.urls import normalized_url
-from holdall.checkpoint.write import Content, SnapshotWriter
 from holdall.errors import DamageError
 from holdall.sampling import Sampler, WriterRun
 from holdall.schema import Array, Schema, malformed_refused
@@ -290,7 +284,7 @@ class ShardsSnapshot:
         for shard, saved in sorted(self.wait().items()):
             writer.count_written(saved.bytes_written)
             folder = shard_folder(shard)
-            commit = writer.target.reader.below(folder).manifest(saved.number).commit
+            commit = writer.reader.below(folder).manifest(saved.number).commit
             shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
         return Content(self.state, {"first_tick": 0, "next_tick": 0, "shards": tuple(shards)})
 
@@ -303,20 +297,6 @@ def shard_folder(shard: int) -> str:
 def shard_url(url: str | os.PathLike[str], shard: int) -> str:
     """Return the place of a shard's checkpoints."""
     return f"{normalized_url(url)}/{shard_folder(shard)}"
-
-
-def collect_all(target: CheckpointWriter, keep: int) -> int:
-    """Remove all but the last `keep` checkpoints, also those of shards. Return the bytes of the removed files."""
-    kept, stale = kept_and_stale(target.reader, keep)
-    named = {shard.folder for manifest in (*kept, *filter(None, stale.values())) for shard in manifest.shards}
-    freed = target.collect(keep, ())
-    for folder in sorted(named):
-        below = open_writer(f"{target.url}/{folder}")
-        try:
-            freed += below.collect(keep, ())
-        finally:
-            below.close()
-    return freed
 
 
 def convert(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, schema: Schema, lanes: int) -> _M:
@@ -359,7 +339,7 @@ def convert(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, 
 def _load_shards(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
     """Load every shard into a memory of its own, append it to `sources`, and describe the streams of all."""
     below = [reader.below(shard.folder) for shard in manifest.shards]
-    saved = [shard_manifest(*each) for each in zip(below, manifest.shards, strict=True)]
+    saved = [read_shard_manifest(*each) for each in zip(below, manifest.shards, strict=True)]
     held = [each.next_tick - each.first_tick for each in saved]
     described = []
     for of_shard, each, rows in zip(saved, below, held, strict=True):

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import typer
 from rich import progress
 from rich.console import Console
-from rich.table import Table
 
 from holdall.checkpoint import (
     CheckpointReader,
@@ -27,7 +26,6 @@ from holdall.checkpoint import (
     collect_all,
     find_damage,
     open_reader,
-    open_writer,
     require_whole,
 )
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
@@ -36,9 +34,11 @@ from holdall.memory import ReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema import malformed_refused, schema_of
 from holdall.tools.datasets import export_minari, import_minari, memory_from_arrays
+from holdall.tools.exports import export_npz, export_sb3
 from holdall.units import counted, format_bytes
 
 _MINARI = "minari:"
+_FILE_EXPORTS = {".npz": export_npz, ".pkl": export_sb3}
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
 checkpoint = typer.Typer(
     cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -61,15 +61,27 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     if json:
         typer.echo(json_.dumps({"url": reader.url, "checkpoints": entries}))
         return
-    table = Table(box=None, pad_edge=False)  # lines between columns would leave a terminal of 80 no room for dates
-    for name in ("number", "saved (UTC)", "transitions", "lanes", "segments", "bytes", "files", "state"):
-        table.add_column(name, no_wrap=name not in {"files", "state"}, overflow="fold")
+    for line in _format_table(entries):
+        typer.echo(line)
+
+
+def _format_table(entries: list[dict[str, Any]]) -> list[str]:
+    """Return one line per checkpoint that fits into 80 columns. Attached files and damage have lines of their own."""
+    lines = [
+        f"{'number':>6}  {'saved (UTC)':<19}  {'transitions':>12}  {'lanes':>5}  {'segments':>8}  {'bytes':>10}  state"
+    ]
     for entry in entries:
         saved = entry["saved"].partition("+")[0]
-        counts = (str(entry[name]) for name in ("transitions", "num_envs", "segments"))
-        table.add_row(str(entry["number"]), saved, *counts,
-                      format_bytes(entry["bytes"]), ", ".join(entry["attached"]) or "-", entry["state"])  # fmt: skip
-    Console(markup=False).print(table)
+        state = "whole" if entry["state"] == "whole" else "damaged"
+        lines.append(
+            f"{entry['number']:>6}  {saved:<19}  {entry['transitions']:>12}  {entry['num_envs']:>5}  "
+            f"{entry['segments']:>8}  {format_bytes(entry['bytes']):>10}  {state}"
+        )
+        if entry["attached"]:
+            lines.append(f"        attached: {', '.join(entry['attached'])}")
+        if entry["state"] != "whole":
+            lines.append(f"        {entry['state']}")
+    return lines
 
 
 def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def verify(
     reader.require()
     numbers = reader.numbers() if number is None else [number]
     if not numbers:
-        raise CheckpointError(f"{reader.url} holds no checkpoint")
+        raise CheckpointError(f"No checkpoint found in {reader.url}. Check the path, or save first.")
     results = []
     with _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         for each in numbers:
@@ -153,25 +165,32 @@ def gc(
     verbose: Verbose = False,
 ) -> None:
     """Remove all but the newest checkpoints, and every file that none of them names."""
-    open_reader(url).require()
-    place = open_writer(url)
-    try:
-        freed = collect_all(place, keep)
-        left = place.reader.numbers()
-    finally:
-        place.close()
-    words = {"url": place.url, "freed_bytes": freed, "left": left}
+    reader = open_reader(url)
+    reader.require()
+    freed = collect_all(reader, keep)
+    left = reader.numbers()
+    words = {"url": reader.url, "freed_bytes": freed, "left": left}
     typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {counted(len(left), 'checkpoint')} left")
 
 
 @checkpoint.command()
 def export(
     url: Url,
-    dataset: Annotated[str, typer.Argument(help="The Minari dataset to make: robots/dog-v0.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A file that ends with .npz, a file that ends with .pkl for load_replay_buffer of "
+            "Stable-Baselines3, or the name of a Minari dataset: robots/dog-v0."
+        ),
+    ],
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
+    """Write the transitions of the newest checkpoint to a file or a local Minari dataset, without loss."""
+    if Path(target).suffix in _FILE_EXPORTS:
+        _export_file(url, Path(target), json)
+        return
+    dataset = target
     with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
         episodes, transitions = export_minari(memory, dataset, advance), len(memory)
     if json:
@@ -180,6 +199,18 @@ def export(
     typer.echo(
         f"{counted(transitions, 'transition')} in {counted(episodes, 'episode')}: minari.load_dataset({dataset!r})"
     )
+
+
+def _export_file(url: str, file: Path, as_json: bool) -> None:
+    """Write the newest checkpoint to an .npz file, or to a replay buffer of Stable-Baselines3."""
+    if file.exists():
+        raise ArgumentError(f"target ({str(file)!r}) already exists. Choose another name.")
+    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
+        transitions = _FILE_EXPORTS[file.suffix](memory, file, advance)
+    if as_json:
+        typer.echo(json_.dumps({"file": str(file), "transitions": transitions}))
+        return
+    typer.echo(f"{counted(transitions, 'transition')} in {file}")
 
 
 @checkpoint.command("import")
@@ -200,11 +231,10 @@ def import_(
         return
     file = Path(source)
     if not file.is_file():
-        raise ArgumentError(f"source ({source!r}) is no file; name a buffer that model.save_replay_buffer wrote")
+        raise ArgumentError(f"source ({source!r}) is not a file. Pass a file that model.save_replay_buffer wrote.")
     if not trust:
         raise ArgumentError(
-            f"source ({source!r}) is a pickle, which runs whatever code it holds when it is read; if it is your own, "
-            "pass --trust"
+            f"source ({source!r}) is a pickle, which can run code when it is read. If you trust the file, pass --trust."
         )
     typer.echo(f"warning: unpickling {file} in a process of its own; it runs the code that it holds", err=True)
     with tempfile.TemporaryDirectory(prefix="holdall-") as folder:

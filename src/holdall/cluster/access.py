@@ -100,27 +100,3 @@ def _require_head(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ShardError(f"Nothing answers at {address} ({error}). Pass host and port of Ray's head.") from error
-
-
-_HEALTH_DEFAULTS_MS = {
-    "health_check_initial_delay_ms": 5_000,
-    "health_check_period_ms": 3_000,
-    "health_check_timeout_ms": 10_000,
-}
-_FAILURE_THRESHOLD = 5
-
-
-def machine_timeout_s() -> float:
-    """Return the time after which Ray gives up a machine that does not answer, according to Ray's settings."""
-    delay_ms, period_ms, timeout_ms = (_read_setting(name, usual) for name, usual in _HEALTH_DEFAULTS_MS.items())
-    failures = _read_setting("health_check_failure_threshold", _FAILURE_THRESHOLD)
-    return (delay_ms + failures * (period_ms + timeout_ms)) / 1000
-
-
-def _read_setting(name: str, usual: int) -> int:
-    """Return one of Ray's settings: from Ray if it tells, else from the environment, else `usual`."""
-    known = getattr(getattr(getattr(ray, "_raylet", None), "Config", None), name, None)
-    try:
-        return int(os.environ.get(f"RAY_{name}", usual) if known is None else known())
-    except (TypeError, ValueError):
-        return usual

@@ -37,7 +37,7 @@ _QUICK_LEVEL = -50
 
 
 class Answer(NamedTuple):
-    """Rows that a shard drew in one call. Rows of several batches follow each other."""
+    """Rows that a shard drew for a batch."""
 
     counters: ShardCounters
     ids: Ids  # Row numbers in the shard, (rows,) or (rows, time).
@@ -47,19 +47,6 @@ class Answer(NamedTuple):
     mask: NDArray[np.bool_] | None = None
     goal: Array | None = None  # New goals of the first rows.
     order: Ids | None = None  # Which of the requested rows each row is. None: in the order of the request.
-
-    def cut(self, first: int, end: int) -> Answer:
-        """Return the rows of one batch. Only single transitions are drawn for several batches at once."""
-        if (first, end) == (0, len(self.ids)):
-            return self
-        some = slice(first, end)
-        rows = DrawnRows(**{field.name: _cut(getattr(self.rows, field.name), some) for field in fields(DrawnRows)})
-        order = None if self.order is None else self.order[some] - first
-        return Answer(self.counters, self.ids[some], self.scaled[some], rows, order=order)
-
-
-def _cut(arrays: Any, some: slice) -> Any:
-    return [array[some] for array in arrays] if isinstance(arrays, list) else arrays[some]
 
 
 class AnswerPacker:

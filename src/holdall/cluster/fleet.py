@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from holdall.cluster.calls import ask
+from holdall.cluster.config import NAMESPACE, PLACEMENTS, MemoryConfig
 from holdall.cluster.ids import MAX_SHARDS
 from holdall.cluster.messages import GoneError, ShardCounters
 from holdall.cluster.roster import Roster
 from holdall.cluster.shard import THREADS, Shard
-from holdall.cluster.terms import NAMESPACE, PLACEMENTS, MemoryTerms
 from holdall.errors import ArgumentError, ShardError
 
 _ROSTER = "The memory's roster"
@@ -34,22 +34,22 @@ class Fleet:
     """
 
     def __init__(
-        self, terms: MemoryTerms, seed: int | None, placement: str, resources: Mapping[str, float] | None
+        self, config: MemoryConfig, seed: int | None, placement: str, resources: Mapping[str, float] | None
     ) -> None:
         self.actors: dict[int, Any] = {}
         self._home = f"{NAMESPACE}-{secrets.token_hex(8)}"  # Namespace in which shards have their numbers as names.
-        self._terms = terms
-        self._patience_s = terms.patience_s
+        self._config = config
+        self._patience_s = config.patience_s
         self._next_number = 0
         self._lock = threading.RLock()
         remote: Any = ray.remote
         # Ray's record of every call would cost as much as a small call itself. Shards have metrics of their own.
         roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster)
         try:
-            self.roster = roster.options(name=terms.name, namespace=NAMESPACE).remote(terms, self._home)
+            self.roster = roster.options(name=config.name, namespace=NAMESPACE).remote(config, self._home)
         except ValueError as error:
             raise ArgumentError(
-                f"name ({terms.name!r}) is that of another memory in this cluster. Choose another one."
+                f"name ({config.name!r}) is that of another memory in this cluster. Choose another one."
             ) from error
         # Ray restarts a lost shard, but never repeats a call that changes one.
         shard = remote(max_restarts=-1, max_task_retries=0, enable_task_events=False, **THREADS)
@@ -59,7 +59,7 @@ class Fleet:
         machines = 1
         if placement == "spread":
             machines = sum(bool(node["Alive"]) for node in ray.nodes())
-        self._arguments = (terms, seed, -(-terms.shards // max(1, machines)))
+        self._arguments = (config, seed, -(-config.shards // max(1, machines)))
 
     def start(self, number: int, saved: tuple[str, int] | None = None) -> None:
         """Start a shard.
@@ -93,7 +93,7 @@ class Fleet:
     def wait_until_up(self) -> None:
         """Wait until the shards run. Raise ShardError, and end all actors, if one cannot be started."""
         # A shard may have a long journal to read.
-        patience_s = self._patience_s if self._terms.url is None else math.inf
+        patience_s = self._patience_s if self._config.url is None else math.inf
         for number, actor in self.actors.items():
             try:
                 ask(actor.trouble.remote, f"Shard {number}", patience_s, self._patience_s)
@@ -113,7 +113,7 @@ class Fleet:
         if not ray.is_initialized():  # They have ended with Ray.
             return
         try:
-            if has_saved or self._terms.url is not None:
+            if has_saved or self._config.url is not None:
                 ending = [actor.end_saves.remote() for actor in self.actors.values()]
                 ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
         finally:  # Also if an interrupt ends the wait.

@@ -17,18 +17,17 @@ from holdall.batch import Batch, check_ids
 from holdall.cluster.access import join_cluster, require_safe_cluster
 from holdall.cluster.answer import BatchMaker
 from holdall.cluster.calls import ask
-from holdall.cluster.learner import BatchRequest, BatchStream, Learner
+from holdall.cluster.config import NAMESPACE, MemoryConfig
+from holdall.cluster.learner import BatchRequest, Learner
 from holdall.cluster.limiter import wait_for_grant
-from holdall.cluster.members import Members
 from holdall.cluster.messages import ShardCounters, ShardStatus
 from holdall.cluster.metrics import Gauges
 from holdall.cluster.roster import find_roster
-from holdall.cluster.terms import NAMESPACE, MemoryTerms
 from holdall.cluster.writer import Writer
 from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError
 from holdall.report import MemoryReport
-from holdall.sampling import ComposedSampler, Hindsight, Sampler, check_priorities, new_generator
+from holdall.sampling import Hindsight, Sampler, check_priorities, new_generator
 from holdall.schema import require_count
 
 _ROSTER_S = 120.0
@@ -51,22 +50,21 @@ class MemoryHandle(Writer):
 
     def __init__(
         self,
-        terms: MemoryTerms,
+        config: MemoryConfig,
         sampler: Sampler,
         generator: np.random.Generator,
         device: str | None,
         *,
         seeds: bool,
     ) -> None:
-        self.name = terms.name
+        self.name = config.name
         self.sampler = sampler
-        self.num_envs = int(terms.words["num_envs"])
-        super().__init__(terms, self.num_envs)
+        self.num_envs = int(config.words["num_envs"])
+        super().__init__(config, self.num_envs)
         self._device = device
-        self._maker = BatchMaker(self.schema, device, terms.tuning)
-        self._members = Members(find_roster(terms.name), terms.patience_s, terms.tuning)
+        self._maker = BatchMaker(self.schema, device, config.tuning)
         self._learner = Learner(
-            self._members, self._maker, sampler, generator, terms.on_shard_loss, terms.tuning, seeds=seeds
+            self._members, self._maker, sampler, generator, config.on_shard_loss, config.tuning, seeds=seeds
         )
         Gauges("learner", memory=self.name).follow(self._measure)
 
@@ -88,32 +86,25 @@ class MemoryHandle(Writer):
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return Writer(self._terms, lanes, spread)
+        return Writer(self._config, lanes, spread)
 
     def flush(self) -> None:
         """Return when the shards have acknowledged everything that `add` was given."""
         with self._lock:
             self._require_open()
             super().flush()
-            self._record_streams()
 
     def _flush_granted(self) -> None:
         """Flush what the limiter grants now. The rest may wait for draws of this very thread."""
         while not self._lock.acquire(timeout=_LOCK_S):
-            if any(group.is_waiting for group in self._groups):  # In another thread, which holds the lock.
+            if self._is_waiting:  # Another thread, which holds the lock.
                 return
         try:
             self._require_open()
-            for group in self._groups:
-                group.flush(waits=False)
-            self._record_streams()
+            self._send(waits=False)
+            self._streams.flush()
         finally:
             self._lock.release()
-
-    def _record_streams(self) -> None:
-        for stream in self._streams:
-            if stream.counters is not None:
-                self._members.record(stream.number, stream.counters)
 
     # ---------------------------------------------------------------- drawing
 
@@ -122,44 +113,29 @@ class MemoryHandle(Writer):
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
         self._require_open()
-        (request,) = self._request_batches(batch_size, 1)
-        return self._learner.finish(request)
+        return self._learner.finish(self._request_batch(batch_size))
 
     def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
-        """Return an endless iterator over batches that are made ahead, see `holdall.ReplayMemory.loader`.
-
-        With four shards or more, one call to each shard brings rows of several batches. Each batch is then drawn at
-        most `prefetch` batches before it is returned. With a `limit`, and with a sampler that follows episodes, every
-        batch is drawn alone.
-        """
+        """Return an endless iterator over batches that are made ahead, see `holdall.ReplayMemory.loader`."""
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._require_open()
-        batches = self._count_batches(prefetch)
-        stream = BatchStream(functools.partial(self._request_batches, batch_size), batches)
         self._maker.blocks.max_spare = max(self._maker.blocks.max_spare, prefetch + 3)
 
         def draw() -> Callable[[], Batch]:
-            return functools.partial(self._learner.finish, stream.take())
+            return functools.partial(self._learner.finish, self._request_batch(batch_size))
 
-        return Loader(draw, _return, max(0, prefetch - batches + 1))
+        return Loader(draw, _return, prefetch)
 
-    def _request_batches(self, batch_size: int, batches: int) -> list[BatchRequest]:
-        """Request batches after everything that this process added and updated has reached the shards."""
+    def _request_batch(self, batch_size: int) -> BatchRequest:
+        """Request a batch after everything that this process added and updated has reached the shards."""
         self._flush_granted()
         self._learner.read_confirmations()
         self._learner.spread_highest()
-        limit = self._terms.limit
+        limit = self._config.limit
         if limit is not None:
-            wait_for_grant(limit, "sample", batch_size, self._members.ask_roster, self._terms.tuning.notice_s)
-        return self._learner.start(batch_size, batches)
-
-    def _count_batches(self, prefetch: int) -> int:
-        """Return how many batches a loader requests at once. Batches of sequences may be large, so they are alone."""
-        is_many = self.num_shards >= self._terms.tuning.min_batching_shards
-        if not is_many or self._terms.limit is not None or isinstance(self.sampler, ComposedSampler):
-            return 1
-        return max(1, min(prefetch, self.num_shards))
+            wait_for_grant(limit, "sample", batch_size, self._members.ask_roster, self._config.tuning.notice_s)
+        return self._learner.start(batch_size)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -200,7 +176,7 @@ class MemoryHandle(Writer):
     @property
     def capacity(self) -> int:
         """Transitions that are held at most, over all shards."""
-        return self._terms.shard_rows * len(self._members.numbers)
+        return self._config.shard_rows * len(self._members.numbers)
 
     @property
     def num_shards(self) -> int:
@@ -221,8 +197,8 @@ class MemoryHandle(Writer):
         """Return where every shard runs and what it holds."""
         self._require_open()
         numbers = self._members.numbers
-        found = self._members.ask_all(numbers, lambda shard: shard.process.remote())
-        return [ShardStatus(number, number in found, **found.get(number, {})) for number in numbers]
+        found: dict[int, ShardStatus] = self._members.ask_all(numbers, lambda shard: shard.status.remote())
+        return [found.get(number, ShardStatus(number, answers=False)) for number in numbers]
 
     def report(self) -> MemoryReport:
         """Return the bytes that all shards hold, field by field."""
@@ -279,10 +255,10 @@ def attach(
         join_cluster(address, NAMESPACE)
     roster = find_roster(name)
     who = "The memory's roster"
-    terms: MemoryTerms = ask(roster.terms.remote, who, _ROSTER_S)
-    chosen = terms.sampler if sampler is None and not isinstance(terms.sampler, Hindsight) else sampler
-    if chosen is None or type(chosen) is not type(terms.sampler):
-        kind = type(terms.sampler).__name__
+    config: MemoryConfig = ask(roster.config.remote, who, _ROSTER_S)
+    chosen = config.sampler if sampler is None and not isinstance(config.sampler, Hindsight) else sampler
+    if chosen is None or type(chosen) is not type(config.sampler):
+        kind = type(config.sampler).__name__
         raise ArgumentError(
             f"sampler ({type(chosen).__name__}) is not of the kind that the memory was made with. Pass {kind}(...) "
             "with the same settings."
@@ -291,6 +267,6 @@ def attach(
         rank = secrets.randbits(32) if seed is None else ask(roster.enroll.remote, who, _ROSTER_S)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    handle = MemoryHandle(terms, chosen, new_generator([entropy, rank]), device, seeds=True)
+    handle = MemoryHandle(config, chosen, new_generator([entropy, rank]), device, seeds=True)
     handle._members.refresh()  # So that the first batch is drawn from all shards.
     return handle

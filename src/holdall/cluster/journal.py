@@ -1,16 +1,19 @@
 """Journals: the segments that a shard accepted, written before they are drawn or acknowledged.
 
-A journal is a folder of numbered slots, on a disk or in an object store. A slot is created once and never changed, and
-only one process can create a number. A shard that takes over a journal creates the next slot, so a shard that was taken
-for dead notices that its next number exists and writes nothing more: it is fenced.
+A journal consists of numbered blobs of a `BlobStore`, which are called slots. A slot is created once and never changed,
+and only one process can create a number. A shard that takes over a journal creates the next slot, so a shard that was
+taken for dead notices that its next number exists and writes nothing more: it is fenced.
 
-A slot consists of records (store/records.py): a `slot` record with the state, then an `entry` record per segment, or a
-`priorities` record. A write that fails is repeated until it succeeds. Writers wait meanwhile, and nothing is lost.
+A slot consists of records (store/records.py): a `slot` record with its owner and the state, then an `entry` record per
+segment, or a `priorities` record. A write that fails is repeated until it succeeds. Writers wait meanwhile, and nothing
+is lost.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -22,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint import Slots, objects_at
+from holdall.checkpoint import BlobStore, has_exclusive_create, is_remote, open_blobs
 from holdall.cluster.segment import ReceivedSegment
 from holdall.cluster.tuning import ClusterTuning
-from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
+from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, ShardError
 from holdall.schema import count_of, malformed_refused
 from holdall.store.records import MAX_RECORD_BYTES, Buffer, Record, pack_record, reader_of, split_records
 
@@ -38,8 +41,10 @@ _ENTRY = "entry"
 _PRIORITIES = "priorities"
 _MIN_PAUSE_RATIO = 50
 """Priorities are written at most a fiftieth of the time."""
-_MAX_SHARD = 2**16
 _WRITER_BYTES = 16
+_BATCHING_S = 0.2
+"""Seconds to wait for more segments before a slot is created in an object store, where requests cost time and money."""
+_NAME = re.compile(r"journal/([0-9]{5})/([0-9a-f]{16})\.slot")
 _LOG = logging.getLogger("holdall")
 
 
@@ -82,10 +87,6 @@ class JournalState:
         return cls(count_of(head["state"]["first_row"]), str(head["state"]["loading"]))
 
 
-class _DeletedError(Exception):
-    """A slot was listed, and deleted before it was read."""
-
-
 Apply = Callable[[Sequence[Entry]], range]
 """Shows segments that are durable now, and returns the rows that are held."""
 
@@ -95,11 +96,8 @@ class Journal:
 
     `stage` and `commit` may be called from any thread. The first thread that waits in `commit` writes for all.
 
-    Args:
-        slots: None: nothing is written, and a shard that is lost loses its rows.
-
     Attributes:
-        url: Place of the journal. Empty without slots.
+        url: Place of the journal.
         epoch: Number of the slot with which the shard took over the journal.
         expected: Number of the next segment of every writer.
         state: State that the newest slot has.
@@ -108,15 +106,18 @@ class Journal:
         fenced: The error to raise since another shard took over the journal. None before.
     """
 
-    def __init__(self, slots: Slots | None, tuning: ClusterTuning) -> None:
-        self.url = "" if slots is None else slots.url
+    def __init__(self, blobs: BlobStore, shard: int, tuning: ClusterTuning) -> None:
+        self.url = f"{blobs.url}/{FOLDER}/{shard:05d}"
         self.epoch = -1
         self.expected: dict[bytes, int] = {}
         self.state = JournalState()
         self.priorities: dict[str, Any] | None = None
         self.trouble = ""
         self.fenced: FencedError | None = None
-        self._slots: Any = slots
+        self._blobs = blobs
+        self._shard = shard
+        # In every slot, so that `create` never takes the slot of another process for an earlier attempt of this one.
+        self._owner = secrets.token_hex(8)
         self._tuning = tuning
         self._lock = threading.RLock()
         self._waits = False  # Whether operations that fail are repeated until they succeed.
@@ -141,14 +142,15 @@ class Journal:
             waits: Whether a disk that fails is tried again until it works, instead of an error.
         """
         self._waits = waits
-        if self._slots is None:
-            return
-        if not waits:  # A shard that was restarted has checked that already.
-            self._slots.require_fencing()
+        if not waits and not has_exclusive_create(self._blobs):  # A shard that was restarted has checked that already.
+            raise CheckpointError(
+                f"{self.url} ignores the conditions of puts, so a shard that was taken for dead could overwrite its "
+                "successor. Use a store with conditional puts, or durability='memory' and checkpoints."
+            )
         while True:
             try:
                 yield from self._read_all()
-            except _DeletedError:  # The last owner is still at work. It has evicted these rows and all before them.
+            except BlobMissingError:  # The last owner is still at work. It has evicted these rows and all before them.
                 self._first_rows.clear()
             except CheckpointError as error:
                 self._pause(error)
@@ -157,19 +159,29 @@ class Journal:
                 return
 
     def _read_all(self) -> Iterator[Page]:
-        numbers = self._slots.numbers()
-        for number in numbers:
-            yield from self._read_slot(number)
-        self._next = numbers[-1] + 1 if numbers else 0
+        sizes = self._list_slots()
+        for number in sorted(sizes):
+            yield from self._read_slot(number, sizes[number])
+        self._next = max(sizes, default=-1) + 1
         while not self._create([], is_full=True):  # The last owner wrote one more slot.
-            yield from self._read_slot(self._next)
+            yield from self._read_slot(self._next, self._list_slots(self._next).get(self._next, 0))
             self._next += 1
         self.epoch = self._next - 1
 
-    def _read_slot(self, number: int) -> Iterator[Page]:
-        content: bytes | None = self._slots.read(number)
-        if content is None:
-            raise _DeletedError
+    def _name(self, number: int) -> str:
+        return f"{FOLDER}/{self._shard:05d}/{number:016x}.slot"
+
+    def _list_slots(self, number: int | None = None) -> dict[int, int]:
+        """Return the bytes of every slot by number, or those of slot `number` if it exists."""
+        prefix = f"{FOLDER}/{self._shard:05d}/" if number is None else self._name(number)
+        found = [(_NAME.fullmatch(name), nbytes) for name, nbytes in self._blobs.list(prefix)]
+        return {int(match[2], 16): nbytes for match, nbytes in found if match is not None}
+
+    def _delete(self, number: int) -> None:
+        self._blobs.delete(self._name(number))
+
+    def _read_slot(self, number: int, nbytes: int) -> Iterator[Page]:
+        content = self._blobs.read(self._name(number), 0, nbytes)
         records = split_records(content)
         with malformed_refused(f"slot {number} of {self.url}"):
             if not records or records[0].kind != _SLOT or records[0].head["number"] != number:
@@ -211,8 +223,7 @@ class Journal:
         """Write a state with some changes, see `JournalState`."""
         with self._lock:
             self.state = replace(self.state, **changes)
-            if self._slots is not None:
-                self._write([], is_full=True)
+            self._write([], is_full=True)
 
     def start(self, held: range, apply: Apply, read_priorities: Callable[[], Mapping[str, Any] | None]) -> None:
         """Accept segments from now on. Write priorities, and check in the background who owns the journal.
@@ -226,8 +237,7 @@ class Journal:
         self._apply = apply
         self._read_priorities = read_priorities
         self._waits = True
-        if self._slots is not None:
-            threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
+        threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
 
     @property
     def backlog(self) -> int:
@@ -251,15 +261,14 @@ class Journal:
         """Write the next slot of queued segments, and show them."""
         if not self._waiting or self._apply is None:
             raise ShardError(f"{self.url} has segments that could not be shown. Restart the shard, and report this.")
-        if self._slots is not None:
-            time.sleep(self._slots.batching_s)
+        if is_remote(self.url):
+            time.sleep(_BATCHING_S)
         entries = []
         nbytes = 0
         while self._waiting and nbytes < self._tuning.slot_bytes:
             entries.append(self._waiting.popleft())
             nbytes += len(entries[-1].payload)
-        if self._slots is not None:
-            self.append(entries, self._held.stop)
+        self.append(entries, self._held.stop)
         self._held = self._apply(entries)
         self._committed_bytes += nbytes
         if self._full_at == self._next - 1:
@@ -276,7 +285,7 @@ class Journal:
             before = self._priorities_at
             self._priorities_at = self._write(part, is_full=False)
             if before >= 0:
-                self._slots.delete([before])
+                self._delete(before)
 
     def trim(self, first_row: int) -> None:
         """Delete slots all of whose rows are before `first_row`."""
@@ -284,10 +293,9 @@ class Journal:
         old = [
             number for number, after in pairwise(sorted(rows)) if rows[after] <= first_row and number < self._full_at
         ]
-        if old:
-            self._slots.delete(old)
-            for number in old:
-                del self._first_rows[number]
+        for number in old:
+            self._delete(number)
+            del self._first_rows[number]
 
     def _watch(self) -> None:
         due_s = 0.0
@@ -300,7 +308,7 @@ class Journal:
                     took_s = time.monotonic() - began_s
                     due_s = time.monotonic() + max(self._tuning.priorities_s, _MIN_PAUSE_RATIO * took_s)
                 with self._lock:
-                    self._require_ownership(lambda: self._slots.read(self._next) is None)
+                    self._require_ownership(lambda: not self._list_slots(self._next))
 
     def _write(self, parts: Sequence[Buffer], is_full: bool, first_row: int = 0) -> int:
         """Create the next slot, and return its number."""
@@ -309,11 +317,16 @@ class Journal:
         return number
 
     def _create(self, parts: Sequence[Buffer], is_full: bool, first_row: int = 0) -> bool:
-        head: dict[str, Any] = {"number": self._next, "first_row": first_row, "state": asdict(self.state)}
+        head: dict[str, Any] = {
+            "number": self._next,
+            "owner": self._owner,
+            "first_row": first_row,
+            "state": asdict(self.state),
+        }
         if is_full:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
         start = pack_record(_SLOT, head, {})
-        if not self._slots.create(self._next, b"".join([*start, *parts])):
+        if not self._blobs.create(self._name(self._next), b"".join([*start, *parts])):
             return False
         self._since_full = 0 if is_full else self._since_full + 1
         if is_full:
@@ -369,13 +382,12 @@ def _parse_writer(name: str) -> bytes:
     return writer
 
 
-def open_journal(url: str | None, shard: int, tuning: ClusterTuning) -> Journal:
+def open_journal(url: str, shard: int, tuning: ClusterTuning) -> Journal:
     """Return the journal of a shard. Nobody owns it before `Journal.open`."""
-    slots = None if url is None else Slots.at(url, FOLDER, f"{shard:05d}")
-    return Journal(slots, tuning)
+    return Journal(open_blobs(url), shard, tuning)
 
 
 def list_journals(url: str) -> list[int]:
     """Return the shards that have a journal below `url`."""
-    names = sorted(objects_at(url, FOLDER).folders())
-    return [int(name) for name in names if name.isdecimal() and Slots.at(url, FOLDER, name).numbers()]
+    found = [_NAME.fullmatch(name) for name, _ in open_blobs(url).list(f"{FOLDER}/")]
+    return sorted({int(match[1]) for match in found if match is not None})

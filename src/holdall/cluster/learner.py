@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -65,23 +64,13 @@ def compute_weights(
     return shares ** np.float32(beta)
 
 
-@dataclass(slots=True)
-class PendingCall:
-    """A question to one shard. The answer may have rows of several batches."""
-
-    reference: Any
-    is_answered: bool = False
-    answer: Answer | None = None  # None also if the shard was lost or is empty.
-
-
 class RequestedRows(NamedTuple):
     """Rows of a batch that one shard was asked for."""
 
     shard: int
     positions: Ids  # In the batch.
     mass: float  # Mass of the shard when the rows were assigned.
-    call: PendingCall
-    first: int  # Index of the first of them in the answer.
+    call: Any  # Ray's reference to the answer.
 
 
 @dataclass(slots=True)
@@ -131,15 +120,14 @@ class Learner:
 
     # ---------------------------------------------------------------- batches
 
-    def start(self, count: int, batches: int = 1) -> list[BatchRequest]:
-        """Draw a shard for every row of some batches, and ask every shard once for all of them."""
-        requests = [BatchRequest(count) for _ in range(batches)]
+    def start(self, count: int) -> BatchRequest:
+        """Draw a shard for every row of a batch, and ask the shards for their rows."""
+        request = BatchRequest(count)
         if not isinstance(self._sampler, ComposedSampler):
-            for request in requests:
-                request.block = self._maker.blocks.take(count)
+            request.block = self._maker.blocks.take(count)
         with self._lock:
-            self._ask(requests, self._find_masses(count))
-        return requests
+            self._ask(request, self._find_masses(count))
+        return request
 
     def finish(self, request: BatchRequest) -> Batch:
         """Wait for the rows, and make the batch. Draw it again if a shard was lost or is empty meanwhile."""
@@ -150,7 +138,7 @@ class Learner:
             # Without a block, because a shard may still write to the old one.
             request = BatchRequest(request.count)
             with self._lock:
-                self._ask([request], self._find_masses(1))
+                self._ask(request, self._find_masses(1))
         answers, positions = found
         beta = 1.0 if self._prioritized is None else self._prioritized.beta
         weights = compute_weights(answers, positions, [part.mass for part in request.parts], beta)
@@ -169,7 +157,7 @@ class Learner:
             positions = np.flatnonzero(shards == shard)
             wanted = GatherRequest(self._machine, rows_of_ids(ids[positions]))
             call = self._call_gather(shard, wanted)
-            request.parts.append(RequestedRows(shard, positions, 1.0, call, 0))
+            request.parts.append(RequestedRows(shard, positions, 1.0, call))
         found = self._collect(request)
         if found is None:
             raise ShardError(f"Shards {self._members.lost} do not answer, and some of the ids are stored there.")
@@ -177,32 +165,26 @@ class Learner:
         shards_asked = [part.shard for part in request.parts]
         return self._maker.make(answers, places, shards_asked, np.ones(len(ids), np.float32))
 
-    def _ask(self, requests: Sequence[BatchRequest], masses: Mapping[int, float]) -> None:
-        """Ask shards for the rows of batches. Every batch is assigned to shards separately."""
-        by_shard: dict[int, list[tuple[BatchRequest, Ids]]] = {}
-        for request in requests:
-            for shard, positions in assign_rows(masses, request.count, self.generator).items():
-                by_shard.setdefault(shard, []).append((request, positions))
-        for shard in sorted(by_shard):
-            parts = by_shard[shard]
+    def _ask(self, request: BatchRequest, masses: Mapping[int, float]) -> None:
+        """Ask shards for the rows of a batch, in proportion to their masses."""
+        assigned = assign_rows(masses, request.count, self.generator)
+        for shard, positions in assigned.items():
             wanted = SampleRequest(
                 machine=self._machine,
                 seed=int(self.generator.integers(1, 2**63)) if self._seeds else 0,
-                counts=[(len(rows), self._count_goals(request.count, rows)) for request, rows in parts],
-                blocks=[request.block.describe_rows(rows) for request, rows in parts if request.block is not None],
+                rows=len(positions),
+                goals=self._count_goals(request.count, positions),
+                block=None if request.block is None else request.block.describe_rows(positions),
             )
             call = self._call_sample(shard, wanted)
-            first = 0
-            for request, positions in parts:
-                request.parts.append(RequestedRows(shard, positions, masses[shard], call, first))
-                first += len(positions)
-        self._members.probe([shard for shard in masses if shard not in by_shard])
+            request.parts.append(RequestedRows(shard, positions, masses[shard], call))
+        self._members.probe([shard for shard in masses if shard not in assigned])
 
-    def _call_sample(self, shard: int, wanted: SampleRequest) -> PendingCall:
-        return PendingCall(self._members.submit(shard, lambda handle: handle.sample.remote(wanted)))
+    def _call_sample(self, shard: int, wanted: SampleRequest) -> Any:
+        return self._members.submit(shard, lambda handle: handle.sample.remote(wanted))
 
-    def _call_gather(self, shard: int, wanted: GatherRequest) -> PendingCall:
-        return PendingCall(self._members.submit(shard, lambda handle: handle.gather.remote(wanted)))
+    def _call_gather(self, shard: int, wanted: GatherRequest) -> Any:
+        return self._members.submit(shard, lambda handle: handle.gather.remote(wanted))
 
     def _call_update(self, shard: int, rows: Ids, priorities: Array) -> Any:
         return self._members.submit(shard, lambda handle: handle.update_priorities.remote(rows, priorities))
@@ -246,35 +228,29 @@ class Learner:
 
     def _wait_for_answer(self, part: RequestedRows) -> Answer | None:
         """Return the rows of one part, or None if the shard was lost or is empty."""
-        call = part.call
-        if not call.is_answered:
-            try:
-                payload = self._wait_for_payload(part.shard, call)
-            except LOSSES as error:
-                call.is_answered = True  # The loss is counted once.
-                self._members.mark_lost(part.shard)
-                if self._policy == "raise":
-                    raise _lost_error([part.shard], type(error).__name__) from error
-                return None
-            call.is_answered = True
-            if isinstance(payload, ShardCounters):
-                self._members.record(part.shard, payload)
-            else:
-                call.answer = read_answer(payload)
-                self._members.record(part.shard, call.answer.counters)
-        if call.answer is None:
+        try:
+            payload = self._wait_for_payload(part)
+        except LOSSES as error:
+            self._members.mark_lost(part.shard)
+            if self._policy == "raise":
+                raise _lost_error([part.shard], type(error).__name__) from error
             return None
-        return call.answer.cut(part.first, part.first + len(part.positions))
+        if isinstance(payload, ShardCounters):
+            self._members.record(part.shard, payload)
+            return None
+        answer = read_answer(payload)
+        self._members.record(part.shard, answer.counters)
+        return answer
 
-    def _wait_for_payload(self, shard: int, call: PendingCall) -> Any:
+    def _wait_for_payload(self, part: RequestedRows) -> Any:
         """Wait for a shard, unless Ray is restarting it: Ray would fail the call seconds later."""
         end_s = time.monotonic() + self._members.patience_s
         while True:
             left_s = end_s - time.monotonic()
             try:
-                return get_result(call.reference, min(self._tuning.pause_s, max(0.0, left_s)))
+                return get_result(part.call, min(self._tuning.pause_s, max(0.0, left_s)))
             except ray.exceptions.GetTimeoutError:
-                if left_s <= 0 or self._members.is_away(shard):
+                if left_s <= 0 or self._members.is_away(part.shard):
                     raise
 
     # ---------------------------------------------------------------- priorities
@@ -331,28 +307,3 @@ def _lost_error(shards: list[int], reason: str) -> ShardError:
     return ShardError(
         f"Shards {shards} do not answer ({reason}). Wait, or use on_shard_loss='degrade' to draw from the others."
     )
-
-
-class BatchStream:
-    """Requests several batches at once, and returns them one after another. Thread-safe.
-
-    Ray needs about a millisecond of CPU for every call, however much data it brings. So with many shards one call to
-    each of them brings rows of several batches.
-
-    Args:
-        draw: Requests a number of batches.
-        batches: Number of batches that are requested at once.
-    """
-
-    def __init__(self, draw: Callable[[int], list[BatchRequest]], batches: int) -> None:
-        self._draw = draw
-        self._batches = batches
-        self._waiting: deque[BatchRequest] = deque()
-        self._lock = threading.Lock()
-
-    def take(self) -> BatchRequest:
-        """Return the next batch that was requested."""
-        with self._lock:
-            if not self._waiting:
-                self._waiting.extend(self._draw(self._batches))
-            return self._waiting.popleft()

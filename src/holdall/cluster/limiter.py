@@ -83,7 +83,7 @@ def wait_for_grant(
     """Ask the roster until it grants `rows` rows. Log now and then what is missing. Return the number of the lease.
 
     Args:
-        ask_roster: See `ShardList.ask_roster`.
+        ask_roster: See `Members.ask_roster`.
         notice_s: Seconds before the first log message.
         is_needed: Called before the roster is asked again. If it returns False, None is returned.
     """

@@ -19,56 +19,6 @@ from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import ShardError
 
 
-class ShardList:
-    """The actors of a memory's shards by number, as the roster lists them. Not thread-safe.
-
-    Attributes:
-        handles: Shard actors by number.
-    """
-
-    def __init__(self, roster: Any, patience_s: float, tuning: ClusterTuning) -> None:
-        self.handles: dict[int, Any] = {}
-        self._roster = roster
-        self._patience_s = patience_s
-        self._tuning = tuning
-        self._version = -1
-        self._looked_at = -tuning.list_s
-
-    def ask_roster(self, question: Callable[[Any], Any], patience_s: float | None = None) -> Any:
-        """Return the roster's answer to `question(roster)`. Wait while Ray restarts the roster."""
-        patience = self._patience_s if patience_s is None else patience_s
-        return ask(lambda: question(self._roster), "The memory's roster", patience, self._patience_s)
-
-    def refresh(self, *, now: bool = False) -> None:
-        """Ask the roster for shards that were added or removed, at most every `list_s` seconds unless `now`.
-
-        Waits for the roster only if no shard is known yet.
-        """
-        if not now and self.handles and time.monotonic() - self._looked_at < self._tuning.list_s:
-            return
-        require_ray()
-        self._looked_at = time.monotonic()
-        end_s = self._looked_at + (0.0 if self.handles else self._patience_s)
-        while True:
-            left_s = end_s - time.monotonic()
-            problem = "lists no shards"
-            try:
-                version, handles = self.ask_roster(lambda roster: roster.shards.remote(self._version), left_s)
-                if handles is not None:
-                    self._version = version
-                    self.handles = handles
-            except GoneError as error:
-                problem = f"has ended ({error})"
-                left_s = -1.0
-            except ShardError as error:
-                problem = f"does not answer ({error})"
-            if self.handles:
-                return
-            if left_s < 0:
-                raise ShardError(f"The memory's roster {problem}. Is the memory closed?")
-            time.sleep(self._tuning.pause_s)
-
-
 @dataclass(slots=True)
 class _Member:
     """One shard, as far as it is known."""
@@ -86,7 +36,7 @@ class _Member:
 
 
 class Members:
-    """All shards of a memory. Thread-safe.
+    """The shards of a memory, as one process knows them. Thread-safe.
 
     Attributes:
         patience_s: Seconds after which a shard that says nothing counts as lost.
@@ -96,15 +46,65 @@ class Members:
     def __init__(self, roster: Any, patience_s: float, tuning: ClusterTuning) -> None:
         self.patience_s = patience_s
         self.losses = 0
+        self._roster = roster
         self._tuning = tuning
-        self._list = ShardList(roster, patience_s, tuning)
+        self._version = -1  # Version of the roster's list.
+        self._listed_at = -tuning.list_s  # When the roster was last asked for it.
         self._members: dict[int, _Member] = {}  # Replaced, never changed, when shards are added or removed.
         self._lock = threading.RLock()
-        self._list_lock = threading.Lock()
+        self._list_lock = threading.Lock()  # Held while the roster is asked for its list.
 
     def ask_roster(self, question: Callable[[Any], Any], patience_s: float | None = None) -> Any:
         """Return the roster's answer to `question(roster)`. Wait while Ray restarts the roster."""
-        return self._list.ask_roster(question, patience_s)
+        patience = self.patience_s if patience_s is None else patience_s
+        return ask(lambda: question(self._roster), "The memory's roster", patience, self.patience_s)
+
+    def refresh_list(self, *, now: bool = False) -> None:
+        """Ask the roster for shards that were added, at most every `list_s` seconds unless `now`.
+
+        Waits for the roster only if no shard is known yet. Raise ShardError if none becomes known.
+        """
+        is_recent = time.monotonic() - self._listed_at < self._tuning.list_s
+        if is_recent and self._members and not now:
+            return
+        require_ray()
+        if not self._list_lock.acquire(blocking=now or not self._members):
+            return  # Another thread is asking.
+        try:
+            self._listed_at = time.monotonic()
+            end_s = self._listed_at + (0.0 if self._members else self.patience_s)
+            while not self._read_list(end_s - time.monotonic()):
+                time.sleep(self._tuning.pause_s)
+        finally:
+            self._list_lock.release()
+
+    def _read_list(self, left_s: float) -> bool:
+        """Ask the roster once, and return whether shards are known. Raise ShardError if no time is left for more."""
+        problem = "lists no shards"
+        try:
+            version, handles = self.ask_roster(lambda roster: roster.shards.remote(self._version), left_s)
+            if handles is not None:
+                self._version = version
+                self._set_handles(handles)
+        except GoneError as error:
+            problem = f"has ended ({error})"
+            left_s = -1.0
+        except ShardError as error:
+            problem = f"does not answer ({error})"
+        if not self._members and left_s < 0:
+            raise ShardError(f"The memory's roster {problem}. Is the memory closed?")
+        return bool(self._members)
+
+    def _set_handles(self, handles: dict[int, Any]) -> None:
+        with self._lock:
+            known = self._members
+            self._members = {
+                number: known[number] if number in known else _Member(handle) for number, handle in handles.items()
+            }
+
+    def end_lease(self, lease: int, shard: int, counters: ShardCounters) -> None:
+        """Return a lease of the limiter, because its rows have arrived. Does not wait."""
+        self._roster.end_insert.remote(lease, shard, counters)
 
     def submit(self, shard: int, call: Callable[[Any], Any]) -> Any:
         """Return the future of `call(actor)`. A shard executes the calls of one process in the order of `submit`."""
@@ -131,6 +131,11 @@ class Members:
         members = self._members.items()
         return {number: m.counters for number, m in members if m.counters is not None and not m.is_lost}
 
+    def last_counters(self, shard: int) -> ShardCounters | None:
+        """Return the last counters of a shard, also if it does not answer now. None if it never answered."""
+        member = self._members.get(shard)
+        return None if member is None else member.counters
+
     @property
     def transitions(self) -> int:
         """Transitions that can be drawn, as far as is known."""
@@ -138,7 +143,7 @@ class Members:
 
     def masses(self) -> dict[int, float]:
         """Return the mass of every shard that answers. Does not wait for any shard."""
-        self._refresh_list()
+        self.refresh_list()
         with self._lock:
             for number, member in self._members.items():
                 self._read_probes(number, member)
@@ -172,7 +177,7 @@ class Members:
 
     def refresh(self) -> dict[int, ShardCounters]:
         """Ask every shard for its counters, and wait. Return the counters of the shards that answered."""
-        self._refresh_list(now=True)
+        self.refresh_list(now=True)
         found: dict[int, ShardCounters] = self.ask_all(self.numbers, lambda shard: shard.counters.remote())
         for number, counters in found.items():
             self.record(number, counters, answers=True)
@@ -207,7 +212,7 @@ class Members:
         return member is None or actor_state(member.handle) in {"restarting", "gone"}
 
     def _read_probes(self, number: int, member: _Member) -> None:
-        """Read the answers that have arrived, and ask a lost shard again.
+        """Read the answers that have arrived, and ask a lost or new shard again.
 
         Earlier questions are not waited for: Ray fails those that it received while it restarted the actor seconds
         later, even if the actor is back by then.
@@ -222,21 +227,6 @@ class Members:
                 else:
                     member.probes.clear()  # Questions that fail from now on were asked before.
                     break
-        if member.is_lost and time.monotonic() - member.probed_at > self._tuning.probe_s:
+        is_unknown = member.is_lost or member.counters is None
+        if is_unknown and time.monotonic() - member.probed_at > self._tuning.probe_s:
             member.probe(self._tuning.max_probes)
-
-    def _refresh_list(self, now: bool = False) -> None:
-        if self._list_lock.acquire(blocking=now or not self._members):
-            try:
-                self._list.refresh(now=now)
-            finally:
-                self._list_lock.release()
-        with self._lock:
-            handles = self._list.handles
-            if handles.keys() == self._members.keys():
-                return
-            added = {number: _Member(handles[number]) for number in handles.keys() - self._members.keys()}
-            for member in added.values():
-                member.probe(self._tuning.max_probes)
-            kept = {number: member for number, member in self._members.items() if number in handles}
-            self._members = kept | added

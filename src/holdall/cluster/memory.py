@@ -16,19 +16,20 @@ from gymnasium import spaces
 from holdall import checkpoint, sampling
 from holdall.cluster.access import require_safe_cluster
 from holdall.cluster.calls import get_result
+from holdall.cluster.config import (
+    LEARNER_PATIENCE_S,
+    WRITER_PATIENCE_S,
+    MemoryConfig,
+    require_sampler,
+    require_settings,
+    strip_sampler,
+)
 from holdall.cluster.fleet import Fleet
 from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import list_journals
 from holdall.cluster.limiter import RateLimit
 from holdall.cluster.members import Members
 from holdall.cluster.messages import LOSSES
-from holdall.cluster.terms import (
-    MemoryTerms,
-    choose_patience,
-    require_sampler,
-    require_settings,
-    strip_sampler,
-)
 from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
 from holdall.errors import ArgumentError, CheckpointError
@@ -69,8 +70,8 @@ class ReplayMemory(MemoryHandle):
         placement: Where shards are started: "spread" over machines, or "pack" on few.
         resources: What Ray reserves for each shard, by name: {"memory": 2**34}, or a resource of your own.
         name: Name under which other processes find the memory, see `holdall.ray.attach`. None: a random one.
-        patience_s: Seconds after which a silent shard counts as lost. None: 10 for learners; writers wait as long as
-            Ray may need to give up a machine and to start the shard elsewhere.
+        patience_s: Seconds after which a silent shard counts as lost. None: 10 for learners and 90 for writers, because
+            Ray needs up to 70 to give up a machine.
 
     All methods may be called from any thread.
     """
@@ -113,8 +114,7 @@ class ReplayMemory(MemoryHandle):
         )
         sampler = require_sampler(sampler)
         require_safe_cluster()
-        learner_s, writer_s = choose_patience(patience_s)
-        terms = MemoryTerms(
+        config = MemoryConfig(
             words=schema_words(schema),
             name=name or f"holdall-{secrets.token_hex(8)}",
             sampler=strip_sampler(sampler),
@@ -122,15 +122,15 @@ class ReplayMemory(MemoryHandle):
             url=None if url is None else checkpoint.normalized_url(url),
             prefer=prefer,
             on_shard_loss=on_shard_loss,
-            patience_s=learner_s,
-            writer_patience_s=writer_s,
+            patience_s=LEARNER_PATIENCE_S if patience_s is None else patience_s,
+            writer_patience_s=WRITER_PATIENCE_S if patience_s is None else patience_s,
             limit=limit,
             shards=len(shards.places),
             tuning=_tuning or ClusterTuning(),
         )
-        _require_all_journals(terms, shards.places)
-        self._fleet = Fleet(terms, seed, placement, resources)
-        super().__init__(terms, sampler, shards.generator, device, seeds=False)
+        _require_all_journals(config, shards.places)
+        self._fleet = Fleet(config, seed, placement, resources)
+        super().__init__(config, sampler, shards.generator, device, seeds=False)
         self._savers = checkpoint.Savers()
         self._has_saved = False
         for number, saved in shards.places.items():
@@ -162,10 +162,10 @@ class ReplayMemory(MemoryHandle):
         place = checkpoint.normalized_url(url)
         calls = {number: self._begin_save(number, place) for number in self._fleet.actors}
         snapshot = checkpoint.ShardsSnapshot(
-            schema=self._terms.words,
+            schema=self._config.words,
             capacity_ticks=self.capacity // self.num_envs,
             state={
-                "shard_rows": self._terms.shard_rows,
+                "shard_rows": self._config.shard_rows,
                 "generator": sampling.get_generator_state(self._learner.generator),
                 "sampler": sampling.describe_sampler(self.sampler),
             },
@@ -245,7 +245,7 @@ class ReplayMemory(MemoryHandle):
         memory = cls(schema, None, shards=starting, sampler=sampler, **settings)
         if not is_same:
             try:
-                _copy_transitions(reader.url, Writer(memory._terms._replace(limit=None), schema.num_envs))
+                _copy_transitions(reader.url, Writer(memory._config._replace(limit=None), schema.num_envs))
                 memory._fleet.begin(memory._members.refresh())
             except BaseException:
                 memory.close()
@@ -266,18 +266,18 @@ class ReplayMemory(MemoryHandle):
                 ending.callback(self._fleet.end, has_saved=self._has_saved)
                 ending.callback(self._savers.close)
                 ending.callback(setattr, self, "_closed", True)
-                super().close(flush=flush or self._terms.url is not None)
+                super().close(flush=flush or self._config.url is not None)
 
 
-def _require_all_journals(terms: MemoryTerms, places: Mapping[int, Any]) -> None:
+def _require_all_journals(config: MemoryConfig, places: Mapping[int, Any]) -> None:
     """Raise ArgumentError if an earlier memory had more shards, because their transitions would be left out."""
-    journals = [] if terms.url is None else list_journals(terms.url)
+    journals = [] if config.url is None else list_journals(config.url)
     left_out = sorted(set(journals) - set(places))
     if left_out:
         raise ArgumentError(
-            f"shards ({terms.shards}) leaves out shards {left_out}, which have journals at {terms.url} from an earlier "
-            f"memory. Pass shards={left_out[-1] + 1}, or another url. To use another number of shards, save the memory "
-            "and load it with shards=."
+            f"shards ({config.shards}) leaves out shards {left_out}, which have journals at {config.url} from an "
+            f"earlier memory. Pass shards={left_out[-1] + 1}, or another url. To use another number of shards, save "
+            "the memory and load it with shards=."
         )
 
 

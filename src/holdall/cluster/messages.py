@@ -26,12 +26,13 @@ class ShardCounters(NamedTuple):
 
 
 class SampleRequest(NamedTuple):
-    """Rows of one or more batches that a learner wants from a shard."""
+    """Rows of a batch that a learner wants from a shard."""
 
     machine: bytes  # Machine of the learner, see `this_machine`.
     seed: int  # Seed of the draw. 0: the shard's own generator.
-    counts: list[tuple[int, int]]  # For every batch: the number of rows, and how many of them get another goal.
-    blocks: list[BlockRows]  # For every batch: where large observations are written. Empty: they are sent.
+    rows: int
+    goals: int  # How many of the rows get another goal.
+    block: BlockRows | None  # Where large observations are written. None: they are sent.
 
 
 class GatherRequest(NamedTuple):
@@ -45,9 +46,8 @@ class InsertRequest(NamedTuple):
     """Segments that a writer sends to a shard."""
 
     writer: bytes
-    first: int  # Number of the first segment.
+    first: int  # Number of the first segment. Earlier ones will not be sent again.
     payloads: list[bytes]
-    oldest: int  # Number of the oldest segment that the writer still has. Earlier ones will not be sent again.
 
 
 class Ack(NamedTuple):
@@ -67,14 +67,10 @@ class ShardStatus(NamedTuple):
     pid: int = 0
     uss_bytes: int = 0  # Memory that only the shard's process uses.
     counters: ShardCounters | None = None
-    pss_bytes: int = 0  # The same, plus its share of memory that several processes use.
     held_bytes: int = 0  # Bytes of the stored transitions.
     plain_bytes: int = 0  # Bytes of the same transitions as plain arrays of obs and next_obs.
     capacity: int = 0  # Maximum number of transitions.
     is_durable: bool = False  # Whether the shard has a journal.
-    limit: str = ""  # The memory limit that is closest: a control group, or the machine.
-    limit_bytes: int = 0
-    limit_free_bytes: int = 0
 
 
 class RestartedError(ShardError):

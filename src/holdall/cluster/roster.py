@@ -12,11 +12,11 @@ from typing import Any
 import ray
 
 from holdall.cluster.calls import require_ray
+from holdall.cluster.config import NAMESPACE, MemoryConfig
 from holdall.cluster.ids import MAX_LIVES
 from holdall.cluster.limiter import Call, Limiter, RateLimit
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.metrics import Gauges
-from holdall.cluster.terms import NAMESPACE, MemoryTerms
 from holdall.errors import ShardError
 
 _NO_LIMIT = RateLimit(1.0, 1, 2.0**62)
@@ -42,11 +42,11 @@ class Roster:
         home: Ray namespace in which the shards' numbers are their names. A restarted roster finds the shards there.
     """
 
-    def __init__(self, terms: MemoryTerms, home: str) -> None:
-        self._terms = terms
+    def __init__(self, config: MemoryConfig, home: str) -> None:
+        self._config = config
         self._next_rank = _FIRST_RANK
         self._highest = 0.0  # Highest priority of the whole memory, as far as learners reported.
-        self._limiter = Limiter(terms.limit or _NO_LIMIT)
+        self._limiter = Limiter(config.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}  # Transitions that each life of each shard accepted.
         self._questions: dict[int, Any] = {}  # Unanswered questions to shards.
         self._looked_at = 0.0
@@ -58,12 +58,12 @@ class Roster:
         self._shards: dict[int, Any] = {}
         self._version = 0
         self._set_shards(_find_shards(home))
-        if terms.limit is not None:
-            Gauges("limiter", memory=terms.name).follow(self._limiter.figures)
+        if config.limit is not None:
+            Gauges("limiter", memory=config.name).follow(self._limiter.figures)
 
-    def terms(self) -> MemoryTerms:
+    def config(self) -> MemoryConfig:
         """Return the settings of the memory."""
-        return self._terms
+        return self._config
 
     def enroll(self) -> int:
         """Return a rank for a learner that has none."""
@@ -125,7 +125,7 @@ class Roster:
 
         Empty without a limit.
         """
-        if self._terms.limit is None:
+        if self._config.limit is None:
             return {}
         self._look_at_shards(_ANSWER_S)
         now = time.monotonic()
@@ -149,7 +149,7 @@ class Roster:
 
     def _record(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever accepted. A shard without a journal counts from 0 again in every life."""
-        life = 0 if self._terms.url is not None else counters.epoch
+        life = 0 if self._config.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         total = sum(self._inserted.values())
         if self._must_recentre:

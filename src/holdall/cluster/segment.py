@@ -180,15 +180,6 @@ class SegmentBuilder:
         return self.ticks * self._lanes
 
     @property
-    def has_room(self) -> bool:
-        """Whether another tick certainly fits, even if none of its observations repeats another one."""
-        sliced = [
-            leaf.nbytes for leaf, layout in zip(self._leaves, self._layouts, strict=True) if layout[0] == "sliced"
-        ]
-        max_bytes = 2 * (self.rows + self._lanes) * max(sliced, default=0)
-        return self.ticks < self._max_ticks and (self.ticks == 0 or max_bytes <= self._tuning.block_bytes)
-
-    @property
     def ends_episodes(self) -> bool:
         """Whether the last tick ended an episode in every lane, or was not a step of that lane."""
         if self.ticks == 0:

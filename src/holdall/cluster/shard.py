@@ -18,8 +18,9 @@ import ray
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, Savers, open_reader, read_checkpoint
 from holdall.cluster.answer import Answer
 from holdall.cluster.calls import ask, this_machine, this_node
+from holdall.cluster.config import MemoryConfig
 from holdall.cluster.ids import Ids, first_row_of_life, life_of_row, lives_of_rows
-from holdall.cluster.journal import Entry, open_journal
+from holdall.cluster.journal import Entry, Journal, open_journal
 from holdall.cluster.messages import (
     Ack,
     GatherRequest,
@@ -27,13 +28,13 @@ from holdall.cluster.messages import (
     RestartedError,
     SampleRequest,
     ShardCounters,
+    ShardStatus,
 )
 from holdall.cluster.metrics import ShardMetrics
 from holdall.cluster.roster import find_roster, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.terms import MemoryTerms
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
-from holdall.machine import HeldReader, anonymous_bytes, memory_limits
+from holdall.machine import HeldReader, anonymous_bytes
 from holdall.report import MemoryReport
 from holdall.sampling import new_generator
 from holdall.schema import Array
@@ -55,33 +56,34 @@ class Shard:
     def __init__(
         self,
         number: int,
-        terms: MemoryTerms,
+        config: MemoryConfig,
         seed: int | None,
         neighbours: int = 1,
         saved: tuple[str, int] | None = None,
     ) -> None:
         self._number = number
-        self._memory = terms.name
-        self._is_durable = terms.url is not None
-        self._tuning = terms.tuning
+        self._memory = config.name
+        self._tuning = config.tuning
         self._machine = this_machine()
-        self._lock = threading.RLock()
-        self._staged = threading.Condition(self._lock)  # Notified when a segment was staged.
+        self._lock = threading.RLock()  # Guards what is held.
+        self._staging = threading.Lock()  # Guards the order of segments, and is never held while rows are drawn.
         self._process = HeldReader()
-        self._metrics = ShardMetrics(terms.name, number)
+        self._metrics = ShardMetrics(config.name, number)
         self._written_changes = 0  # `changes` when priorities were last written to the journal.
         self._saves: dict[int, SaveHandle] = {}  # Handles of checkpoints that were begun.
         self._savers = Savers()
         self._data = ShardData(
-            terms.words, terms.shard_rows, terms.sampler, new_generator(seed), terms.tuning, neighbours
+            config.words, config.shard_rows, config.sampler, new_generator(seed), config.tuning, neighbours
         )
-        self._journal = open_journal(terms.url, number, terms.tuning)
-        self._epoch, highest = begin_life(terms.name, number, 0, has_journal=self._is_durable)
+        self._journal = None if config.url is None else open_journal(config.url, number, config.tuning)
+        self._epoch, highest = begin_life(config.name, number, 0, has_journal=self._journal is not None)
         self._start(seed, saved)
         self._data.raise_highest(highest)
         # Number of every writer's next segment, with those that are staged.
-        self._expected = dict(self._journal.expected)
-        self._journal.start(self._data.rows, self._show, self._read_changed_priorities)
+        self._expected: dict[bytes, int] = {}
+        if self._journal is not None:
+            self._expected.update(self._journal.expected)
+            self._journal.start(self._data.rows, self._show, self._read_changed_priorities)
         self._metrics.follow(self._measure)
 
     # ---------------------------------------------------------------- starting
@@ -91,11 +93,11 @@ class Shard:
         name = "" if saved is None else f"{saved[0]}:{saved[1]}"
         # A shard starts with a checkpoint once. A restarted shard does not go back to it.
         must_load = saved is not None and (self._epoch == 0 or not is_restarted())
-        if self._is_durable:
-            must_load = self._take_over_journal(name)
+        if self._journal is not None:
+            must_load = self._take_over_journal(self._journal, name)
         written = self._data.store.next_row
         checkpoint = _read_shard(*saved) if saved is not None and must_load else None
-        if not self._is_durable:
+        if self._journal is None:
             self._start_life(checkpoint)
         # The first life of the first shard draws as a local memory with the same seed.
         if seed is not None and (self._number, self._epoch) != (0, 0):
@@ -103,12 +105,11 @@ class Shard:
         if checkpoint is not None:
             self._data.load(checkpoint)
             self._savers.adopt(checkpoint)
-            if self._is_durable:
+            if self._journal is not None:
                 self._data.write_loaded(self._journal, name, written)
 
-    def _take_over_journal(self, checkpoint: str) -> bool:
+    def _take_over_journal(self, journal: Journal, checkpoint: str) -> bool:
         """Hold everything in the journal. Return whether a checkpoint, or the rest of it, is still to be loaded."""
-        journal = self._journal
         self._data.replay(journal, waits=is_restarted())
         self._epoch = journal.epoch
         loading = journal.state.loading
@@ -130,38 +131,42 @@ class Shard:
 
     @ray.method(concurrency_group="insert")
     def insert(self, request: InsertRequest) -> Ack:
-        """Accept those segments of a writer that come next. Return the number of the segment that comes then."""
+        """Accept those segments of a writer that come next. Return the number of the segment that comes then.
+
+        A writer sends one call at a time. A call that it gave up may still be executed beside the next one, so every
+        number is accepted once.
+        """
         writer = request.writer
+        refusal = ""
         with self._metrics.time_call("insert"):
             self._require_journal()
-            with self._lock:
-                self._expected[writer] = max(self._expected.get(writer, 0), request.oldest)
-            refusal = ""
-            for number, payload in enumerate(request.payloads, request.first):
-                try:
-                    self._stage(writer, number, payload)
-                except (ArgumentError, DamageError) as error:
-                    refusal = str(error) if number == self._expected[writer] else ""
-                    break
-            with self._lock:
-                expected = self._expected[writer]
-            self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
+            with self._staging:
+                expected = max(self._expected.get(writer, 0), request.first)
+                for number, payload in enumerate(request.payloads, request.first):
+                    if number != expected:
+                        continue
+                    try:
+                        received = self._data.unpack(payload)
+                        self._data.store.require_reward_dtype(received.reward_dtype)
+                    except (ArgumentError, DamageError) as error:
+                        refusal = str(error)
+                        break
+                    self._accept(Entry(writer, number, payload, received))
+                    expected += 1
+                self._expected[writer] = expected
+            if self._journal is not None:
+                self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
             return Ack(expected, self.counters(), refusal)
 
-    def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
-        """Queue a segment if it is its writer's next one. Another thread may have the segment before it."""
-        received = self._data.unpack(payload)
-        with self._staged:
-            self._staged.wait_for(lambda: self._expected[writer] >= number, self._tuning.predecessor_s)
-            if number != self._expected[writer]:
-                return
-            self._data.store.require_reward_dtype(received.reward_dtype)
-            self._journal.stage(Entry(writer, number, payload, received))
-            self._expected[writer] = number + 1
-            self._staged.notify_all()
+    def _accept(self, entry: Entry) -> None:
+        """Hold a segment, or queue it for the journal if there is one."""
+        if self._journal is None:
+            self._show([entry])
+        else:
+            self._journal.stage(entry)
 
     def _show(self, entries: Sequence[Entry]) -> range:
-        """Hold segments that are durable now. Return the rows that are held."""
+        """Hold segments that are as durable as they should be. Return the rows that are held."""
         with self._lock:
             for entry in entries:
                 self._data.accept(entry)
@@ -169,11 +174,11 @@ class Shard:
 
     def trouble(self) -> str:
         """Return why segments are not acknowledged at the moment, if there is a reason."""
-        return self._journal.trouble
+        return "" if self._journal is None else self._journal.trouble
 
     def _require_journal(self) -> None:
         """Raise FencedError if another shard has taken over the journal."""
-        if self._journal.fenced is not None:
+        if self._journal is not None and self._journal.fenced is not None:
             raise self._journal.fenced
 
     # ---------------------------------------------------------------- batches and priorities
@@ -189,9 +194,8 @@ class Shard:
                 if counters.mass == 0:
                     return counters
                 generator = new_generator(request.seed) if request.seed else None
-                drawn = self._data.draw(request.counts, generator, is_near=is_near)
-            blocks = request.blocks
-            return self._data.read(drawn, counters, is_near=is_near, counts=request.counts, blocks=blocks)
+                drawn = self._data.draw(request.rows, request.goals, generator, is_near=is_near)
+            return self._data.read(drawn, counters, is_near=is_near, block=request.block)
 
     @ray.method(concurrency_group="sample")
     def gather(self, request: GatherRequest) -> Answer | bytes:
@@ -252,7 +256,7 @@ class Shard:
     def end_saves(self) -> None:
         """Wait for checkpoints that are being written, and make priorities durable."""
         self._savers.close()
-        if self._is_durable and self._journal.fenced is None:
+        if self._journal is not None and self._journal.fenced is None:
             self._journal.write_priorities()
 
     # ---------------------------------------------------------------- figures
@@ -269,24 +273,26 @@ class Shard:
                 transitions=len(data.store),
                 inserted=data.inserted,
                 changes=data.changes,
-                backlog=self._journal.backlog,
+                backlog=0 if self._journal is None else self._journal.backlog,
                 mass=mass,
                 highest=data.likelihood.highest,
             )
 
-    def process(self) -> dict[str, Any]:
-        """Return where the shard runs and how much memory its process takes, see `ShardStatus`."""
-        held = self._process.read()
-        limit = memory_limits()[0]
-        return self._describe_rows() | {
-            "node": this_node(),
-            "pid": os.getpid(),
-            "uss_bytes": held.unique,
-            "pss_bytes": held.proportional,
-            "limit": limit.name,
-            "limit_bytes": limit.total_bytes,
-            "limit_free_bytes": limit.free_bytes,
-        }
+    def status(self) -> ShardStatus:
+        """Return where the shard runs, what it holds, and how much memory its process takes."""
+        fields = self._data.store.report()
+        return ShardStatus(
+            number=self._number,
+            answers=True,
+            node=this_node(),
+            pid=os.getpid(),
+            uss_bytes=self._process.read().unique,
+            counters=self.counters(),
+            held_bytes=sum(field.total_bytes for field in fields),
+            plain_bytes=sum(field.plain_bytes for field in fields),
+            capacity=self._data.capacity,
+            is_durable=self._journal is not None,
+        )
 
     def report(self) -> MemoryReport:
         """Return the bytes of every field."""
@@ -294,17 +300,11 @@ class Shard:
         return MemoryReport(len(store), tuple(store.report()), 0, store.segments)
 
     def _measure(self) -> dict[str, Any]:
-        described = self._describe_rows()
-        return {**described["counters"]._asdict(), **described, "anonymous_bytes": anonymous_bytes()}
-
-    def _describe_rows(self) -> dict[str, Any]:
         fields = self._data.store.report()
-        return {
-            "counters": self.counters(),
+        return self.counters()._asdict() | {
             "held_bytes": sum(field.total_bytes for field in fields),
             "plain_bytes": sum(field.plain_bytes for field in fields),
-            "capacity": self._data.capacity,
-            "is_durable": self._is_durable,
+            "anonymous_bytes": anonymous_bytes(),
         }
 
 

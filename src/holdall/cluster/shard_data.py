@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -206,31 +205,24 @@ class ShardData:
             self._order.evict_before(view.first_id)
         return Held(view.first_id, view.next_id, 1, self.capacity, view, order=self._order)
 
-    def draw(
-        self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None, *, is_near: bool
-    ) -> ShardDraw:
-        """Draw the rows of one or more batches, each batch separately.
+    def draw(self, count: int, goals: int, generator: np.random.Generator | None, *, is_near: bool) -> ShardDraw:
+        """Draw `count` rows.
 
         Args:
-            counts: For every batch, the number of rows, and how many of them get another goal.
+            goals: How many of the rows get another goal.
             generator: None: the shard's own.
             is_near: Whether the learner is on this machine.
         """
         view = self.store.view()
         held = self.held(view)
         chosen = self.generator if generator is None else generator
-        draws = []
-        for count, goal_count in counts:
-            if isinstance(self.sampler, Hindsight):
-                draws.append(self.sampler.draw(held, count, chosen, goal_count))
-            else:
-                draws.append(self.sampler.draw(held, count, chosen))
-        drawn = draws[0] if len(draws) == 1 else Draw.from_ids(np.concatenate([each.ids for each in draws]))
+        if isinstance(self.sampler, Hindsight):
+            drawn = self.sampler.draw(held, count, chosen, goals)
+        else:
+            drawn = self.sampler.draw(held, count, chosen)
         order = None
         if not is_near and not isinstance(self.sampler, ComposedSampler):
-            # Rows of each batch are sorted, because neighbours compress well together.
-            batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
-            order = np.lexsort((drawn.ids, batch))
+            order = np.argsort(drawn.ids, kind="stable")  # Neighbours compress well together.
             drawn = Draw.from_ids(drawn.ids[order])
         return ShardDraw(view, drawn, self.likelihood.compute_masses(held, drawn.ids), order)
 
@@ -241,25 +233,18 @@ class ShardData:
         return ShardDraw(view, Draw.from_ids(rows), np.ones(len(rows)), None)
 
     def read(
-        self,
-        drawn: ShardDraw,
-        counters: ShardCounters,
-        *,
-        is_near: bool,
-        counts: Sequence[tuple[int, int]] = (),
-        blocks: Sequence[BlockRows] = (),
+        self, drawn: ShardDraw, counters: ShardCounters, *, is_near: bool, block: BlockRows | None = None
     ) -> Answer | bytes:
         """Read and pack the rows of a draw. Needs no lock, but only one thread may call it.
 
         Args:
-            counts: See `draw`.
-            blocks: For every batch, where a learner on this machine wants its observations. Empty: in the answer.
+            block: Where a learner on this machine wants the observations. None: in the answer.
         """
         draw = drawn.draw
         columns = self.store.columns
         rows = self._empty_rows() if len(draw.ids) == 0 else DrawnRows.read(columns, draw, drawn.view)
         goal = None if draw.goals is None else read_goal(self._schema, columns, draw.goals, drawn.view)
-        if is_near and blocks and self._write_blocks(rows, counts, blocks):
+        if is_near and block is not None and self._write_block(rows, block):
             rows.obs = []
             rows.next_obs = []
         answer = Answer(counters, draw.ids, drawn.scaled, rows, draw.discount, draw.mask, goal, drawn.order)
@@ -279,21 +264,16 @@ class ShardData:
             truncated=flags,
         )
 
-    def _write_blocks(self, rows: DrawnRows, counts: Sequence[tuple[int, int]], blocks: Sequence[BlockRows]) -> bool:
-        """Write the observations of every batch to its block. Return False if a block is out of reach."""
+    def _write_block(self, rows: DrawnRows, block: BlockRows) -> bool:
+        """Write the observations to a shared block. Return False if it is out of reach."""
         leaves = self._schema.observation.leaves
-        opened = []
-        for block in blocks:
-            memory = self._blocks.open(block.place, block_bytes(leaves, block.rows))
-            if memory is None:
-                return False
-            opened.append(lay_out(memory, leaves, block.rows))
-        first = 0
-        for (obs, next_obs), block, (count, _) in zip(opened, blocks, counts, strict=True):
-            where: Any = np.frombuffer(block.positions, np.int64) if block.positions else slice(None)
-            for target, source in zip((*obs, *next_obs), (*rows.obs, *rows.next_obs), strict=True):
-                target[where] = source[first : first + count]
-            first += count
+        memory = self._blocks.open(block.place, block_bytes(leaves, block.rows))
+        if memory is None:
+            return False
+        obs, next_obs = lay_out(memory, leaves, block.rows)
+        where: Any = np.frombuffer(block.positions, np.int64) if block.positions else slice(None)
+        for target, source in zip((*obs, *next_obs), (*rows.obs, *rows.next_obs), strict=True):
+            target[where] = source
         return True
 
     # ---------------------------------------------------------------- priorities

@@ -17,14 +17,12 @@ class ClusterTuning:
     segment_rows: int = 128  # Rows of a segment.
     max_segment_rows: int = 512  # Rows of a segment that `extend` fills within `gather_s`.
     gather_s: float = 0.01  # Seconds for which `extend` fills a segment beyond `segment_rows`.
-    max_segments_in_flight: int = 8  # Per shard. Enough for a shard to accept some while it acknowledges others.
+    max_segments_in_flight: int = 8  # Per shard.
     max_bytes_in_flight: int = 16 * _MIB  # Per shard.
     max_backlog_bytes: int = 32 * _MIB  # Bytes that wait for a shard's journal before a writer sends one at a time.
-    max_calls: int = 4  # Calls to one shard that bring segments. Further segments wait for the next call.
     reason_s: float = 1.0  # Seconds to wait for a silent shard to say why it accepts nothing.
 
     # Shards.
-    predecessor_s: float = 1.0  # Seconds that a segment waits for the one before it, which may be lost.
     slot_bytes: int = 16 * _MIB  # Bytes of segments in one slot of a journal.
     full_slot_interval: int = 32  # Slots between two that list what is expected of every writer.
     retry_s: float = 0.5  # Seconds before a failed write to a journal is repeated.
@@ -36,7 +34,6 @@ class ClusterTuning:
     list_s: float = 2.0  # Seconds between two questions to the roster about new shards.
     probe_s: float = 0.25  # Seconds between two questions to a lost shard.
     max_probes: int = 16  # Unanswered questions to a lost shard that are kept.
-    min_batching_shards: int = 4  # Number of shards from which on a loader draws several batches with one call.
     min_shared_bytes: int = 2**16  # Observations of a batch that shards on the same machine write to shared memory.
     compress_share: float = 0.9  # Compressed share of an answer up to which slow compression pays.
     measure_answers: int = 64  # Answers after which that share is measured again.

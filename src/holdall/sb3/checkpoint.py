@@ -13,10 +13,11 @@ import io
 import json
 import logging
 import os
+import pickle
 import random
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch as th
@@ -25,7 +26,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
 
 from holdall import ReplayMemory
 from holdall.checkpoint import SaveHandle, attached_files
@@ -37,8 +38,11 @@ from holdall.sb3.replay import ReplayBuffer
 from holdall.schema import require_count
 from holdall.store.states import decode_state, encode_state
 
-EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
-"""Two functions: the first returns the state of a VecEnv as bytes, the second sets it again."""
+EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]] | Literal["pickle"]
+"""Two functions: the first returns the state of a VecEnv as bytes, the second sets it again. "pickle": `get_pickled`
+and `put_pickled`."""
+
+_Functions = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
 
 _MODEL = "sb3/model.zip"
 _TRAINING = "sb3/training.json"
@@ -59,11 +63,10 @@ class CheckpointCallback(BaseCallback):
         save_freq: Calls of `env.step()` between two checkpoints, as in Stable-Baselines3's own callback.
         path: Place of the checkpoints: anything that `ReplayMemory.save` accepts.
         keep: Number of checkpoints to keep.
-        env_state: `(get, put)` for environments that can save their state, so that a resumed training continues in the
-            middle of its episodes. `get(env)` returns the state as bytes, `put(env, state)` sets it again. `env` is the
-            model's VecEnv with all of its wrappers. `env.unwrapped.envs` are the environments of a DummyVecEnv, also
-            where Stable-Baselines3 has wrapped it in VecTransposeImage. The guide to checkpoints has both functions for
-            environments that can be pickled.
+        env_state: How environments save their state, so that a resumed training continues in the middle of its
+            episodes. "pickle": for a DummyVecEnv of environments that can be pickled, with any wrappers.
+            `(get, put)`: `get(env)` returns the state as bytes, `put(env, state)` sets it again. `env` is the model's
+            VecEnv with all of its wrappers.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class CheckpointCallback(BaseCallback):
         self.save_freq = require_count("save_freq", save_freq, 1)
         self.path = path
         self.keep = keep
-        self.env_state = env_state
+        self.env_state = _find_functions(env_state)
         self._is_due = False
         self._handle: SaveHandle | None = None
         self._carrier: ReplayMemory | None = None
@@ -153,6 +156,7 @@ def resume(
         prefer: See `holdall.ReplayMemory`; by default that of the saved run.
         spill_dir: See `holdall.ReplayMemory`; by default that of the saved run.
     """
+    functions = _find_functions(env_state)
     asked = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
     asked = {name: value for name, value in asked.items() if value is not ...}
     files = attached_files(path)
@@ -166,7 +170,7 @@ def resume(
     tiers: dict[str, Any] = training.get("tiers", {}) | asked
     memory = ReplayMemory.load(path, sampler=sampler, **tiers)
     try:
-        model = _restore_training(memory, env, algorithm, device, env_state, asked)
+        model = _restore_training(memory, env, algorithm, device, functions, asked)
     except BaseException:
         memory.close()
         raise
@@ -176,7 +180,58 @@ def resume(
     return model
 
 
-def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str, bytes]:
+def get_pickled(env: VecEnv) -> bytes:
+    """Return the environments of a DummyVecEnv, and the frames that its wrappers stack, as a pickle."""
+    return pickle.dumps((_require_dummy(env).envs, [wrapper.stacked_obs for wrapper in _list_stacks(env)]))
+
+
+def put_pickled(env: VecEnv, state: bytes) -> None:
+    """Set what `get_pickled` returned. Pickles run code: use it only with checkpoints that you trust."""
+    envs, frames = pickle.loads(state)
+    inner = _require_dummy(env)
+    stacks = _list_stacks(env)
+    if len(envs) != len(inner.envs) or len(frames) != len(stacks):
+        raise ArgumentError(
+            f"env has {len(inner.envs)} environments and {len(stacks)} wrappers VecFrameStack, but the checkpoint was "
+            f"saved with {len(envs)} and {len(frames)}. Wrap env as it was."
+        )
+    inner.envs[:] = envs
+    for wrapper, stacked in zip(stacks, frames, strict=True):
+        wrapper.stacked_obs = stacked
+
+
+def _require_dummy(env: VecEnv) -> DummyVecEnv:
+    inner = env.unwrapped
+    if not isinstance(inner, DummyVecEnv):
+        raise ArgumentError(
+            f"env_state is 'pickle', but env is a {type(inner).__name__}. Use a DummyVecEnv, or pass two functions as "
+            "env_state."
+        )
+    return inner
+
+
+def _list_stacks(env: VecEnv) -> list[VecFrameStack]:
+    """Return the wrappers that stack frames, outermost first."""
+    found = []
+    while isinstance(env, VecEnvWrapper):
+        if isinstance(env, VecFrameStack):
+            found.append(env)
+        env = env.venv
+    return found
+
+
+def _find_functions(env_state: Any) -> _Functions | None:
+    """Return the two functions of `env_state`. Raise ArgumentError if it is something else."""
+    if env_state is None:
+        return None
+    if isinstance(env_state, str) and env_state == "pickle":
+        return get_pickled, put_pickled
+    if isinstance(env_state, tuple) and len(env_state) == 2 and all(map(callable, env_state)):
+        return env_state
+    raise ArgumentError(f"env_state ({env_state!r}) must be 'pickle', two functions (get, put), or None.")
+
+
+def training_files(model: BaseAlgorithm, env_state: _Functions | None) -> dict[str, bytes]:
     """Return a training as files, without its memory."""
     file = io.BytesIO()
     model.save(file)
@@ -206,7 +261,7 @@ def _restore_training(
     env: GymEnv | None,
     algorithm: type[BaseAlgorithm] | None,
     device: str,
-    env_state: EnvState | None,
+    env_state: _Functions | None,
     asked: dict[str, Any],
 ) -> Any:
     files = memory.attached

@@ -4,14 +4,16 @@
         def make_sampler(self):
             return MySampler()
 
-Subclass `SamplerContract`, `CodecContract` or `MemoryContract` to test a sampler, a codec or a memory of your own by
-the rules of holdall's, which pass the same classes. pytest collects the subclass and runs every rule. Plain `unittest`
-works, too, with `unittest.TestCase` as second base. Everything is compared with the oracle, bit for bit. Nothing here
-imports pytest. `holdall.testing.strategies` needs Hypothesis and is imported by name.
+Subclass `SamplerContract`, `CodecContract`, `MemoryContract` or `BlobStoreContract` to test a sampler, a codec, a
+memory or a blob store of your own by the rules of holdall's, which pass the same classes. pytest collects the subclass
+and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base. Everything is compared with
+the oracle, bit for bit. Nothing here imports pytest. `holdall.testing.strategies` needs Hypothesis and is imported by
+name.
 """
 
 from __future__ import annotations
 
+from holdall.testing.blob_store_contract import BlobStoreContract
 from holdall.testing.codec_contract import CodecContract
 from holdall.testing.memory_contract import MemoryContract
 from holdall.testing.oracle import OracleMemory, as_array, assert_same_bits
@@ -19,6 +21,7 @@ from holdall.testing.sampler_contract import SamplerContract
 from holdall.testing.streams import LeafPlan, Mishaps, Stream, random_rows
 
 __all__ = [
+    "BlobStoreContract",
     "CodecContract",
     "LeafPlan",
     "MemoryContract",

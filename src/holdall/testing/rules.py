@@ -11,10 +11,12 @@ def require(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def require_raises(kinds: type[Exception] | tuple[type[Exception], ...], act: Callable[[], object], what: str) -> None:
-    """Raise AssertionError unless `act` raises one of the errors `kinds`."""
+def require_raises(
+    kinds: type[Exception] | tuple[type[Exception], ...], act: Callable[[], object], what: str = "the call"
+) -> Exception:
+    """Return the error that `act` raises. Raise AssertionError unless it is one of `kinds`."""
     try:
         act()
-    except kinds:
-        return
+    except kinds as error:
+        return error
     raise AssertionError(f"{what} raised no {kinds}")

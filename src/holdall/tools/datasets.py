@@ -49,12 +49,12 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
     minari, schema = _minari(), memory.schema
     path = _new_dataset_path(minari, dataset_id)
     settings = {
-        "observation_space": _space_of(schema.observation),
-        "action_space": _space_of(schema.action),
+        "observation_space": space_of(schema.observation),
+        "action_space": space_of(schema.action),
         "jpeg_encoding": False,  # it would lose bits
     }
     for name, tree in (("the observation", schema.observation), ("action", schema.action), ("extras", schema.extras)):
-        _require_names(_space_of(tree), name)
+        _require_names(space_of(tree), name)
     dataset: Any = None
     count, done, held, buffers = 0, 0, 0, []
     with contextlib.ExitStack() as undo:
@@ -229,7 +229,9 @@ def _write_episodes(
     return dataset
 
 
-def _space_of(tree: Tree) -> spaces.Space[Any]:
+def space_of(tree: Tree) -> spaces.Space[Any]:
+    """Return the space of a field."""
+
     def build(structure: Any) -> spaces.Space[Any]:
         if isinstance(structure, dict):
             return spaces.Dict({key: build(child) for key, child in structure.items()})

@@ -17,9 +17,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint import Slots
 from holdall.cluster.ids import make_ids
-from holdall.cluster.journal import Journal
+from holdall.cluster.journal import open_journal
 from holdall.cluster.segment import unpack_payload
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, Writer
@@ -92,7 +91,7 @@ def held(memory: ReplayMemory) -> dict[int, Numbers]:
 
 def written(url: Path, shard: int) -> Numbers:
     """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
-    journal = Journal(Slots.at(url, "journal", f"{shard:05d}"), ClusterTuning())
+    journal = open_journal(str(url), shard, ClusterTuning())
     columns = Columns(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
     numbers = [np.empty(0, np.int64)]
     for page in journal.open():

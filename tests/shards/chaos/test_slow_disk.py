@@ -11,14 +11,14 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.checkpoint import Slots
+from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.cluster.messages import Ack, InsertRequest
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard import Shard
 from holdall.schema import Schema, schema_words
 from holdall.store.tuning import Tuning
 
-from ..processes import shard_terms
+from ..processes import shard_config
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
 
 WRITER = b"w" * 16
@@ -36,17 +36,17 @@ def segment(numbers: range) -> bytes:
 def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, create = threading.Event(), Slots.create
+    disk, create = threading.Event(), DirectoryBlobs.create
 
-    def create_slowly(slots: Slots, number: int, content: bytes) -> bool:
+    def create_slowly(blobs: DirectoryBlobs, name: str, content: bytes) -> bool:
         disk.wait()
-        return create(slots, number, content)
+        return create(blobs, name, content)
 
-    shard: Any = Shard(0, shard_terms(schema_words(SCHEMA), 1_000, tmp_path), 0)
-    monkeypatch.setattr(Slots, "create", create_slowly)
+    shard: Any = Shard(0, shard_config(schema_words(SCHEMA), 1_000, tmp_path), 0)
+    monkeypatch.setattr(DirectoryBlobs, "create", create_slowly)
     told: list[Ack] = []
     payload = segment(range(50))
-    calls = [InsertRequest(WRITER, *call, 0) for call in ((0, [payload]), (0, [payload]), (1, []))]
+    calls = [InsertRequest(WRITER, *call) for call in ((0, [payload]), (0, [payload]), (1, []))]
     asking = [threading.Thread(target=lambda call=call: told.append(shard.insert(call))) for call in calls]
     for thread in asking:
         thread.start()

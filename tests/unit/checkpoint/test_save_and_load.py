@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -26,9 +27,10 @@ from holdall import (
     ReplayMemory,
     Uniform,
 )
+from holdall.checkpoint import open_reader
+from holdall.checkpoint.directory_blobs import FileSystem
 from holdall.checkpoint.manifest import signed
 from holdall.checkpoint.urls import is_remote, normalized_url
-from holdall.checkpoint.write import MAX_FILES
 from holdall.store.tuning import Tuning
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
@@ -191,8 +193,11 @@ def test_rewritten_extras_are_saved_without_the_rest_of_their_segments(tmp_path:
             assert_same_bits(again_loaded.gather(ids), loaded.gather(ids))
 
 
-def test_frequent_saves_do_not_leave_ever_more_files(tmp_path: Path) -> None:
-    """A memory that was loaded keeps all files open, and a process may have only some hundred."""
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit of open files")
+def test_more_files_than_a_process_may_open_can_be_loaded(tmp_path: Path) -> None:
+    """A memory that was loaded keeps all files open. The limit is raised as far as the system allows."""
+    import resource
+
     tuning = Tuning(block_bytes=4096, max_segment_ticks=2, min_segment_ticks=2)
     space = spaces.Box(0, 255, (8,), np.uint8)
     with ReplayMemory(space, spaces.Discrete(2), 1000, _tuning=tuning) as memory:
@@ -201,10 +206,15 @@ def test_frequent_saves_do_not_leave_ever_more_files(tmp_path: Path) -> None:
             memory.add(row, [0], [1.0], row, [False], [False])
             if tick % 2:
                 memory.save(tmp_path, keep=1).result()
-        assert len(list((tmp_path / "segments").iterdir())) <= MAX_FILES + 3
-        with ReplayMemory.load(tmp_path) as loaded:
-            ids = np.arange(500)
-            assert_same_bits(loaded.gather(ids), memory.gather(ids))
+        assert len(list((tmp_path / "segments").iterdir())) > 200
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, before[1]))
+        try:
+            with ReplayMemory.load(tmp_path) as loaded:
+                ids = np.arange(500)
+                assert_same_bits(loaded.gather(ids), memory.gather(ids))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_load_beside_frequent_saves_always_succeeds(tmp_path: Path, trainer: Trainer) -> None:
@@ -241,23 +251,26 @@ def test_evicted_transitions_are_not_kept_alive_by_a_save(tmp_path: Path) -> Non
 
 def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: Trainer) -> None:
     """Every file is named by one of them."""
-    from holdall.checkpoint.directory import DirectoryReader
-
     for _ in range(6):
         trainer.add(150)
         trainer.memory.save(tmp_path, keep=2).result()
-    reader = DirectoryReader(tmp_path)
+    reader = open_reader(tmp_path)
     assert reader.numbers() == [6, 5]
     named = {name for number in reader.numbers() for name in reader.manifest(number).files}
     assert set(reader.file_sizes()) == named
-    assert {path.name for path in tmp_path.iterdir()} == {"FORMAT", "LOCK", "segments", "manifests"}
+    assert {path.name for path in tmp_path.iterdir()} == {"LOCK", "segments", "manifests"}
+
+
+def _fail_for_manifests(_disk: FileSystem, old: Path, new: Path) -> None:
+    """Link segments, and fail for manifests."""
+    if new.parent.name == "manifests":
+        raise OSError(errno.EIO, "the disk fails")
+    os.link(old, new)
 
 
 @pytest.mark.parametrize("left_by", ["a crash", "a save that failed"])
 def test_files_that_no_checkpoint_names_go_with_the_next_one(tmp_path: Path, trainer: Trainer, left_by: str) -> None:
     """Though there are fewer checkpoints than stay."""
-    from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
-
     trainer.add(20)
     if left_by == "a crash":
         stale = tmp_path / "segments" / f"{'a' * 16}-{1:016x}.seg"
@@ -268,12 +281,12 @@ def test_files_that_no_checkpoint_names_go_with_the_next_one(tmp_path: Path, tra
         trainer.memory.save(tmp_path).result()
         trainer.add(20)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DirectoryWriter, "commit", lambda _own, _manifest: (tmp_path / "gone").stat())
+            patch.setattr(FileSystem, "link", _fail_for_manifests)
             with pytest.raises(CheckpointError):
                 trainer.memory.save(tmp_path).result()
-        assert len(list(tmp_path.glob("segments/*.seg"))) > len(DirectoryReader(tmp_path).manifest(1).files)
+        assert len(list(tmp_path.glob("segments/*.seg"))) > len(open_reader(tmp_path).manifest(1).files)
     trainer.memory.save(tmp_path, keep=9).result()
-    reader = DirectoryReader(tmp_path)
+    reader = open_reader(tmp_path)
     assert set(reader.file_sizes()) == {name for n in reader.numbers() for name in reader.manifest(n).files}
 
 
@@ -321,7 +334,7 @@ def test_a_second_writer_is_kept_out(tmp_path: Path, trainer: Trainer) -> None:
     trainer.add(5)
     trainer.memory.save(tmp_path).result()
     with ReplayMemory.load(tmp_path) as other:
-        with pytest.raises(FencedError, match="another writer"):
+        with pytest.raises(FencedError, match="in use by process"):
             other.save(tmp_path).result()
         trainer.memory.close()
         assert other.save(tmp_path).result().number == 2
@@ -345,13 +358,22 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"{}", b"no json", signed(b'{"format":"holdall checkpoint","min_reader":2}')]
+    ("content", "message"),
+    [
+        (None, "No complete checkpoint found in .* Check the path, or save first."),
+        (b"{}", "damaged or cut short"),
+        (signed(b"no json"), "The text"),
+        (signed(b'{"format":"holdall checkpoint","version":2,"features":[]}'), "Upgrade holdall"),
+    ],
 )
-def test_a_place_that_holds_no_checkpoints_of_this_version_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    """With a word on what it is."""
+def test_a_place_without_checkpoints_of_this_version_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    """The error says what is there."""
     if content is not None:
-        (tmp_path / "FORMAT").write_bytes(content)
-    with pytest.raises(OSError, match=r"FORMAT|upgrade"):
+        (tmp_path / "manifests").mkdir()
+        (tmp_path / "manifests" / f"{1:016d}.json").write_bytes(content)
+    with pytest.raises(OSError, match=message):
         ReplayMemory.load(tmp_path)
 
 
@@ -594,7 +616,7 @@ def test_a_file_is_refused_as_the_place_of_checkpoints_and_stays(tmp_path: Path,
     assert "remove" not in str(refusal.value)
     with (
         ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10) as memory,
-        pytest.raises(CheckpointError, match="a part of this path is a file: choose another directory"),
+        pytest.raises(CheckpointError, match="A part of this path is a file"),
     ):
         memory.save(tmp_path / name).result()
     assert (tmp_path / "train.py").read_text(encoding="utf-8") == "print()\n"
@@ -606,10 +628,12 @@ def test_an_incomplete_checkpoint_names_the_missing_file_and_recover(tmp_path: P
     trainer.memory.close()
     for file in (tmp_path / "segments").iterdir():
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"^No complete checkpoint found in .* Damaged checkpoint 1: ") as refusal:
+    with pytest.raises(
+        CheckpointError, match=r"^No complete checkpoint found in .* Checkpoint 1 is missing file "
+    ) as refusal:
         ReplayMemory.load(tmp_path)
     assert "recover=True" in str(refusal.value)
-    with pytest.raises(CheckpointError, match=r"^No complete checkpoint found in .* Damaged checkpoint 1: ") as refusal:
+    with pytest.raises(CheckpointError, match=r"^No complete checkpoint found in .* does not exist") as refusal:
         ReplayMemory.load(tmp_path, recover=True)
     assert "recover=True" not in str(refusal.value)
 
@@ -627,5 +651,5 @@ def test_progress_has_a_total(tmp_path: Path, trainer: Trainer) -> None:
     trainer.add(200)
     checkpoint = trainer.memory.save(tmp_path, progress=lambda *all_of_it: told.append(all_of_it)).result()
     assert told[-1] == ("commit", checkpoint.bytes_written, checkpoint.bytes_written)
-    assert all(0 < done <= total for _, done, total in told)
+    assert all(0 <= done <= total for _, done, total in told)
     assert abs(told[0][2] - checkpoint.bytes_written) < 0.3 * checkpoint.bytes_written

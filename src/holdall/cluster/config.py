@@ -1,4 +1,4 @@
-"""Terms: the settings of a memory over shards that all of its processes know, and the checks of these settings."""
+"""MemoryConfig: the settings of a memory over shards that all of its processes know, and the checks of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from holdall.cluster.access import machine_timeout_s
 from holdall.cluster.limiter import RateLimit
 from holdall.cluster.tuning import ClusterTuning
 from holdall.codec.choice import PREFERENCES
@@ -19,12 +18,12 @@ NAMESPACE = "holdall"
 """Ray namespace in which rosters have their names."""
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 
-_ANSWER_S = 10.0
+LEARNER_PATIENCE_S = 10.0
 """Seconds after which a learner counts a silent shard as lost."""
-_RESTART_S = 15.0
-"""Seconds that a shard may take to start again after Ray gave up its machine."""
+WRITER_PATIENCE_S = 90.0
+"""Seconds that a writer waits for a shard. By default Ray needs 70 to give up a frozen machine."""
 _STAY_DIVISOR = 4
-"""An episode that is longer than this part of a shard's capacity is cut, and continues on another shard."""
+"""Episodes are cut, and continue on another shard, when their writer has filled this part of a shard with them."""
 _CHOICES: dict[str, Collection[str]] = {
     "durability": ("memory", "segment"),
     "on_shard_loss": ("degrade", "block", "raise"),
@@ -33,7 +32,7 @@ _CHOICES: dict[str, Collection[str]] = {
 }
 
 
-class MemoryTerms(NamedTuple):
+class MemoryConfig(NamedTuple):
     """What every process of a memory knows about it. See `holdall.ray.ReplayMemory`."""
 
     words: dict[str, Any]  # The schema, see `holdall.schema.schema_words`.
@@ -51,7 +50,7 @@ class MemoryTerms(NamedTuple):
 
     @property
     def stay_rows(self) -> int:
-        """Rows after which a writer may change the shard within an episode. 0: after every segment."""
+        """Rows after which a writer changes the shard also within an episode. 0: after every segment."""
         if not isinstance(self.sampler, ComposedSampler):
             return 0
         return max(1, self.shard_rows // _STAY_DIVISOR)
@@ -68,16 +67,6 @@ def require_settings(url: str | os.PathLike[str] | None, patience_s: float | Non
             f"url ({url!r}) does not fit durability={chosen['durability']!r}. Pass the place of the journals for "
             "durability='segment', and no url for 'memory'."
         )
-
-
-def choose_patience(patience_s: float | None) -> tuple[float, float]:
-    """Return the seconds that a learner waits for an answer, and the seconds that a writer waits for a shard.
-
-    By default a writer waits as long as Ray may need to give up a machine and to start the shard elsewhere.
-    """
-    if patience_s is not None:
-        return patience_s, patience_s
-    return _ANSWER_S, max(_ANSWER_S, machine_timeout_s()) + _RESTART_S
 
 
 def require_sampler(sampler: Sampler | None) -> Sampler:

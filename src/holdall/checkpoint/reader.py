@@ -1,0 +1,168 @@
+"""Checkpoints of one place, for reading: which there are, their manifests, and their files of records."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from holdall.checkpoint.blobs import BlobStore, open_blobs
+from holdall.checkpoint.data_file import DataFile, open_data_file
+from holdall.checkpoint.manifest import (
+    DATA_NAME,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    SHARD_FOLDER,
+    SUM_LINE_BYTES,
+    Manifest,
+    ShardEntry,
+    decode,
+    manifest_name,
+    require_files,
+    signed_text,
+)
+from holdall.checkpoint.urls import normalized_url
+from holdall.checkpoint.waiting import Waiting
+from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, NewerFormatError
+
+LOAD_S = 30.0
+"""Seconds that `load`, and commands that read, wait for an answer of an object store."""
+SEGMENTS = "segments/"
+MANIFESTS = "manifests/"
+_MAX_KNOWN = 64
+
+
+class Losses(list[OSError]):
+    """A list of errors about damaged or missing data. As a context manager, it collects such an error of its block.
+
+    Other errors are raised, because the data could be read with other permissions, more open files, or a newer holdall.
+    """
+
+    def __enter__(self) -> Losses:
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> bool:
+        if isinstance(error, NewerFormatError | FencedError) or not isinstance(error, DamageError | CheckpointError):
+            return False
+        if isinstance(error, CheckpointError) and error.errno not in (None, errno.ENOENT):
+            return False
+        self.append(error.with_traceback(None))  # A traceback would keep the data alive that was read.
+        return True
+
+
+class CheckpointReader:
+    """Reader of the checkpoints in a blob store.
+
+    Args:
+        cache_dir: Directory for local copies of data in an object store. None: the directory of temporary files.
+    """
+
+    def __init__(self, blobs: BlobStore, cache_dir: str | os.PathLike[str] | None = None) -> None:
+        self.blobs = blobs
+        self.url = blobs.url
+        self.waiting = blobs.waiting
+        self._cache_dir = cache_dir
+        self._known: dict[bytes, Manifest] = {}  # Manifests that were decoded before, by their checksum line.
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all manifests, newest first."""
+        names = [name.removeprefix(MANIFESTS) for name, _ in self.blobs.list(MANIFESTS)]
+        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the sizes of all files of records, by name."""
+        sizes = {name.removeprefix(SEGMENTS): nbytes for name, nbytes in self.blobs.list(SEGMENTS)}
+        return {name: nbytes for name, nbytes in sizes.items() if DATA_NAME.fullmatch(name)}
+
+    def manifest(self, number: int) -> Manifest:
+        """Return a manifest. Raise DamageError if it is damaged, and BlobMissingError if it does not exist."""
+        name = MANIFESTS + manifest_name(number)
+        nbytes = dict(self.blobs.list(name)).get(name)
+        if nbytes is None:
+            raise BlobMissingError(errno.ENOENT, f"{self.url} has no checkpoint {number}. Check the path.")
+        if nbytes > MAX_MANIFEST_BYTES:
+            raise DamageError(f"{self.url}/{name} has {nbytes} bytes. A manifest has at most {MAX_MANIFEST_BYTES}.")
+        raw = self.blobs.read(name, 0, nbytes)
+        checksum = raw[-SUM_LINE_BYTES:]
+        known = self._known.get(checksum)
+        if known is not None and known.number == number:
+            with contextlib.suppress(DamageError):
+                signed_text(raw)
+                return known
+        manifest = decode(raw, f"{self.url}/{name}", number)
+        self.remember(checksum, manifest)
+        return manifest
+
+    def remember(self, checksum: bytes, manifest: Manifest) -> None:
+        """Keep a manifest, which is not decoded again if its file still has this checksum line."""
+        while len(self._known) >= _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[checksum] = manifest
+
+    def newest(self, numbers: Iterable[int]) -> Manifest | None:
+        """Return the first of `numbers` whose manifest is not damaged, or None."""
+        for number in numbers:
+            with Losses():
+                return self.manifest(number)
+        return None
+
+    def require(self) -> None:
+        """Raise CheckpointError if there is no checkpoint at all."""
+        if not self.numbers():
+            raise CheckpointError(f"No checkpoint found in {self.url}. Check the path, or save first.")
+
+    def open(self, name: str, nbytes: int) -> DataFile:
+        """Open a file of records that has `nbytes` bytes."""
+        return open_data_file(self.blobs, SEGMENTS + name, nbytes, self._cache_dir)
+
+    def reopen(self, limit_s: float) -> CheckpointReader:
+        """Return a reader of the same place that waits independently of this one, for at most `limit_s` seconds."""
+        return CheckpointReader(open_blobs(self.url, Waiting(self.url, limit_s)), self._cache_dir)
+
+    def below(self, folder: str) -> CheckpointReader:
+        """Return the reader of one shard's checkpoints."""
+        return CheckpointReader(open_blobs(f"{self.url}/{folder}", self.waiting), self._cache_dir)
+
+    @property
+    def shard_folder(self) -> str | None:
+        """The folder of these checkpoints if they belong to a shard, or None."""
+        folder = "/".join(re.split(r"[/\\]", self.url)[-2:])
+        return folder if SHARD_FOLDER.fullmatch(folder) else None
+
+    def top(self) -> CheckpointReader | None:
+        """Return the reader of the memory that a shard belongs to, or None if these are not checkpoints of a shard."""
+        if self.shard_folder is None:
+            return None
+        return CheckpointReader(open_blobs(self.url[: -len(self.shard_folder) - 1], self.waiting))
+
+
+def open_reader(
+    url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, timeout: float = LOAD_S
+) -> CheckpointReader:
+    """Return a reader of the checkpoints of a path or a URL.
+
+    Args:
+        cache_dir: Directory for local copies of data in an object store. None: the directory of temporary files.
+        timeout: Seconds without an answer of an object store after which an error is raised.
+    """
+    location = normalized_url(url)
+    return CheckpointReader(open_blobs(location, Waiting(location, timeout)), cache_dir)
+
+
+def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:
+    """Raise CheckpointError unless all files of a manifest and of its shards exist with all their bytes."""
+    require_files(manifest, sizes)
+    for shard in manifest.shards:
+        below = reader.below(shard.folder)
+        require_files(read_shard_manifest(below, shard), below.file_sizes())
+
+
+def read_shard_manifest(reader: CheckpointReader, shard: ShardEntry) -> Manifest:
+    """Return the manifest of a shard. Raise DamageError if it is not the one that the manifest above names."""
+    manifest = reader.manifest(shard.number)
+    if manifest.commit != shard.commit:
+        raise DamageError(f"{reader.url} has another checkpoint {shard.number} than the manifest above names.")
+    return manifest

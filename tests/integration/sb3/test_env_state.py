@@ -1,0 +1,81 @@
+"""Environments that are pickled with a checkpoint continue in the middle of their episodes, whatever wraps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+pytest.importorskip("stable_baselines3", reason="needs the extra [sb3]")
+
+from stable_baselines3 import DQN
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack
+
+from holdall.errors import ArgumentError
+from holdall.sb3 import CheckpointCallback, ReplayBuffer, resume
+
+
+class Counter(gym.Env[Any, Any]):
+    """An image environment whose pixels count the steps of an episode of 37 steps."""
+
+    observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return self._observe(), float(action), self.steps == 37, False, {}
+
+    def _observe(self) -> Any:
+        return np.full((36, 36, 3), self.steps, np.uint8)
+
+
+def wrap(stack: bool) -> Any:
+    env = DummyVecEnv([Counter, Counter])
+    return VecFrameStack(env, 3) if stack else env
+
+
+def new_model(env: Any) -> Any:
+    return DQN(
+        "CnnPolicy", env, replay_buffer_class=ReplayBuffer, buffer_size=400, learning_starts=200, seed=3, device="cpu"
+    )
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_wrapped_image_environments_continue(tmp_path: Path, stack: bool) -> None:
+    """The transitions after a resume are those of a training that was not interrupted."""
+    whole = new_model(wrap(stack))
+    whole.learn(120)
+    part = new_model(wrap(stack))
+    part.learn(60, callback=CheckpointCallback(10, tmp_path, env_state="pickle"))
+    part = resume(tmp_path, wrap(stack), env_state="pickle", device="cpu")
+    part.learn(60, reset_num_timesteps=False)
+    assert part.num_timesteps == 120
+    ids = np.arange(120)
+    expected = whole.replay_buffer.memory.gather(ids)
+    found = part.replay_buffer.memory.gather(ids)
+    for name in ("obs", "next_obs", "action", "reward", "terminated"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    """Environments in other processes, and values that are neither "pickle" nor two functions."""
+    with pytest.raises(ArgumentError, match="env_state \\('pickles'\\)"):
+        CheckpointCallback(10, tmp_path, env_state="pickles")  # type: ignore[arg-type]
+    env = SubprocVecEnv([Counter])
+    try:
+        with pytest.raises(ArgumentError, match="SubprocVecEnv"):
+            new_model(env).learn(20, callback=CheckpointCallback(10, tmp_path, env_state="pickle"))
+    finally:
+        env.close()
