@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from holdall import CheckpointError, NStep, ShardError
-from holdall.checkpoint import FileObjects, FileSystem, Slots
+from holdall.checkpoint import DirectoryBlobs, FileSystem, Slots
 from holdall.cluster.calls import get_result
 from holdall.cluster.journal import Entry, Journal
 from holdall.cluster.members import ShardList
@@ -126,10 +126,10 @@ def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     list(journal.open())
     journal.append([Entry(bytes(16), 0, b"segment")], 0)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
-        list(Journal(Slots(FileObjects(tmp_path, FullDisk(1))), ClusterTuning()).open())
+        list(Journal(Slots(DirectoryBlobs(tmp_path, FullDisk(1))), ClusterTuning()).open())
     disk = FullDisk(2)
     with caplog.at_level(logging.WARNING, "holdall"):
-        pages = list(Journal(Slots(FileObjects(tmp_path, disk)), ClusterTuning(retry_s=0.01)).open(waits=True))
+        pages = list(Journal(Slots(DirectoryBlobs(tmp_path, disk)), ClusterTuning(retry_s=0.01)).open(waits=True))
     assert not disk.failures
     assert [page.entries[0].payload for page in pages if page.is_first][-1] == b"segment"
     assert "No space left" in caplog.text
