@@ -37,7 +37,7 @@ class TestSimulatedDisk(BlobStoreContract):
         self.disk = SimulatedDisk()
 
     def open_store(self) -> BlobStore:
-        return DirectoryBlobs(ROOT / "runs" / "dog", self.disk)  # type: ignore[arg-type]
+        return DirectoryBlobs(ROOT / "runs" / "dog", self.disk)
 
 
 class TestS3(BlobStoreContract):

@@ -6,7 +6,7 @@ import os
 import threading
 from functools import partial
 
-from holdall.checkpoint.blobs import BlobStore
+from holdall.checkpoint import BlobStore
 from holdall.errors import ArgumentError, BlobMissingError, CheckpointError, DamageError, FencedError, LockedError
 from holdall.testing.rules import require, require_raises
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 
 from holdall.errors import ArgumentError
 from holdall.sb3 import CheckpointCallback, ReplayBuffer, resume
+from holdall.sb3.checkpoint import get_pickled
 
 
 class Counter(gym.Env[Any, Any]):
@@ -56,13 +58,13 @@ def new_model(env: Any) -> Any:
 def test_wrapped_image_environments_continue(tmp_path: Path, stack: bool) -> None:
     """The transitions after a resume are those of a training that was not interrupted."""
     whole = new_model(wrap(stack))
-    whole.learn(120)
+    whole.learn(128)
     part = new_model(wrap(stack))
-    part.learn(60, callback=CheckpointCallback(10, tmp_path, env_state="pickle"))
+    part.learn(64, callback=CheckpointCallback(10, tmp_path, env_state="pickle"))
     part = resume(tmp_path, wrap(stack), env_state="pickle", device="cpu")
-    part.learn(60, reset_num_timesteps=False)
-    assert part.num_timesteps == 120
-    ids = np.arange(120)
+    part.learn(64, reset_num_timesteps=False)
+    assert part.num_timesteps == 128
+    ids = np.arange(128)
     expected = whole.replay_buffer.memory.gather(ids)
     found = part.replay_buffer.memory.gather(ids)
     for name in ("obs", "next_obs", "action", "reward", "terminated"):
@@ -73,9 +75,9 @@ def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     """Environments in other processes, and values that are neither "pickle" nor two functions."""
     with pytest.raises(ArgumentError, match="env_state \\('pickles'\\)"):
         CheckpointCallback(10, tmp_path, env_state="pickles")  # type: ignore[arg-type]
-    env = SubprocVecEnv([Counter])
+    env = SubprocVecEnv([partial(gym.make, "CartPole-v1")])
     try:
         with pytest.raises(ArgumentError, match="SubprocVecEnv"):
-            new_model(env).learn(20, callback=CheckpointCallback(10, tmp_path, env_state="pickle"))
+            get_pickled(env)
     finally:
         env.close()
