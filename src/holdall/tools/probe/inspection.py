@@ -72,7 +72,29 @@ def inspect(context: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
     """
-    objects = Objects(context)
+    return _describe(Objects(context), context)
+
+
+def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dict[str, Any]:
+    """Return what belongs to one model, as fields of a `Snapshot`, without a look at other objects."""
+    buffer = _get_model_buffer(model)
+    context = {
+        "model": model,
+        "total_timesteps": total_timesteps,
+        "callback": callback,
+        "buffer": buffer,
+        "memory": getattr(buffer, "memory", None),
+    }
+    return _describe(Objects(context, has_heap=False), context)
+
+
+def _get_model_buffer(model: Any) -> Any:
+    attributes = _get_attributes(model)
+    buffer = attributes.get("replay_buffer")
+    return attributes.get("rollout_buffer") if buffer is None else buffer
+
+
+def _describe(objects: Objects, context: Mapping[str, Any]) -> dict[str, Any]:
     parts = {
         "models": lambda: [_describe_model(model, objects, context) for model in objects.models],
         "callbacks": lambda: _find_callbacks(objects, context.get("callback")),
@@ -105,7 +127,8 @@ def _find_threads() -> Iterator[FoundThread]:
 class Objects:
     """The live objects of this process, sorted by kind, with the names under which they were found."""
 
-    def __init__(self, context: Mapping[str, Any]) -> None:
+    def __init__(self, context: Mapping[str, Any], *, has_heap: bool = True) -> None:
+        """Sort the objects of `context`, and with `has_heap` all objects of the process."""
         self.models: list[Any] = []
         self.buffers: list[Any] = []
         self.memories: list[Any] = []
@@ -121,7 +144,8 @@ class Objects:
         self._frames = list(_walk_frames(context.get("error")))
         for value in context.values():
             self._sort(value)
-        self._walk()
+        if has_heap:
+            self._walk()
         self._name_variables()
 
     # ---------------------------------------------------------------- finding
@@ -721,7 +745,9 @@ def _describe_model(model: Any, objects: Objects, context: Mapping[str, Any]) ->
         for parameter in policy.parameters():
             parameter_bytes += _count_bytes(parameter)
             objects.claim(parameter)
-    buffer = attributes.get("replay_buffer") or attributes.get("rollout_buffer")
+    buffer = _get_model_buffer(model)
+    env = attributes.get("env")
+    total_timesteps = context.get("total_timesteps")
     is_stopped_here = context.get("model") is model
     settings = read_settings(attributes)
     settings["policy_class"] = _name_class_itself(attributes.get("policy_class"))
@@ -736,27 +762,48 @@ def _describe_model(model: Any, objects: Objects, context: Mapping[str, Any]) ->
         device=str(getattr(attributes.get("device"), "type", attributes.get("device"))),
         observation_space=describe_space(attributes.get("observation_space")),
         action_space=describe_space(attributes.get("action_space")),
-        total_timesteps=int(context["total_timesteps"]) if is_stopped_here else None,
+        total_timesteps=int(total_timesteps) if is_stopped_here and total_timesteps is not None else None,
         parameter_bytes=parameter_bytes,
         buffer_owner="" if buffer is None else objects.name_of(buffer),
+        base_class=_find_library_class(type(model)),
+        environment=None if env is None else _describe_environment(env),
     )
+
+
+def _find_library_class(cls: type) -> str:
+    """Return the first class of Stable-Baselines3 or sb3-contrib in the method resolution order."""
+    names = (_name_class_itself(base) for base in cls.__mro__)
+    return next((name for name in names if name.startswith(("stable_baselines3.", "sb3_contrib."))), "")
 
 
 def _find_callbacks(objects: Objects, passed: Any) -> Iterator[FoundCallback]:
     """Describe every callback that exists, and whether `learn` was given it."""
-    reached: set[int] = set()
+    trained = {id(env) for model in objects.models for env in _walk_environments(_get_attributes(model).get("env"))}
+    reached: dict[int, Any] = {}
     waiting = list(passed) if isinstance(passed, (list, tuple)) else [passed]
     while waiting:
         callback = waiting.pop()
         if callback is None or id(callback) in reached:
             continue
-        reached.add(id(callback))
+        reached[id(callback)] = callback
         attributes = _get_attributes(callback)
         waiting += attributes.get("callbacks", None) or []
         waiting += [attributes.get(name) for name in ("callback", "callback_after_eval", "callback_on_new_best")]
-    for callback in objects.callbacks:
-        settings = read_settings(_get_attributes(callback))
-        yield FoundCallback(_name_class(callback), settings, id(callback) in reached)
+    others = [callback for callback in objects.callbacks if id(callback) not in reached]
+    for callback in (*reached.values(), *others):
+        attributes = _get_attributes(callback)
+        shares_env = any(id(env) in trained for env in _walk_environments(attributes.get("eval_env")))
+        yield FoundCallback(_name_class(callback), read_settings(attributes), id(callback) in reached, shares_env)
+
+
+def _walk_environments(env: Any) -> Iterator[Any]:
+    """Yield an environment and all environments inside it."""
+    waiting = [env]
+    while waiting:
+        part = waiting.pop()
+        if part is not None:
+            yield part
+            waiting += _get_inner_environments(part)
 
 
 def _find_environments(objects: Objects) -> Iterator[FoundEnvironment]:

@@ -104,6 +104,8 @@ class FoundCallback:
     settings: Plain
     is_passed: bool
     """Whether `learn` was given the callback, directly or inside another callback."""
+    shares_env: bool = False
+    """Whether the callback evaluates on the environment that a model is trained on."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,15 @@ class FoundModel:
     parameter_bytes: int
     buffer_owner: str
     """`owner` of the buffer or memory that belongs to this model; empty if there is none."""
+    base_class: str = ""
+    """The class of Stable-Baselines3 or sb3-contrib that the model's class is, or derives from."""
+    environment: FoundEnvironment | None = None
+    """The environment that the model is trained on."""
 
     @property
     def algorithm(self) -> str:
-        """Return the name of the class, such as `SAC`."""
-        return self.class_name.rpartition(".")[2]
+        """Return the name of the algorithm, such as `SAC`, also for a subclass of it."""
+        return (self.base_class or self.class_name).rpartition(".")[2]
 
 
 @dataclass(frozen=True)
