@@ -6,6 +6,7 @@ Exit codes: 0 fits, 1 tight, 2 does not fit, 64 whatever was wrong with the comm
 
 from __future__ import annotations
 
+import difflib
 import json as json_format
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,10 +20,8 @@ from rich.text import Text
 
 from holdall.cli import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError
-from holdall.machine import Limit, memory_limits
-from holdall.tools.lint.plan_input import ScriptPlan, missing, parse_changes, read_script
 from holdall.tools.plan.config import OPTIONS, parse_count, read_config_file, spec_from_settings
-from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_phase
+from holdall.tools.plan.phases import PhasePart, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, both_units, count_or_dash, make_plan
 from holdall.tools.report import charts
 from holdall.tools.report.charts import Child, Markup, joined, tag
@@ -32,6 +31,13 @@ from holdall.units import format_bytes, parse_bytes
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 _BUFFERS_SPREAD = 1.25  # networks, libraries and environments come on top
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
+
+
+RENAMED = {
+    "buffer_size": "capacity", "n_envs": "num_envs", "n_timesteps": "total_timesteps", "timesteps": "total_timesteps",
+    "memory_size": "capacity", "replay_size": "capacity", "num_steps": "n_steps", "replay_buffer_capacity": "capacity",
+}  # fmt: skip
+"""What other libraries call plan's settings."""
 
 
 def plan(
@@ -82,10 +88,7 @@ def plan(
     if net_arch is not None:
         given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
     chosen = {name: value for name, value in given.items() if value is not None} | parse_changes(change or [])
-    from_file, notes = _read_file(file, chosen)
-    if from_file is None:
-        raise typer.Exit(_plan_buffers(read_script(file), chosen, json) if file is not None else 0)
-    settings = dict(from_file) | chosen
+    settings = _read_file(file, chosen) | chosen
     sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
     limits = {f"{name}_bytes": None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
     spec, environment = spec_from_settings(settings)
@@ -97,7 +100,7 @@ def plan(
         prefer=prefer,
         checkpoint_dir=checkpoint_dir,
         environment=environment,
-        notes=notes,
+        notes=(),
     )
     if html is not None:
         with writing("html", html):
@@ -113,49 +116,29 @@ def plan(
     raise typer.Exit(planned.verdict.value)
 
 
-def _read_file(file: Path | None, chosen: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the settings of a file and what to note about them; None: a script without a model to plan."""
+def parse_changes(texts: list[str]) -> dict[str, Any]:
+    """Read `buffer_size=200000` and the like."""
+    changes: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        name = RENAMED.get(name, name)
+        if not equals or name not in OPTIONS:
+            known = sorted({*OPTIONS, *RENAMED})
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it knows {', '.join(known)}"
+            raise ArgumentError(f"set ({text!r}) must be NAME=VALUE of a setting that plan knows; {hint}")
+        changes[name] = value
+    return changes
+
+
+def _read_file(file: Path | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file."""
     if file is None:
-        return {}, []
-    if file.suffix != ".py":
-        return read_config_file(file, str(chosen.get("algo", "")).lower(), str(chosen.get("env", ""))), []
-    found = read_script(file, str(chosen.get("algo", "")).lower())
-    if not found.settings:
-        return None, []
-    if lacking := missing(dict(found.settings) | chosen):
-        raise ArgumentError(f"file ({file}) does not tell all that a plan needs; name it: {lacking}")
-    notes = [f"{file.name} also makes {other}: choose with --algo or --set" for other in found.others[:3]]
-    return dict(found.settings), notes
-
-
-def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> int:
-    """Compare the buffers of a script without a model of Stable-Baselines3 with memory; return the exit code."""
-    limits = memory_limits(None if chosen.get("budget") is None else parse_bytes(chosen["budget"], "budget"))
-    if chosen.get("memory") is not None:
-        free = parse_bytes(chosen["memory"], "memory")
-        limits = [Limit("--memory", free, free)]
-    total = sum(one.nbytes for one in found.buffers if not one.is_on_disk and not one.is_on_gpu)
-    check = LimitCheck("all buffers", total, int(total * _BUFFERS_SPREAD), limits[0])
-    if as_json:
-        data = [
-            {"name": one.title, "rows": one.rows, "bytes": one.nbytes, "when": one.condition} for one in found.buffers
-        ]
-        typer.echo(json_format.dumps({"verdict": str(check.verdict), "buffers": data} | check.as_dict(), indent=2))
-        return check.verdict.value
-    console = Console(markup=False)
-    table = _table("Buffers, once they are full", ("buffer", "rows", "takes", "repeated"))
-    for one in found.buffers:
-        name = f"{one.title}, line {one.place.line}" + (f"\n  when {one.condition}" if one.condition else "")
-        sizes = map(format_bytes, (one.nbytes, one.repeated_bytes))
-        table.add_row(name, f"{one.rows:,}" if one.rows else "", *sizes)
-    console.print(table)
-    left = format_bytes(check.limit.free_bytes)
-    console.print(
-        Text.assemble(f"{format_bytes(total)} of {left} ({check.limit.name}): ", _styled_verdict(check.verdict))
-    )
-    for other in found.others[:3]:
-        console.print(f"Note: {other} cannot be planned here.", highlight=False)
-    return check.verdict.value
+        return {}
+    if file.suffix == ".py":
+        raise ArgumentError(f"file ({file}) is a script; write the command that runs it after --")
+    return read_config_file(file, str(chosen.get("algo", "")).lower(), str(chosen.get("env", "")))
 
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
