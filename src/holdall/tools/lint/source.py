@@ -24,6 +24,8 @@ _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _USUAL_NAMES = {"torch": "torch", "np": "numpy", "gc": "gc", "os": "os"}
 """Full names of what `from x import *` may bring."""
+_SHARED_NODES = (ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boolop)
+"""Contexts and operators have no parent of their own: one object stands for all of a kind."""
 _MAX_NAMES = 50
 """Names that stand for names, before `constant` gives up."""
 _MAX_EXPONENT = 64
@@ -58,13 +60,14 @@ class Source:
 
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
-        # Contexts and operators are left out: one object stands for all of a kind.
-        return {
-            child: node
-            for node in ast.walk(self.tree)
-            for child in ast.iter_child_nodes(node)
-            if not isinstance(child, ast.expr_context | ast.operator | ast.cmpop | ast.unaryop | ast.boolop)
-        }
+        parents: dict[ast.AST, ast.AST] = {}
+        nodes: list[ast.AST] = [self.tree]
+        for node in nodes:  # The list grows while it is read.
+            for child in ast.iter_child_nodes(node):
+                if not isinstance(child, _SHARED_NODES):
+                    parents[child] = node
+                    nodes.append(child)
+        return parents
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
