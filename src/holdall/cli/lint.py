@@ -150,9 +150,10 @@ def _require_training(run: Snapshot) -> None:
     if run.is_ready or (has_objects and run.error is None):
         return
     lines = (run.error or "").strip().splitlines()
-    reason = f" Its last line was: {lines[-1]}" if lines else ""
+    has_reason = not lines or lines[-1] in run.stopped_by
+    reason = run.stopped_by if has_reason else f"{run.stopped_by} ({lines[-1]})"
     raise ArgumentError(
-        f"command did not get to training: {run.stopped_by}.{reason} Run the command by itself to see all of its output"
+        f"command did not get to training: {reason}. Run the command by itself to see all of its output"
     )
 
 

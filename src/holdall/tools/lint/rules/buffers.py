@@ -47,7 +47,7 @@ def _describe_size(buffer: TrainedBuffer) -> str:
         return f"{buffer.title} may take its budget of {format_size(buffer.nbytes)}"
     if buffer.kind == "refused":
         return f"{buffer.title} of {format_size(buffer.nbytes)} could not be allocated"
-    takes = "takes" if buffer.is_exact else "takes at least"
+    takes = "takes" if buffer.is_exact else "takes about"
     capacity = "" if buffer.capacity is None else f" of {buffer.capacity:,} transitions"
     text = f"{buffer.title}{capacity} {takes} {format_size(buffer.resident_bytes)}"
     if not buffer.is_certain:
@@ -296,10 +296,10 @@ class LargeBuffer(Rule):
         """Look at the full size of buffers of other libraries and of the program's own."""
         if buffer.nbytes < _MIN_LARGE_BYTES or buffer.kind in {"memory", "refused"}:
             return
-        at_least = "" if buffer.is_exact else "at least "
+        about = "" if buffer.is_exact else "about "
         capacity = "" if buffer.capacity is None else f" of {buffer.capacity:,}"
         where = "" if buffer.device == "cpu" else f" on {buffer.device}"
-        text = f"{buffer.title}{capacity} takes {at_least}{format_size(buffer.nbytes)}{where} when it is full"
+        text = f"{buffer.title}{capacity} takes {about}{format_size(buffer.nbytes)}{where} when it is full"
         if buffer.repeated_bytes:
             text += f"; {format_size(buffer.repeated_bytes)} of it are copies"
         numbers = {"needed_bytes": buffer.nbytes, "repeated_bytes": buffer.repeated_bytes}
