@@ -105,6 +105,23 @@ def test_rollouts_and_worker_processes_are_found_and_ended(tmp_path: Path) -> No
     assert not [process.pid for process in snapshot.processes if psutil.pid_exists(process.pid) and _runs(process.pid)]
 
 
+def test_environments_of_the_script_itself_run_in_fresh_processes(tmp_path: Path) -> None:
+    snapshot = run(
+        tmp_path,
+        CAMERA
+        + """
+from stable_baselines3 import SAC
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+if __name__ == "__main__":
+    SAC("MultiInputPolicy", SubprocVecEnv([Camera, Camera]), buffer_size=1000).learn(3000)
+""",
+    )
+    assert snapshot.trigger == "learn"
+    assert snapshot.environments[0].n_envs == 2
+    assert snapshot.environments[0].start_method == "forkserver"
+
+
 def _runs(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
