@@ -1,4 +1,4 @@
-"""Plan from Python: `holdall.plan.model(model)` and `holdall.plan.command(...)`. The work is in `holdall.tools.plan`."""
+"""Plan from Python: `holdall.plan.model(model)`, `holdall.plan.command(...)`. `holdall.tools.plan` does the work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdall.units import parse_bytes
 
 __all__ = ["command", "model"]
 
-_MEASURE_S = 15.0
+_MEASURE_S = 10.0
 
 
 def model(

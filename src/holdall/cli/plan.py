@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer

@@ -32,7 +32,8 @@ class Camera(gym.Env):
 def run(folder: Path, script: str, timeout_s: float = 60.0, **options: float) -> Snapshot:
     """Probe a script that creates the file `trained` if it is not stopped."""
     file = folder / "train.py"
-    file.write_text(textwrap.dedent(script) + "\nopen('trained', 'w').close()\n", encoding="utf-8")
+    end = "\nif __name__ == '__main__':\n    open('trained', 'w').close()\n"
+    file.write_text(textwrap.dedent(script) + end, encoding="utf-8")
     snapshot = probe([sys.executable, str(file)], timeout_s, cwd=folder, **options)  # type: ignore[arg-type]
     assert not (folder / "trained").exists()
     return snapshot

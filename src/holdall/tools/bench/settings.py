@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import Limit, memory_limits
+from holdall.machine import memory_limits
 from holdall.tools.bench import ChildError, OnProgress, Task, result_of, run_task
 from holdall.tools.plan.environments import space_from_dict
 from holdall.tools.plan.needs import Experience, FitVerdict, HoldallUse, RunNeeds

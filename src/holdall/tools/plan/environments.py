@@ -89,23 +89,6 @@ def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
     return _counted_space(kind, list(data["counts"]), "space", data.get("dtype"))
 
 
-def stacked_space(space: spaces.Space[Any], frames: int) -> spaces.Space[Any]:
-    """Return the space after a stack of frames: along the channels of an image, along the last axis of others."""
-    if frames == 1:
-        return space
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: stacked_space(child, frames) for key, child in space.spaces.items()})
-    if not isinstance(space, spaces.Box) or not space.shape:
-        raise ArgumentError(f"frame_stack ({frames}) stacks Box spaces, not {space}; leave it out")
-    if frames * space.low.size > _MOST_ELEMENTS:
-        raise ArgumentError(
-            f"frame_stack ({frames}) makes observations of more than {_MOST_ELEMENTS:,} elements; pass fewer frames"
-        )
-    axis = 0 if _is_image(space) and space.shape[0] < space.shape[-1] else -1
-    low, high = np.repeat(space.low, frames, axis), np.repeat(space.high, frames, axis)
-    return spaces.Box(low, high, dtype=np.dtype(space.dtype).type)
-
-
 def has_images(space: spaces.Space[Any]) -> bool:
     """Whether Stable-Baselines3 would give a convolutional network to some part of it."""
     if isinstance(space, spaces.Dict):

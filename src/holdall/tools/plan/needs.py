@@ -358,4 +358,3 @@ class MachineLimits:
     def as_list(self) -> list[dict[str, Any]]:
         """Return plain data, ready for JSON."""
         return [asdict(limit) for limit in self.memory]
-

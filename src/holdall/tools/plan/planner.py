@@ -35,7 +35,7 @@ from holdall.tools.probe.launch import probe
 from holdall.tools.probe.snapshot import FoundBuffer, FoundMemory, FoundModel, Snapshot
 from holdall.units import counted, format_bytes, parse_bytes
 
-MEASURE_S = 15.0
+MEASURE_S = 10.0
 TIMEOUT_S = 300.0
 SCHEMA = "holdall.plan/2"
 PROFILES = {
@@ -256,7 +256,7 @@ def plan_snapshot(
         table=tuple(_make_table(needs, free)),
         largest=largest,
         change=change,
-        notes=tuple([*notes, *_find_notes(snapshot, needs)]),
+        notes=(*notes, *_find_notes(snapshot, needs)),
     )
 
 
@@ -264,7 +264,7 @@ def change_needs(needs: RunNeeds, name: str, value: int) -> RunNeeds:
     """Return the run with one setting changed."""
     name = _OTHER_NAMES.get(name, name)
     experience = needs.experience
-    if name == "n_steps" and experience.is_rollout or name == "buffer_size" and not experience.is_rollout:
+    if (name == "n_steps" and experience.is_rollout) or (name == "buffer_size" and not experience.is_rollout):
         return needs.resized(value)
     if name == "batch_size":
         return needs.with_batch(value)
@@ -511,7 +511,9 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
     version = snapshot.versions.get("stable_baselines3")
     experience = needs.experience
     if experience.is_rollout and version is not None and parse_version(version) < ROLLOUTS_KEEP_DTYPES:
-        smaller = replace(experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4)
+        smaller = replace(
+            experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4
+        )
         why = "rollouts keep the dtype of images from 2.7.1 on, so they are four times smaller"
         yield SuggestedChange("upgrade Stable-Baselines3", why, replace(needs, experience=smaller), needs.holdall)
     if needs.stored is not None:
@@ -574,7 +576,6 @@ def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
 
 def write_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
     """Return the lines to paste, at most 80 characters wide where that is possible."""
-    experience = needs.experience
     if not snapshot.models:
         return _write_memory_code(needs, use)
     model = snapshot.models[0]

@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from gymnasium import spaces
 from holdall.errors import ArgumentError
 from holdall.tools.plan.config import parse_count, read_observation
 from holdall.tools.plan.environments import has_images, make_single_env, parse_space, space_from_dict, space_to_dict
-from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS
+from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
 
 _MAX_ROWS = 10_000
 """Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
@@ -70,8 +70,12 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
         if name in given:
             arguments[name] = given[name]
     notes = []
-    if "env" not in arguments:
-        arguments |= _read_spaces(given)
+    if "env" in arguments:
+        _check(arguments, spaces.Box(0, 1, (1,)), spaces.Discrete(2) if "dqn" in algo else spaces.Box(0, 1, (1,)))
+    else:
+        observation, action = _read_spaces(given)
+        _check(arguments, observation, action)
+        arguments |= {"observation": space_to_dict(observation), "action": space_to_dict(action)}
         notes.append("The observations are made up, so the environment itself and compression are not counted")
     num_envs = counts.get("num_envs", 1)
     changes = {"n_envs": num_envs}
@@ -87,7 +91,8 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
     return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes))
 
 
-def _read_spaces(given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """Return the spaces of observations and actions that were written as text."""
     if "obs" not in given:
         raise ArgumentError("obs is missing. Write --obs 84x84x4:uint8, or name the environment with --env.")
     if "action" not in given:
@@ -95,7 +100,20 @@ def _read_spaces(given: Mapping[str, Any]) -> dict[str, Any]:
     action = parse_space(str(given["action"]), "action")
     if isinstance(action, spaces.Box):  # Algorithms refuse actions without finite bounds.
         action = spaces.Box(-1.0, 1.0, action.shape, np.float32)
-    return {"observation": space_to_dict(read_observation(given["obs"])), "action": space_to_dict(action)}
+    return read_observation(given["obs"]), action
+
+
+def _check(arguments: Mapping[str, Any], observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
+    """Refuse settings that Stable-Baselines3 refuses, or that are misspelt."""
+    for name in ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall"):
+        if not isinstance(arguments.get(name, False), bool):
+            raise ArgumentError(f"{name} ({arguments[name]!r}) must be true or false.")
+    if not isinstance(arguments.get("policy_kwargs", {}), Mapping):
+        given = arguments["policy_kwargs"]
+        raise ArgumentError(f"policy_kwargs ({given!r}) must be a table, such as net_arch = [256, 256].")
+    names = {one.name for one in fields(Spec)}
+    chosen = {name: value for name, value in arguments.items() if name in names}
+    Spec(observation=observation, action=action, **chosen).layout()
 
 
 class NoiseEnv(gym.Env[Any, Any]):
@@ -120,9 +138,11 @@ def build_model(arguments: Mapping[str, Any]) -> Any:
     algorithm = ALGORITHMS[arguments["algo"]]
     env = _build_env(arguments)
     options: dict[str, Any] = {"device": _choose_device(arguments.get("device", "auto"))}
-    for ours, theirs in {"capacity": "buffer_size", "n_steps": "n_steps", "policy_kwargs": "policy_kwargs"}.items():
+    for ours, theirs in {"capacity": "buffer_size", "n_steps": "n_steps"}.items():
         if ours in arguments:
             options[theirs] = arguments[ours]
+    if "policy_kwargs" in arguments:
+        options["policy_kwargs"] = _read_policy_kwargs(arguments["policy_kwargs"])
     if "batch_size" in arguments and algorithm.batch_size is not None:
         options["batch_size"] = arguments["batch_size"]
     if not algorithm.on_policy:
@@ -131,6 +151,16 @@ def build_model(arguments: Mapping[str, Any]) -> Any:
         options["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
     kind = getattr(importlib.import_module(algorithm.package), algorithm.name)
     return kind(arguments.get("policy") or _choose_policy(env.observation_space), env, **options)
+
+
+def _read_policy_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a policy. Classes of torch are written as their names."""
+    torch = importlib.import_module("torch")
+    kwargs = dict(given)
+    for name, module in {"activation_fn": torch.nn, "optimizer_class": torch.optim}.items():
+        if isinstance(kwargs.get(name), str):
+            kwargs[name] = getattr(module, kwargs[name])
+    return kwargs
 
 
 def _choose_device(wanted: str) -> str:

@@ -46,7 +46,7 @@ def measure_steps(steps: Sequence[StepArrays], *, is_rollout: bool = False, pref
     """Fill memories with `steps`. Return the fields of a `StoredSteps`."""
     lanes = len(np.asarray(steps[0][2]).reshape(-1))
     steps = [_with_lanes(step, lanes) for step in steps]
-    observation = _read_space([obs for obs, *_ in steps[:1]][0])
+    observation = _read_space(steps[0][0])
     action = _read_space(np.asarray(steps[0][1]))
     if is_rollout:
         raw = _fill_rollout(observation, action, lanes, steps)

@@ -58,8 +58,8 @@ def probe(
         max_env_steps: Environment steps after which a loop that no other trigger knows is stopped.
         measure_s: Seconds that may be spent on measurements after the first sign of training: one real update, and a
             few hundred steps into one of holdall's memories. 0 for none.
-        max_buffer_size: Largest `buffer_size` that models of Stable-Baselines3 get, for a command whose buffer cannot be
-            allocated. None: the command's own.
+        max_buffer_size: Largest `buffer_size` that models of Stable-Baselines3 get, for a command whose buffer cannot
+            be allocated. None: the command's own.
         cwd: Directory in which the command runs.
     """
     if not command:

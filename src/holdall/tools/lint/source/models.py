@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.tools.lint.finding import SourceRange
@@ -48,7 +48,6 @@ from holdall.tools.lint.source.values import (
     known_items,
     length_of,
 )
-from holdall.tools.plan.environments import read_vec_env
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 _DEEPEST = 4  # names that stand for names that ...
@@ -331,3 +330,27 @@ def _callbacks(callbacks: Iterable[Any], place: SourceRange) -> Iterator[Callbac
         environments = None if evaluated is None else Environments(origin=id(evaluated))
         yield Callback(type(callback).__name__, settings, place, environments)
         yield from _callbacks(getattr(callback, "callbacks", ()), place)
+
+
+class VecEnvFacts(NamedTuple):
+    """How the environments of a live model run."""
+
+    kind: str  # "dummy" or "subproc"; empty: neither
+    start_method: str  # of the processes; empty: not known
+    frame_stack: int
+
+
+def read_vec_env(env: Any) -> VecEnvFacts:
+    """Look through the wrappers of a vector environment of Stable-Baselines3."""
+    kind, method, frames = "", "", 1
+    while env is not None:
+        match type(env).__name__:
+            case "DummyVecEnv":
+                kind = "dummy"
+            case "SubprocVecEnv":
+                kind = "subproc"
+                method = getattr(getattr(env, "processes", [None])[0], "_start_method", None) or ""
+            case "VecFrameStack":
+                frames = int(env.stacked_obs.n_stack if hasattr(env, "stacked_obs") else env.n_stack)
+        env = getattr(env, "venv", None)
+    return VecEnvFacts(kind, method, frames)
