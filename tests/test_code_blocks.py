@@ -30,8 +30,6 @@ import typer
 from typer.testing import CliRunner
 
 from holdall.cli import app
-from holdall.tools.plan import environments, planner
-from holdall.tools.plan.environments import run_probe
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
@@ -332,25 +330,23 @@ def _of_holdall(page: str) -> list[list[str]]:
     return [words for block in of(page, "sh") for words in commands(block) if words[0] == "holdall"]
 
 
-_PROBES: dict[tuple[str, Any], dict[str, Any]] = {}
+PLANNED = {
+    "holdall plan -- python train.py": "SAC, 50,000 transitions, 1 environment, batches of 256",
+    "holdall plan --set": "SAC, 200,000 transitions, 1 environment, batches of 256",
+    "holdall plan --algo": "42.63  39.70",
+}
+"""What the commands of docs/plan.md print: the run as it was planned, and GB and GiB of its buffer."""
 
 
-def _measured_once(task: str, **arguments: Any) -> dict[str, Any]:
-    """Measure for the first command; tests/integration/plan is about the figures themselves."""
-    key = (task, arguments.get("env_id"))
-    if key not in _PROBES:
-        _PROBES[key] = run_probe(task, **arguments)
-    return _PROBES[key]
-
-
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("words", _of_holdall("docs/plan.md"), ids=" ".join)
-def test_the_commands_of_plan_md_give_a_verdict(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "run_probe", _measured_once)
-    monkeypatch.setattr(environments, "run_probe", _measured_once)
-    done = CliRunner().invoke(app, words[1:])
+def test_the_commands_of_plan_md_give_a_verdict(words: list[str]) -> None:
+    (printed,) = [text for start, text in PLANNED.items() if " ".join(words).startswith(start)]
+    done = CliRunner().invoke(app, [sys.executable if word == "python" else word for word in words[1:]])
     assert done.exit_code in {0, 1, 2}, done.output + done.stderr  # fits, is tight, does not fit
-    assert "replay buffer" in done.output
+    assert "replay buffer (SB3)" in done.output
+    assert printed in done.output
 
 
 @pytest.mark.usefixtures("folder")

@@ -32,7 +32,8 @@ class Camera(gym.Env):
 def run(folder: Path, script: str, timeout_s: float = 60.0, **options: float) -> Snapshot:
     """Probe a script that creates the file `trained` if it is not stopped."""
     file = folder / "train.py"
-    file.write_text(textwrap.dedent(script) + "\nopen('trained', 'w').close()\n", encoding="utf-8")
+    end = "\nif __name__ == '__main__':\n    open('trained', 'w').close()\n"
+    file.write_text(textwrap.dedent(script) + end, encoding="utf-8")
     snapshot = probe([sys.executable, str(file)], timeout_s, cwd=folder, **options)  # type: ignore[arg-type]
     assert not (folder / "trained").exists()
     return snapshot
@@ -103,6 +104,23 @@ def test_rollouts_and_worker_processes_are_found_and_ended(tmp_path: Path) -> No
     assert len(snapshot.processes) == 3
     assert sum(process.is_reporter for process in snapshot.processes) == 1
     assert not [process.pid for process in snapshot.processes if psutil.pid_exists(process.pid) and _runs(process.pid)]
+
+
+def test_environments_of_the_script_itself_run_in_fresh_processes(tmp_path: Path) -> None:
+    snapshot = run(
+        tmp_path,
+        CAMERA
+        + """
+from stable_baselines3 import SAC
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+if __name__ == "__main__":
+    SAC("MultiInputPolicy", SubprocVecEnv([Camera, Camera]), buffer_size=1000).learn(3000)
+""",
+    )
+    assert snapshot.trigger == "learn"
+    assert snapshot.environments[0].n_envs == 2
+    assert snapshot.environments[0].start_method == "forkserver"
 
 
 def _runs(pid: int) -> bool:

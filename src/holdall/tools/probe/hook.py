@@ -10,6 +10,7 @@ This module imports only the standard library.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -22,27 +23,36 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .measurement import MAX_TRANSITIONS, copy_arrays, measure_model, measure_recorded, read_status
 from .snapshot import Snapshot
 from .triggers import TRIGGERS, Trigger
 
 _POLL_S = 0.1
-_MAX_RECORDED = 512
+_READ_EVERY = 16
+"""Added steps between two readings of the resident set."""
 
 
 def install() -> None:
     """Install all triggers in this process."""
-    hook = Hook(
-        Path(os.environ["HOLDALL_PROBE_DIR"]),
-        launcher_pid=int(os.environ["HOLDALL_PROBE_PID"]),
-        max_env_steps=int(os.environ["HOLDALL_PROBE_ENV_STEPS"]),
-        measure_s=float(os.environ["HOLDALL_PROBE_MEASURE_S"]),
-    )
+    hook = get_hook()
     sys.meta_path.insert(0, HookFinder(hook))
     if _is_worker():
         return
     (hook.folder / f"started-{os.getpid()}").touch()
     atexit.register(hook.report_end)
     threading.Thread(target=hook.wait_for_request, name="holdall-probe", daemon=True).start()
+
+
+@functools.cache
+def get_hook() -> Hook:
+    """Return the hook of this process."""
+    return Hook(
+        Path(os.environ["HOLDALL_PROBE_DIR"]),
+        launcher_pid=int(os.environ["HOLDALL_PROBE_PID"]),
+        max_env_steps=int(os.environ["HOLDALL_PROBE_ENV_STEPS"]),
+        measure_s=float(os.environ["HOLDALL_PROBE_MEASURE_S"]),
+        max_buffer_size=int(os.environ["HOLDALL_PROBE_BUFFER_SIZE"]),
+    )
 
 
 def _is_worker() -> bool:
@@ -59,45 +69,84 @@ class Hook:
         launcher_pid: Process of holdall. If it ends, this process ends, too.
         max_env_steps: Environment steps after which the command is stopped.
         measure_s: Seconds that may be spent on measurements after the first sign of training; 0 for none.
+        max_buffer_size: Largest `buffer_size` of a model; 0 for no limit.
     """
 
-    def __init__(self, folder: Path, launcher_pid: int, max_env_steps: int, measure_s: float) -> None:
+    def __init__(
+        self, folder: Path, launcher_pid: int, max_env_steps: int, measure_s: float, max_buffer_size: int
+    ) -> None:
         self.folder = folder
+        self.max_buffer_size = max_buffer_size
         self.env_steps = 0
         self._launcher_pid = launcher_pid
         self._max_env_steps = max_env_steps
         self._measure_s = measure_s
+        self._local = threading.local()
         self._lock = threading.Lock()
         self._is_reported = False
         self._started_at = time.monotonic()
         self._first_sign: tuple[str, str] | None = None
         self._first_sign_at = 0.0
         self._recorded: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        self._resident_at_update = 0
+        self._added = 0
+        self._has_updated = False
+        self._is_measuring = False
+        self._resident_before_update = 0
 
     # ---------------------------------------------------------------- called by triggers
 
     def reach(self, trigger: str, words: str, **context: Any) -> None:
         """Stop the command at this event. A probe that measures goes on to the end of the first update."""
+        if self._is_measuring:
+            return
         if not self._measure_s or trigger == "learn":
             self.stop(trigger, words, **context)
         if self._first_sign is None:
             self._first_sign = (trigger, words)
             self._first_sign_at = time.monotonic()
-        if trigger == "optimizer" and not self._resident_at_update:
-            self._resident_at_update = _read_status("VmRSS")
+        if trigger == "add" and self._added % _READ_EVERY == 0:
+            self._resident_before_update = read_status("VmRSS")
         is_late = time.monotonic() - self._first_sign_at > self._measure_s
+        if len(self._recorded) >= MAX_TRANSITIONS and "torch" not in sys.modules:
+            is_late = True  # No optimizer of torch is to be expected.
         if trigger == "optimized" or is_late:
+            self._has_updated = trigger == "optimized"
             self.stop(*self._first_sign, **context)
 
     def record(self, method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record a call that added experience, for a probe that measures."""
-        if self._measure_s and len(self._recorded) < _MAX_RECORDED:
-            self._recorded.append((method, arguments, options))
+        if self._is_measuring:
+            return
+        self._added += 1
+        if self._measure_s and len(self._recorded) < MAX_TRANSITIONS:
+            self._recorded.append((method, copy_arrays(arguments), options))
 
-    def count_steps(self, count: int) -> None:
+    def step(self, step: Callable[..., Any], env: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `step` of an environment, and count the outermost call.
+
+        A vector environment counts once for all of its environments.
+        """
+        if getattr(self._local, "is_stepping", False):
+            return step(env, *args, **kwargs)
+        self._local.is_stepping = True
+        try:
+            result = step(env, *args, **kwargs)
+        finally:
+            self._local.is_stepping = False
+        self._count_steps(int(getattr(env, "num_envs", 1) or 1))
+        return result
+
+    def __reduce__(self) -> Any:
+        """Pickle as a reference to the hook of the process that unpickles."""
+        return get_hook, ()
+
+    def _count_steps(self, count: int) -> None:
         """Count environment steps, and stop after enough of them. Steps of worker processes are not counted."""
+        if self._is_measuring:
+            return
         self.env_steps += count
+        if self._measure_s and not self._added and self.env_steps % _READ_EVERY == 0:
+            self._resident_before_update = read_status("VmRSS")
         if self.env_steps < self._max_env_steps or _is_child():
             return
         if self._first_sign is None or time.monotonic() - self._first_sign_at > self._measure_s:
@@ -137,8 +186,8 @@ class Hook:
             if self._is_reported:
                 return
             self._is_reported = True
-        resident = _read_status("VmRSS")
-        peak = _read_status("VmHWM")
+        resident = read_status("VmRSS")
+        peak = read_status("VmHWM")
         facts: dict[str, Any] = {
             "trigger": trigger,
             "stopped_by": words,
@@ -155,7 +204,17 @@ class Hook:
             facts |= inspection.inspect(context)
         except Exception:
             facts["notes"] = (f"The objects could not be read: {traceback.format_exc()}",)
+        if self._measure_s and trigger not in {"exit", "error", "timeout", "memory"}:
+            measured = self._measure(context)
+            facts |= measured | {"notes": (*facts.get("notes", ()), *measured["notes"])}
         self._write(Snapshot(**facts))
+
+    def _measure(self, context: dict[str, Any]) -> dict[str, Any]:
+        self._is_measuring = True
+        if "model" in context:
+            return measure_model(context["model"], self._measure_s)
+        resident = self._resident_before_update if self._has_updated else 0
+        return measure_recorded(self._recorded, resident)
 
     def _write(self, snapshot: Snapshot) -> None:
         file = self.folder / f"report-{os.getpid()}.json"
@@ -182,16 +241,6 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _read_status(name: str) -> int:
-    """Return a figure of /proc/self/status in bytes; 0 where there is none."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return int(found[0]) * 1024 if found else 0
 
 
 class HookFinder(importlib.abc.MetaPathFinder):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import platform
 import re
 import sys
@@ -438,7 +439,25 @@ def describe_array(name: str, array: Any) -> FoundArray:
     is_on_disk = type(array).__name__ in {"memmap", "MemoryMappedTensor"}
     shape = tuple(int(side) for side in array.shape)
     dtype = str(array.dtype).removeprefix("torch.")
-    return FoundArray(name, shape, dtype, _count_bytes(array), device, is_on_disk)
+    nbytes = _count_bytes(array)
+    resident = _count_resident(_find_address(array), nbytes) if device == "cpu" else 0
+    return FoundArray(name, shape, dtype, nbytes, device, is_on_disk, resident)
+
+
+def _count_resident(address: int, nbytes: int) -> int:
+    """Return the bytes of a range of this process that are in RAM; all of them where the system does not tell."""
+    page = mmap.PAGESIZE
+    first = address // page
+    count = (address + nbytes + page - 1) // page - first
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:  # noqa: PTH123  A Path cannot be unbuffered.
+            file.seek(first * 8)
+            entries = file.read(count * 8)
+    except OSError:
+        return nbytes
+    # The highest bit of the last byte of an entry says that the page is present.
+    present = sum(byte >> 7 for byte in entries[7::8])
+    return min(present * page, nbytes)
 
 
 def _walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:

@@ -48,6 +48,7 @@ def probe(
     *,
     max_env_steps: int = MAX_ENV_STEPS,
     measure_s: float = 0.0,
+    max_buffer_size: int | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Snapshot:
     """Run `command` until training is about to start. Return what it built.
@@ -57,16 +58,23 @@ def probe(
         max_env_steps: Environment steps after which a loop that no other trigger knows is stopped.
         measure_s: Seconds that may be spent on measurements after the first sign of training: one real update, and a
             few hundred steps into one of holdall's memories. 0 for none.
+        max_buffer_size: Largest `buffer_size` that models of Stable-Baselines3 get, for a command whose buffer cannot
+            be allocated. None: the command's own.
         cwd: Directory in which the command runs.
     """
     if not command:
         raise ArgumentError("command is empty. Write the command after --, as in: holdall plan -- python train.py")
     with tempfile.TemporaryDirectory(prefix="holdall-probe-") as name:
         folder = Path(name)
-        return _Run(command, folder, _make_environment(folder, max_env_steps, measure_s), cwd).finish(timeout_s)
+        environment = _make_environment(folder) | {
+            "HOLDALL_PROBE_ENV_STEPS": str(max_env_steps),
+            "HOLDALL_PROBE_MEASURE_S": str(measure_s),
+            "HOLDALL_PROBE_BUFFER_SIZE": str(max_buffer_size or 0),
+        }
+        return _Run(command, folder, environment, cwd).finish(timeout_s)
 
 
-def _make_environment(folder: Path, max_env_steps: int, measure_s: float) -> dict[str, str]:
+def _make_environment(folder: Path) -> dict[str, str]:
     """Return the environment variables of the command."""
     paths = [str(_STARTUP_FOLDER)]
     if os.environ.get("PYTHONPATH"):
@@ -77,8 +85,6 @@ def _make_environment(folder: Path, max_env_steps: int, measure_s: float) -> dic
         "HOLDALL_PROBE": "1",
         _FOLDER_VARIABLE: str(folder),
         "HOLDALL_PROBE_PID": str(os.getpid()),
-        "HOLDALL_PROBE_ENV_STEPS": str(max_env_steps),
-        "HOLDALL_PROBE_MEASURE_S": str(measure_s),
     }
 
 

@@ -30,6 +30,8 @@ class FoundArray:
     device: str = "cpu"
     is_on_disk: bool = False
     """Whether a file backs the array, as in `numpy.memmap`."""
+    resident_bytes: int = 0
+    """Bytes of the array's pages that are in RAM. Pages that were never written are not."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ This module runs in the command's process and imports only the standard library.
 from __future__ import annotations
 
 import functools
-import threading
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,14 +18,16 @@ from typing import Any, Protocol
 class Stopper(Protocol):
     """The side of the hook that triggers call."""
 
+    max_buffer_size: int
+
     def reach(self, trigger: str, words: str, **context: Any) -> None:
         """Stop the command if `trigger` ends this probe. `context` has the objects that the event concerns."""
 
     def record(self, method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record the arguments of a call that added experience."""
 
-    def count_steps(self, count: int) -> None:
-        """Count `count` environment steps, and stop the command after enough of them."""
+    def step(self, step: Callable[..., Any], env: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `step` of an environment, and count it. Stop the command after enough steps."""
 
 
 @dataclass(frozen=True)
@@ -129,23 +131,36 @@ class EnvironmentSteps(Trigger):
         base.__init_subclass__ = classmethod(init_subclass)
 
 
-_INSIDE = threading.local()
+@dataclass(frozen=True)
+class SmallerBuffer(Trigger):
+    """No event: models get a smaller `buffer_size`, because the command's own could not be allocated."""
+
+    def install(self, module: Any, hook: Stopper) -> None:
+        """Wrap the constructor that all off-policy algorithms call."""
+        if not hook.max_buffer_size:
+            return
+        construct = module.OffPolicyAlgorithm.__init__
+        signature = inspect.signature(construct)
+
+        @functools.wraps(construct)
+        def construct_smaller(model: Any, *args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(model, *args, **kwargs)
+            bound.apply_defaults()
+            bound.arguments["buffer_size"] = min(bound.arguments["buffer_size"], hook.max_buffer_size)
+            construct(*bound.args, **bound.kwargs)
+
+        module.OffPolicyAlgorithm.__init__ = construct_smaller
 
 
 def _count_steps(step: Callable[..., Any], hook: Stopper) -> Callable[..., Any]:
-    """Count the outermost calls: a vector environment counts once for all of its environments."""
+    """Return a `step` that is counted. Classes of the user's script are pickled by value, with this function.
+
+    The function therefore refers to nothing but `step` and `hook`, which can be pickled.
+    """
 
     @functools.wraps(step)
     def call(env: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_INSIDE, "step", False):
-            return step(env, *args, **kwargs)
-        _INSIDE.step = True
-        try:
-            result = step(env, *args, **kwargs)
-        finally:
-            _INSIDE.step = False
-        hook.count_steps(int(getattr(env, "num_envs", 1) or 1))
-        return result
+        return hook.step(step, env, args, kwargs)
 
     return call
 
@@ -170,4 +185,5 @@ TRIGGERS: tuple[Trigger, ...] = (
     EnvironmentSteps("gymnasium.core", "Env"),
     EnvironmentSteps("gymnasium.vector.vector_env", "VectorEnv"),
     EnvironmentSteps("gym.core", "Env"),
+    SmallerBuffer("stable_baselines3.common.off_policy_algorithm"),
 )
