@@ -69,6 +69,10 @@ def test_a_buffer_beyond_the_budget_is_found_with_the_bytes_that_were_allocated(
     allocated = sum(array.nbytes for array in [*arrays, buffer.rewards, buffer.dones, buffer.timeouts])
     (finding,) = lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated - 1))
     assert finding.numbers["needed_bytes"] == allocated
+    assert finding.severity is lint.Severity.WARNING  # the run may be too short to fill the buffer
+    (certain,) = lint.model(model, 2_000, settings=lint.Settings(select=("M01",), budget=allocated - 1))
+    assert certain.severity is lint.Severity.ERROR
+    assert lint.model(model, 500, settings=lint.Settings(select=("M01",), budget=allocated - 1)) == []
     assert lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated)) == []
 
 

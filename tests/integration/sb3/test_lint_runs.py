@@ -39,20 +39,17 @@ class Stopped(Exception):  # noqa: N818  It is no error.
 
 
 class Stopper:
-    """The side of the probe that triggers call."""
+    """The side of the probe that the trigger calls."""
 
     def reach(self, trigger: str, words: str, **context: Any) -> None:
         raise Stopped(context)
-
-    def record(self, *arguments: Any) -> None: ...
-
-    def count_steps(self, count: int) -> None: ...
 
 
 @pytest.fixture(autouse=True)
 def _stops_at_learn() -> Iterator[None]:
     method = base_class.BaseAlgorithm._setup_learn
-    Learn("stable_baselines3.common.base_class").install(base_class, Stopper())
+    stopper: Any = Stopper()
+    Learn("stable_baselines3.common.base_class").install(base_class, stopper)
     yield
     base_class.BaseAlgorithm._setup_learn = method  # type: ignore[method-assign]
 

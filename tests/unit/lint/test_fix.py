@@ -4,13 +4,21 @@ import ast
 
 import pytest
 
-from holdall import lint
-from holdall.tools.lint.finding import apply_edits
+from holdall.tools.lint.check import check_text
+from holdall.tools.lint.finding import Finding, apply_edits
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rules import RULES
+
+MACHINE = Machine(cores=8, ram_bytes=32 * 2**30, limit_bytes=32 * 2**30, limit_name="RAM", python=(3, 11))
+
+
+def check(text: str) -> list[Finding]:
+    return check_text(text, "train.py", RULES, MACHINE)
 
 
 def fixed(text: str) -> str:
-    corrected, made = apply_edits(text, lint.text(text))
-    again = {finding.rule for finding in lint.text(corrected) if finding.edit}
+    corrected, made = apply_edits(text, check(text))
+    again = {finding.rule for finding in check(corrected) if finding.edit}
     assert not {finding.rule for finding in made} & again
     return corrected
 
