@@ -71,9 +71,9 @@ def inspect(context: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was built, as fields of a `Snapshot`.
 
     Args:
-        context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
+        context: LiveHeap of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
     """
-    objects = Objects(context)
+    objects = LiveHeap(context)
     parts = {
         "models": lambda: [_describe_model(model, objects, context) for model in objects.models],
         "callbacks": lambda: _find_callbacks(objects, context.get("callback")),
@@ -103,7 +103,7 @@ def _find_threads() -> Iterator[FoundThread]:
             yield FoundThread(thread.name, thread.daemon)
 
 
-class Objects:
+class LiveHeap:
     """The live objects of this process, sorted by kind, with the names under which they were found."""
 
     def __init__(self, context: Mapping[str, Any]) -> None:
@@ -459,7 +459,7 @@ def _walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]
 # ---------------------------------------------------------------- buffers
 
 
-def _find_buffers(objects: Objects) -> Iterator[FoundBuffer]:
+def _find_buffers(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Describe every buffer: those of libraries, then owners of large arrays, then deques and lists."""
     inner = {id(part) for buffer in objects.buffers for part in _get_parts(buffer)}
     for buffer in objects.buffers:
@@ -480,7 +480,7 @@ def _get_parts(buffer: Any) -> Iterable[Any]:
     return parts if isinstance(parts, (list, tuple)) else list(getattr(parts, "flat", ()))
 
 
-def _describe_buffer(buffer: Any, objects: Objects) -> FoundBuffer | None:
+def _describe_buffer(buffer: Any, objects: LiveHeap) -> FoundBuffer | None:
     """Describe a buffer of a library from its arrays."""
     attributes = _get_attributes(buffer)
     arrays = []
@@ -528,7 +528,7 @@ def _count_info_bytes(attributes: Mapping[str, Any]) -> int:
     return int(infos.size) * sys.getsizeof(infos.flat[0])
 
 
-def _find_owners(objects: Objects) -> Iterator[FoundBuffer]:
+def _find_owners(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Group the remaining large arrays by the object that owns them: buffers of the user's own classes."""
     groups: dict[int, tuple[Any, list[tuple[str, Any]]]] = {}
     for array, owners in list(objects.large_arrays()):
@@ -585,7 +585,7 @@ def _is_network(owner: Any, array: Any) -> bool:
     return any(base.__name__ in {"Module", "Optimizer"} for base in type(owner).__mro__)
 
 
-def _find_sequences(objects: Objects) -> Iterator[FoundBuffer]:
+def _find_sequences(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Describe deques and lists whose items contain arrays and that are, or will be, large."""
     seen: set[int] = set()
     for sequence, owner in objects.sequences:
@@ -616,7 +616,7 @@ def _first_item(sequence: Any) -> Any:
 
 
 def _describe_sequence(
-    sequence: Any, objects: Objects, owner: str, class_name: str, rows: int | None
+    sequence: Any, objects: LiveHeap, owner: str, class_name: str, rows: int | None
 ) -> FoundBuffer | None:
     """Describe a deque or a list by the bytes of some consecutive items. Shared arrays are counted once."""
     items = [item for item in list(sequence) if item is not None]
@@ -696,7 +696,7 @@ def _has_arrays(item: Any, depth: int = 0) -> bool:
 # ---------------------------------------------------------------- holdall's memories
 
 
-def _find_memories(objects: Objects) -> Iterator[FoundMemory]:
+def _find_memories(objects: LiveHeap) -> Iterator[FoundMemory]:
     """Describe holdall's memories, each with the buffer that contains it."""
     owners: dict[int, Any] = {}
     for value in gc.get_objects():
@@ -731,7 +731,7 @@ def _find_memories(objects: Objects) -> Iterator[FoundMemory]:
 # ---------------------------------------------------------------- models, callbacks, environments
 
 
-def _describe_model(model: Any, objects: Objects, context: Mapping[str, Any]) -> FoundModel:
+def _describe_model(model: Any, objects: LiveHeap, context: Mapping[str, Any]) -> FoundModel:
     """Describe a model of Stable-Baselines3."""
     attributes = _get_attributes(model)
     policy: Any = attributes.get("policy")
@@ -761,7 +761,7 @@ def _describe_model(model: Any, objects: Objects, context: Mapping[str, Any]) ->
     )
 
 
-def _find_callbacks(objects: Objects, passed: Any) -> Iterator[FoundCallback]:
+def _find_callbacks(objects: LiveHeap, passed: Any) -> Iterator[FoundCallback]:
     """Describe every callback that exists, and whether `learn` was given it."""
     reached: set[int] = set()
     waiting = list(passed) if isinstance(passed, (list, tuple)) else [passed]
@@ -778,7 +778,7 @@ def _find_callbacks(objects: Objects, passed: Any) -> Iterator[FoundCallback]:
         yield FoundCallback(_name_class(callback), settings, id(callback) in reached)
 
 
-def _find_environments(objects: Objects) -> Iterator[FoundEnvironment]:
+def _find_environments(objects: LiveHeap) -> Iterator[FoundEnvironment]:
     """Describe the outermost environments: those that no other environment contains."""
     inner: set[int] = set()
     for env in objects.environments:
@@ -878,7 +878,7 @@ def _describe_optimizer(optimizer: Any) -> FoundOptimizer:
     return FoundOptimizer(_name_class(optimizer), parameter_bytes, state_bytes)
 
 
-def _claim_parameters(optimizer: Any, objects: Objects) -> None:
+def _claim_parameters(optimizer: Any, objects: LiveHeap) -> None:
     with contextlib.suppress(Exception):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -989,7 +989,7 @@ def _read_one_allocation(error: BaseException) -> FailedAllocation | None:
             nbytes *= side
         return FailedAllocation(nbytes, shape, str(dtype), "numpy", is_exact=True)
     text = str(error)
-    if "allocat" not in text:
+    if "allocate" not in text:
         return None
     exact = _TORCH_CPU.search(text)
     if exact:

@@ -266,7 +266,7 @@ def _read_call(call: Recorded) -> Step | None:
 def _store(steps: list[Step], notes: tuple[str, ...], *, is_rollout: bool) -> dict[str, Any]:
     """Return `stored` and `notes`."""
     try:
-        from holdall.tools.plan.stored import measure_steps  # noqa: PLC0415  Only where holdall is installed.
+        from holdall.tools.probe.stored import measure_steps  # noqa: PLC0415  Only where holdall is installed.
     except ImportError:
         return {"notes": (*notes, "holdall is not installed where the command runs, so its need was not measured.")}
     try:
