@@ -34,7 +34,7 @@ from holdall.delivery import Delivery, Loader, new_delivery
 from holdall.device.store import DeviceStore
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
-from holdall.report import LIVING, GrowthCheck, MemoryReport
+from holdall.report import LIVING, MemoryReport
 from holdall.sampling import (
     Held,
     Sampler,
@@ -473,19 +473,6 @@ class ReplayMemory:
         Raw data is compressed. With `spill_dir`, compressed data is spilled.
         """
         self.store.relieve(require_count("nbytes", nbytes, 0))
-
-    @property
-    def growth_check(self) -> GrowthCheck | None:
-        """Function that says whether RAM is short, called by `add` after each segment; None by default.
-
-        If it returns True, `add` waits until the memory has compressed and spilled what it was asked to.
-        """
-        return getattr(self.store, "growth_check", None)
-
-    @growth_check.setter
-    def growth_check(self, check: GrowthCheck | None) -> None:
-        if isinstance(self.store, Store):
-            self.store.growth_check = check
 
     @property
     def disk_bytes(self) -> int:

@@ -164,4 +164,6 @@ LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
 """The memories of this process. Each adds itself, and is removed when it is freed."""
 
 GrowthCheck = Callable[[int], bool]
-"""A function that a memory calls with the bytes by which it grew. It returns whether RAM is short."""
+GROWTH_CHECKS: list[GrowthCheck] = []
+"""Guards of this process. A thread that added bytes calls them with the number of bytes. If one returns True, RAM is
+short, and the thread waits until the memory has compressed and spilled what it was asked to."""

@@ -308,24 +308,15 @@ class MemoryGuard:
         self._pause_s = 0.0
         self._plan_next_look(self._approach.follow(self._limits(), time.monotonic()))
         self._ended = threading.Event()
-        self._follow_memories()
+        tracked.GROWTH_CHECKS.append(self.is_short)
         self._thread = threading.Thread(target=self._run, name="holdall-guard", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the guard."""
         self._ended.set()
-        for memory in list(tracked.LIVING):
-            if getattr(memory, "growth_check", None) == self.is_short:
-                memory.growth_check = None  # type: ignore[attr-defined]  # rollouts have none
-
-    def _follow_memories(self) -> None:
-        """Let every memory of this process ask the guard when it grows; those, too, that were made meanwhile."""
-        if self._ended.is_set():
-            return
-        for memory in list(tracked.LIVING):
-            if hasattr(memory, "growth_check") and memory.growth_check is None:
-                memory.growth_check = self.is_short
+        with contextlib.suppress(ValueError):  # it was stopped before
+            tracked.GROWTH_CHECKS.remove(self.is_short)
 
     def is_short(self, grown: int) -> bool:
         """Return whether memory is short, after one that spills took so much more; asked by the thread that adds."""
@@ -340,7 +331,6 @@ class MemoryGuard:
         Args:
             rests: Whether what was done within the last second is given time to take effect.
         """
-        self._follow_memories()
         with self._checking:
             now = time.monotonic()
             known = self._approach.follow(self._limits(), now)

@@ -96,7 +96,8 @@ def plan(
         chosen = (str(settings.get("algo", "")).lower(), str(settings.get("env", "")))
         settings = read_config_file(file, *chosen) | settings
     sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
-    limits = find_limits(*(None if size is None else parse_bytes(size, name) for name, size in sizes.items()))
+    given_sizes = {name: None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
+    limits = find_limits(given_sizes["budget"], given_sizes["memory"], given_sizes["vram"])
     if command is not None:
         if settings:
             raise ArgumentError(f"{', '.join(settings)} cannot be combined with a command. Use --set NAME=VALUE.")

@@ -25,7 +25,7 @@ from holdall._native import FULL, UNCHECKED, WRITTEN, Block, Catalog, Coded, Rea
 from holdall.codec.choice import FieldCodec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
-from holdall.report import FieldReport, GrowthCheck
+from holdall.report import GROWTH_CHECKS, FieldReport
 from holdall.schema import Array, Schema
 from holdall.store import placement
 from holdall.store.budget import Budget
@@ -92,7 +92,6 @@ class Store:
         self.columns = Columns(schema)
         self.tuning = Tuning() if tuning is None else tuning
         self.budget = budget
-        self.growth_check: GrowthCheck | None = None  # Whether RAM is short, see `ReplayMemory.growth_check`.
         self.reward_dtype: np.dtype[Any] | None = None
         self.flags_changed = 0
         self.before_read: Callable[[Catalog, Ids], None] | None = None
@@ -278,8 +277,7 @@ class Store:
 
     def _wait_for_room(self) -> None:
         """Wait while too many blocks are queued. Wait for all of them if the RAM of this machine is nearly full."""
-        is_short = self.growth_check
-        if is_short is not None and is_short(self.budget.max_segment_bytes):
+        if GROWTH_CHECKS and any(is_short(self.budget.max_segment_bytes) for is_short in tuple(GROWTH_CHECKS)):
             self.wait_idle()
         self._compactor.wait_for_room()
 

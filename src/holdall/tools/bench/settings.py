@@ -23,7 +23,7 @@ from holdall.tools.plan.environments import space_from_dict
 from holdall.tools.plan.needs import Experience, FitVerdict, HoldallUse, RunNeeds
 from holdall.tools.plan.planner import PROFILES, Plan, find_limits, name_policy, plan_settings, write_model_code
 from holdall.tools.plan.spec import ALGORITHMS, Spec
-from holdall.tools.plan.stored import measure_spaces
+from holdall.tools.probe.stored import measure_spaces
 from holdall.units import format_bytes, parse_bytes
 
 ALGOS = ("sac", "td3", "dqn", "ppo")

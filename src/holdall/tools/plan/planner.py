@@ -286,7 +286,7 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
     buffer = _find_main_buffer(snapshot, model)
     if memory is not None and (buffer is None or model is not None):
         buffer = None
-    notes = []
+    notes: list[str] = []
     if buffer is not None:
         experience = _read_buffer(buffer, model)
     elif memory is not None:

@@ -27,6 +27,9 @@ from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
 _MAX_ROWS = 10_000
 """Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
 _ENDLESS = 10**12
+_COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
+_TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "env")
+_SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +57,13 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
             f"capacity ({given['capacity']}) is that of a replay buffer, and {algo} has none. It collects rollouts of "
             "--n-steps for each environment."
         )
-    counts = {
-        name: parse_count(given[name], name)
-        for name in ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
-        if name in given
-    }
-    for name, count in counts.items():
+    counts = {name: parse_count(given[name], name) for name in _COUNTS if name in given}
+    for given_name, count in counts.items():
         if count < 1:
-            raise ArgumentError(f"{name} ({count}) must be at least 1.")
+            raise ArgumentError(f"{given_name} ({count}) must be at least 1.")
     arguments: dict[str, Any] = {"algo": algo} | counts
-    for name in ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "env"):
-        if name in given:
-            arguments[name] = str(given[name])
-    for name in ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall", "policy_kwargs"):
-        if name in given:
-            arguments[name] = given[name]
+    arguments |= {name: str(given[name]) for name in _TEXTS if name in given}
+    arguments |= {name: given[name] for name in (*_SWITCHES, "policy_kwargs") if name in given}
     notes = []
     if "env" in arguments:
         _check(arguments, spaces.Box(0, 1, (1,)), spaces.Discrete(2) if "dqn" in algo else spaces.Box(0, 1, (1,)))
@@ -105,7 +100,7 @@ def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Sp
 
 def _check(arguments: Mapping[str, Any], observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
     """Refuse settings that Stable-Baselines3 refuses, or that are misspelt."""
-    for name in ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall"):
+    for name in _SWITCHES:
         if not isinstance(arguments.get(name, False), bool):
             raise ArgumentError(f"{name} ({arguments[name]!r}) must be true or false.")
     if not isinstance(arguments.get("policy_kwargs", {}), Mapping):

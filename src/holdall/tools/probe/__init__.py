@@ -9,6 +9,7 @@
     triggers      the events that stop the command: add a new one here
     inspection    finds models, buffers, arrays, environments among the live objects
     measurement   what one real update and a few hundred steps take, for `holdall plan`
+    stored        what holdall's memory takes for these steps; the only one of them that imports holdall
 
 The modules that run in the command's process import only the standard library and what the command has imported itself.
 The command may use another Python installation, so they are loaded by their path, as the package `holdall_probe`.

@@ -73,7 +73,7 @@ def inspect(context: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
     """
-    return _describe(Objects(context), context)
+    return _describe(LiveHeap(context), context)
 
 
 def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dic
         "buffer": buffer,
         "memory": getattr(buffer, "memory", None),
     }
-    return _describe(Objects(context, has_heap=False), context)
+    return _describe(LiveHeap(context, has_heap=False), context)
 
 
 def _get_model_buffer(model: Any) -> Any:
@@ -95,7 +95,7 @@ def _get_model_buffer(model: Any) -> Any:
     return attributes.get("rollout_buffer") if buffer is None else buffer
 
 
-def _describe(objects: Objects, context: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(objects: LiveHeap, context: Mapping[str, Any]) -> dict[str, Any]:
     parts = {
         "models": lambda: [_describe_model(model, objects, context) for model in objects.models],
         "callbacks": lambda: _find_callbacks(objects, context.get("callback")),
@@ -125,7 +125,7 @@ def _find_threads() -> Iterator[FoundThread]:
             yield FoundThread(thread.name, thread.daemon)
 
 
-class Objects:
+class LiveHeap:
     """The live objects of this process, sorted by kind, with the names under which they were found."""
 
     def __init__(self, context: Mapping[str, Any], *, has_heap: bool = True) -> None:
@@ -483,7 +483,7 @@ def _walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]
 # ---------------------------------------------------------------- buffers
 
 
-def _find_buffers(objects: Objects) -> Iterator[FoundBuffer]:
+def _find_buffers(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Describe every buffer: those of libraries, then owners of large arrays, then deques and lists."""
     inner = {id(part) for buffer in objects.buffers for part in _get_parts(buffer)}
     for buffer in objects.buffers:
@@ -504,7 +504,7 @@ def _get_parts(buffer: Any) -> Iterable[Any]:
     return parts if isinstance(parts, (list, tuple)) else list(getattr(parts, "flat", ()))
 
 
-def _describe_buffer(buffer: Any, objects: Objects) -> FoundBuffer | None:
+def _describe_buffer(buffer: Any, objects: LiveHeap) -> FoundBuffer | None:
     """Describe a buffer of a library from its arrays."""
     attributes = _get_attributes(buffer)
     arrays = []
@@ -552,7 +552,7 @@ def _count_info_bytes(attributes: Mapping[str, Any]) -> int:
     return int(infos.size) * sys.getsizeof(infos.flat[0])
 
 
-def _find_owners(objects: Objects) -> Iterator[FoundBuffer]:
+def _find_owners(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Group the remaining large arrays by the object that owns them: buffers of the user's own classes."""
     groups: dict[int, tuple[Any, list[tuple[str, Any]]]] = {}
     for array, owners in list(objects.large_arrays()):
@@ -609,7 +609,7 @@ def _is_network(owner: Any, array: Any) -> bool:
     return any(base.__name__ in {"Module", "Optimizer"} for base in type(owner).__mro__)
 
 
-def _find_sequences(objects: Objects) -> Iterator[FoundBuffer]:
+def _find_sequences(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Describe deques and lists whose items contain arrays and that are, or will be, large."""
     seen: set[int] = set()
     for sequence, owner in objects.sequences:
@@ -640,7 +640,7 @@ def _first_item(sequence: Any) -> Any:
 
 
 def _describe_sequence(
-    sequence: Any, objects: Objects, owner: str, class_name: str, rows: int | None
+    sequence: Any, objects: LiveHeap, owner: str, class_name: str, rows: int | None
 ) -> FoundBuffer | None:
     """Describe a deque or a list by the bytes of some consecutive items. Shared arrays are counted once."""
     items = [item for item in list(sequence) if item is not None]
@@ -720,7 +720,7 @@ def _has_arrays(item: Any, depth: int = 0) -> bool:
 # ---------------------------------------------------------------- holdall's memories
 
 
-def _find_memories(objects: Objects) -> Iterator[FoundMemory]:
+def _find_memories(objects: LiveHeap) -> Iterator[FoundMemory]:
     """Describe holdall's memories, each with the buffer that contains it."""
     owners: dict[int, Any] = {}
     for value in gc.get_objects():
@@ -755,7 +755,7 @@ def _find_memories(objects: Objects) -> Iterator[FoundMemory]:
 # ---------------------------------------------------------------- models, callbacks, environments
 
 
-def _describe_model(model: Any, objects: Objects, context: Mapping[str, Any]) -> FoundModel:
+def _describe_model(model: Any, objects: LiveHeap, context: Mapping[str, Any]) -> FoundModel:
     """Describe a model of Stable-Baselines3."""
     attributes = _get_attributes(model)
     policy: Any = attributes.get("policy")
@@ -795,7 +795,7 @@ def _find_library_class(cls: type) -> str:
     return next((name for name in names if name.startswith(("stable_baselines3.", "sb3_contrib."))), "")
 
 
-def _find_callbacks(objects: Objects, passed: Any) -> Iterator[FoundCallback]:
+def _find_callbacks(objects: LiveHeap, passed: Any) -> Iterator[FoundCallback]:
     """Describe every callback that exists, and whether `learn` was given it."""
     trained = {id(env) for model in objects.models for env in _walk_environments(_get_attributes(model).get("env"))}
     reached: dict[int, Any] = {}
@@ -825,7 +825,7 @@ def _walk_environments(env: Any) -> Iterator[Any]:
             waiting += _get_inner_environments(part)
 
 
-def _find_environments(objects: Objects) -> Iterator[FoundEnvironment]:
+def _find_environments(objects: LiveHeap) -> Iterator[FoundEnvironment]:
     """Describe the outermost environments: those that no other environment contains."""
     inner: set[int] = set()
     for env in objects.environments:
@@ -925,7 +925,7 @@ def _describe_optimizer(optimizer: Any) -> FoundOptimizer:
     return FoundOptimizer(_name_class(optimizer), parameter_bytes, state_bytes)
 
 
-def _claim_parameters(optimizer: Any, objects: Objects) -> None:
+def _claim_parameters(optimizer: Any, objects: LiveHeap) -> None:
     with contextlib.suppress(Exception):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -1036,7 +1036,7 @@ def _read_one_allocation(error: BaseException) -> FailedAllocation | None:
             nbytes *= side
         return FailedAllocation(nbytes, shape, str(dtype), "numpy", is_exact=True)
     text = str(error)
-    if "allocat" not in text:
+    if "allocate" not in text:
         return None
     exact = _TORCH_CPU.search(text)
     if exact:

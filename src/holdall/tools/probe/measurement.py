@@ -85,7 +85,7 @@ def _play(model: Any, play_s: float) -> list[Step]:
     def get_observation(seen: Any) -> Any:
         return _copy(seen if normalizer is None else normalizer.get_original_obs())
 
-    steps = []
+    steps: list[Step] = []
     deadline = time.monotonic() + play_s
     obs = get_observation(env.reset())
     while len(steps) * env.num_envs < MAX_TRANSITIONS and (time.monotonic() < deadline or len(steps) < 2):
@@ -168,7 +168,7 @@ def _cut_batch(model: Any, steps: list[Step]) -> int:
     wanted = int(getattr(model, "batch_size", 0) or model.n_steps * model.n_envs)
     obs = steps[0][0]
     arrays = list(obs.values()) if isinstance(obs, dict) else [obs]
-    row_bytes = sum(4 * array[0].size for array in arrays)
+    row_bytes = sum(4 * int(array[0].size) for array in arrays)
     free = _read_free_memory()
     most = max(int(free * _MAX_BATCH_SHARE) // max(row_bytes, 1), 2)
     return min(wanted, most)
@@ -266,7 +266,7 @@ def _read_call(call: Recorded) -> Step | None:
 def _store(steps: list[Step], notes: tuple[str, ...], *, is_rollout: bool) -> dict[str, Any]:
     """Return `stored` and `notes`."""
     try:
-        from holdall.tools.plan.stored import measure_steps  # noqa: PLC0415  Only where holdall is installed.
+        from holdall.tools.probe.stored import measure_steps  # noqa: PLC0415  Only where holdall is installed.
     except ImportError:
         return {"notes": (*notes, "holdall is not installed where the command runs, so its need was not measured.")}
     try:
