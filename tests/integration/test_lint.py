@@ -209,6 +209,16 @@ def test_a_command_without_a_mistake_ends_with_0_and_json_has_its_buffers(projec
     assert buffer == {"title": "the replay buffer", "capacity": 20_000, "bytes": 20_000 * 40, "is_exact": True}
 
 
+def test_a_command_without_models_and_buffers_says_so(project: Path) -> None:
+    (project / "loop.py").write_text(
+        "import gymnasium\nenv = gymnasium.make('CartPole-v1')\nenv.reset()\n"
+        "while True:\n    if any(env.step(0)[2:4]):\n        env.reset()\n"
+    )
+    told = lint("--", sys.executable, "loop.py")
+    assert told.exit_code == 0, told.stderr
+    assert told.stdout.splitlines()[1:] == ["no model and no buffer was found", "0 errors, 0 warnings, 0 infos"]
+
+
 def test_a_command_that_fails_is_exit_code_1_with_its_last_line(project: Path) -> None:
     (project / "sac.py").write_text("raise ValueError('no simulator here')\n")
     told = lint("--", sys.executable, "sac.py")

@@ -164,7 +164,7 @@ def _summarise_run(run: Snapshot) -> list[str]:
     lines += [_describe_model(model) for model in models]
     owned = [model.buffer for model in models]
     lines += [_describe_buffer(buffer) for buffer in describe_buffers(run) if buffer not in owned]
-    return lines
+    return lines if len(lines) > 1 else [*lines, "no model and no buffer was found"]
 
 
 def _describe_model(model: TrainedModel) -> str:
