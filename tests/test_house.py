@@ -11,8 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "holdall"
-TWINS = {"ReplayMemory", "ReplayBuffer", "RolloutBuffer"}
-"""Public classes that are named after the class that they replace, or after the local class that they represent."""
+TWINS = {"ReplayMemory", "ReplayBuffer", "RolloutBuffer", "Snapshot"}
+"""Public classes that are named after the class that they replace, or after the local class that they represent.
+A `Snapshot` is what a checkpoint is made of, and what a probe found."""
 VAGUE = re.compile(r"(utils|helpers|common|misc|manager)")
 
 

@@ -1,22 +1,59 @@
-"""Plan from Python: `holdall.plan.model(model)`; the work is in `holdall.tools.plan`."""
+"""Plan from Python: `holdall.plan.model(model)`, `holdall.plan.command(...)`. `holdall.tools.plan` does the work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from holdall.tools.plan.config import spec_from_model
-from holdall.tools.plan.planner import Plan, make_plan
+from holdall.errors import ArgumentError
+from holdall.tools.plan.planner import Plan, find_limits, plan_command, plan_snapshot
+from holdall.tools.probe.inspection import inspect
+from holdall.tools.probe.measurement import measure_model, read_status
+from holdall.tools.probe.snapshot import Snapshot
 from holdall.units import parse_bytes
 
-__all__ = ["model"]
+__all__ = ["command", "model"]
+
+_MEASURE_S = 10.0
 
 
-def model(model: Any, *, budget: str | int | None = None, networks: bool = True) -> Plan:
+def model(
+    model: Any, *, total_timesteps: int | None = None, budget: str | int | None = None, measures: bool = False
+) -> Plan:
     """Plan the run of a live model of Stable-Baselines3, before `learn`.
+
+    The model is neither changed nor stepped. With `measures=True`, its environments play up to 1,000 steps and it makes
+    two updates; make a new model afterwards.
+
+    Args:
+        total_timesteps: Argument of `learn`: the buffer may never fill.
+        budget: Bytes, or text such as "8GiB": a limit beside those of the machine.
+        measures: Measure an update, and what holdall's memory takes.
+    """
+    if not hasattr(model, "observation_space") or not hasattr(model, "policy_class"):
+        raise ArgumentError(f"model ({type(model).__name__}) must be a model of Stable-Baselines3.")
+    resident = read_status("VmRSS")
+    context = {"model": model, "total_timesteps": 0 if total_timesteps is None else total_timesteps}
+    found = inspect(context)
+    if total_timesteps is None:
+        found["models"] = tuple(replace(one, total_timesteps=None) for one in found["models"])
+    if measures:
+        measured = measure_model(model, _MEASURE_S)
+        found |= measured | {"notes": (*found["notes"], *measured["notes"])}
+    snapshot = Snapshot("holdall.plan.model", "model", resident_bytes=resident, **found)
+    return plan_snapshot(snapshot, None, find_limits(None if budget is None else parse_bytes(budget, "budget")))
+
+
+def command(
+    command: Sequence[str], *, budget: str | int | None = None, timeout_s: float = 300.0, **changes: int
+) -> Plan:
+    """Run `command` until it is about to train, measure it, and plan it.
 
     Args:
         budget: Bytes, or text such as "8GiB": a limit beside those of the machine.
-        networks: Trace an update, which takes some seconds.
+        timeout_s: Seconds after which the command is stopped.
+        changes: Other values to plan with, such as `buffer_size=200_000`.
     """
-    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
-    return make_plan(spec_from_model(model), budget_bytes=budget_bytes, networks=networks)
+    limits = find_limits(None if budget is None else parse_bytes(budget, "budget"))
+    return plan_command(command, changes, limits, timeout_s=timeout_s)

@@ -11,7 +11,7 @@ import pytest
 from holdall.tools.report import read_report
 
 from .chromium import Browser, Page, find
-from .examples import buffers, long_run, plan_page, results
+from .examples import buffers, long_run, results
 
 Open = Callable[..., Page]
 TESTS = Path(__file__).parents[1]
@@ -44,8 +44,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: folder / f"{name}.html" for name in files}
     for name, file in files.items():
         made[name].write_text(read_report(file).page(), encoding="utf-8")
-    made["plan"] = folder / "plan.html"
-    made["plan"].write_text(plan_page(), encoding="utf-8")
     return made
 
 

@@ -6,12 +6,6 @@ import json
 import math
 from typing import Any
 
-from holdall.cli.plan import write_plan_page
-from holdall.machine import Limit
-from holdall.tools.plan.config import spec_from_settings
-from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts, PlanInputs, UpdateBytes
-from holdall.tools.plan.planner import plan_from_inputs
-
 MIB, GIB = 2**20, 2**30
 HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>\"'&"
 
@@ -93,17 +87,3 @@ def buffers() -> str:
                 "note": "" if exact else "next observations wrong in 61 rows",
             })  # fmt: skip
     return _text(lines)
-
-
-def plan_page() -> str:
-    """The page of a plan that does not fit."""
-    spec, _ = spec_from_settings(
-        {"algo": "sac", "obs": {"image": "84x84x3:uint8", "vector": "31"}, "action": 8, "name": HOSTILE}
-    )
-    traced = UpdateBytes(10 * MIB, 40 * MIB, 40 * MIB, 0, 60 * MIB, 55 * MIB)
-    measured = MeasuredCosts(350 * MIB, 160 * MIB, spec.batch, traced, traced)
-    limit = Limit("free memory of this machine", 24 * GIB, 24 * GIB)
-    known = PlanInputs(
-        measured, MachineLimits((limit,), disk=limit), HoldallNeed(21_338.0, 4_400.0, 30 * MIB, 2_000, {})
-    )
-    return write_plan_page(plan_from_inputs(spec, known, ["a note"]))

@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import Open
 
-KINDS = ["recorded", "long", "results", "buffers", "plan"]
+KINDS = ["recorded", "long", "results", "buffers"]
 
 _DRAWN = """[...document.querySelectorAll('.plot svg path, .bars rect.mark, .bars circle.mark')]
     .map((shape) => shape.getBoundingClientRect()).filter((box) => box.width > 0).length"""
@@ -74,7 +74,7 @@ def test_pages_of_real_results_are_no_different(kind: str, pages: dict[str, Path
 
 
 def test_what_a_file_says_never_becomes_code(pages: dict[str, Path], opened: Open) -> None:
-    for kind in ("long", "plan"):
+    for kind in ("long",):
         page = opened(pages[kind])
         assert page.ask("window.harmed") is None
         assert page.ask("document.images.length") == 0
@@ -162,7 +162,7 @@ def test_a_tooltip_stays_inside_of_a_narrow_page(pages: dict[str, Path], opened:
 
 
 def test_the_theme_can_be_switched_and_is_said(pages: dict[str, Path], opened: Open) -> None:
-    page = opened(pages["plan"])
+    page = opened(pages["results"])
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.ask(ground)
     assert page.ask("document.getElementById('theme').textContent") == "Dark"

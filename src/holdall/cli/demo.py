@@ -26,11 +26,9 @@ from holdall.cli import AsJson, OptText, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import memory_limits
 from holdall.tools.bench import messages, module_command
-from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
-from holdall.tools.plan.environments import run_probe
-from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs
-from holdall.tools.plan.spec import Spec
+from holdall.tools.demo import CheckpointFingerprint, DemoResult
+from holdall.tools.plan.needs import HoldallUse, RunNeeds
+from holdall.tools.plan.planner import plan_settings
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 
@@ -96,7 +94,7 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
     heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
-    measured = _measured()
+    measured = _measure_needs()
     fitted = plan_fit(steps + transitions, limit_bytes, measured)
     machine = min(limit.free_bytes for limit in memory_limits())
     million = plan_fit(A_MILLION, machine, measured)
@@ -108,7 +106,7 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     console.print(f"  {steps + transitions:,}, with a limit of {format_bytes(fitted.limit_bytes)}:")
     for buffer, (size, fit) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
-    console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
+    console.print("  [dim]the libraries, an update and the buffers, as measured here[/]")
 
     heading(2, "Train with Stable-Baselines3's replay buffer")
     task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
@@ -182,25 +180,26 @@ class DemoFit:
         return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
 
 
-def _spec(transitions: int) -> Spec:
-    rover = CameraRover()
-    return Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
+def _measure_needs() -> RunNeeds:
+    """Measure what the demo's training needs, by a probe of a stand-in for it."""
+    settings = {
+        "algo": "sac",
+        "env": "holdall.tools.demo:CameraRover",
+        "capacity": MIN_TRANSITIONS,
+        "batch_size": 32,
+        "policy_kwargs": {"net_arch": [64, 64]},
+    }
+    return plan_settings(settings).needs
 
 
-def _measured() -> MeasuredCosts:
-    """Measure what the libraries take here."""
-    base = run_probe("baseline", spec=_spec(MIN_TRANSITIONS), networks=True, traces=False)
-    return MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
-
-
-def plan_fit(transitions: int, limit_bytes: int | None, measured: MeasuredCosts) -> DemoFit:
+def plan_fit(transitions: int, limit_bytes: int | None, measured: RunNeeds) -> DemoFit:
     """Plan the demo's training."""
-    spec = _spec(transitions)
-    known = PlanInputs(measured, MachineLimits(()), need_from_spaces(spec))
-    needs = [known.need_bytes(spec, holdall=holdall) for holdall in (False, True)]
-    limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
-    plain, own = (str(known.within(limit).verdict(spec, holdall=holdall)) for holdall in (False, True))
-    return DemoFit(limit, needs[0], plain, needs[1], own)
+    needs = measured.resized(transitions)
+    plain = needs.need_bytes(None)
+    own = needs.need_bytes(HoldallUse())
+    limit = (plain + own) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
+    verdicts = [str(needs.verdict(use, limit)) for use in (None, HoldallUse())]
+    return DemoFit(limit, plain, verdicts[0], own, verdicts[1])
 
 
 def latest_reading(record: Path) -> str:

@@ -17,7 +17,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from holdall import lint
 from holdall.errors import ArgumentError, HoldallError
 from holdall.sb3.checkpoint import CheckpointCallback
-from holdall.tools.lint.engine import as_line
+from holdall.tools.lint.output import format_line
 from holdall.tools.watch.reading import GROUPS, MemoryReading
 from holdall.watch import OnPressure, Watch, start
 
@@ -179,11 +179,11 @@ class LintCallback(BaseCallback):
         fails_from = self.settings.fails_from
         fatal = [one for one in self.findings if fails_from is not None and one.severity >= fails_from]
         if fatal:
-            raise LintError("; ".join(map(as_line, fatal)))
+            raise LintError("; ".join(map(format_line, fatal)))
         least = lint.Severity.INFO if self.verbose > 1 else lint.Severity.WARNING
         for finding in self.findings:
             if finding.severity >= least:
-                warnings.warn(as_line(finding), LintWarning, stacklevel=2)
+                warnings.warn(format_line(finding), LintWarning, stacklevel=2)
 
     def _on_step(self) -> bool:
         return True

@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("stable_baselines3")
 
 from holdall.machine import _directories
-from holdall.tools.plan.config import spec_from_settings
 
 _PLANNER_BYTES = 128 * 2**20
 """The process that plans is in the group as well, and takes its share of the limit."""
@@ -36,15 +35,16 @@ RUNS: dict[str, dict[str, Any]] = {
 _RUN = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-from holdall.tools.plan.sb3_model import build_model, make_env
-from holdall.tools.plan.spec import Spec
-spec = Spec.from_dict(json.load(sys.stdin))
-model = build_model(spec, env=make_env(spec))
-if spec.on_policy:
-    model.learn(3 * spec.rollout_steps * spec.num_envs)
+from holdall.tools.plan.stand_in import build_model, describe_run
+run = describe_run(json.load(sys.stdin))
+if "n_steps" in run.changes:
+    model = build_model(run.arguments | {"n_steps": run.changes["n_steps"]})
+    model.learn(3 * model.n_steps * model.n_envs)
 else:
-    model.learning_starts = spec.capacity
-    model.learn(spec.capacity + 60)
+    capacity = run.changes["buffer_size"]
+    model = build_model(run.arguments | {"capacity": capacity})
+    model.learning_starts = capacity
+    model.learn(capacity + 60)
 """
 
 
@@ -93,7 +93,6 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_is_said_to_fit_lives_and_one_far_beyond_the_limit_dies(name: str, group: Path) -> None:
     settings = RUNS[name]
-    spec, _ = spec_from_settings(settings)
     plan = [sys.executable, "-m", "holdall", "plan", *_flags(settings), "--json"]
     free = json.loads(_inside(group, plan).stdout)
     need, most = free["checks"][0]["need_bytes"], free["checks"][0]["most_bytes"]
@@ -101,7 +100,7 @@ def test_a_run_that_is_said_to_fit_lives_and_one_far_beyond_the_limit_dies(name:
     for limit in (int(0.7 * need), (need + most) // 2, most + _PLANNER_BYTES):
         _limit(group, limit)
         verdict = json.loads(_inside(group, plan).stdout)["verdict"]
-        done = _inside(group, [sys.executable, "-c", _RUN], json.dumps(spec.as_dict()))
+        done = _inside(group, [sys.executable, "-c", _RUN], json.dumps(settings))
         ends[limit] = (verdict, done.returncode)
         assert verdict != "fits" or done.returncode == 0, (limit, done.stderr[-500:])
     verdicts = [verdict for verdict, _ in ends.values()]

@@ -15,7 +15,10 @@ from stable_baselines3.common.vec_env import VecFrameStack
 import holdall
 from holdall import lint
 from holdall.sb3 import LintCallback, LintError, LintWarning, ReplayBuffer
-from holdall.tools.lint.source.models import read_model
+from holdall.tools.lint.described import describe_models
+from holdall.tools.lint.subjects import TrainedModel
+from holdall.tools.probe.inspection import inspect_model
+from holdall.tools.probe.snapshot import Snapshot
 
 
 class Camera(gym.Env[Any, Any]):
@@ -36,16 +39,27 @@ def ids(*arguments: Any, **keywords: Any) -> set[str]:
     return {finding.rule for finding in lint.model(*arguments, **keywords)}
 
 
+def describe(model: Any, total_timesteps: int | None = None) -> TrainedModel:
+    (described,) = describe_models(Snapshot("", "live", **inspect_model(model, total_timesteps, [])))
+    return described
+
+
+class OwnSAC(SAC):
+    pass
+
+
 def test_every_value_of_a_live_model_is_known() -> None:
-    run = read_model(SAC("MultiInputPolicy", Camera(), buffer_size=100), 50)
-    assert run.algorithm.name == "SAC"
-    assert run.environments.number == 1
-    assert run.environments.observation is not None
-    assert run.environments.observation.nbytes == 36 * 36 * 3 + 31 * 4
-    assert run.whole("buffer_size") == 100
-    assert run.value("replay_buffer_class") is None
-    assert run.value("train_freq") == (1, "step")
-    assert run.total_timesteps == 50
+    model = describe(OwnSAC("MultiInputPolicy", Camera(), buffer_size=100), 50)
+    assert model.algorithm == "SAC"
+    assert model.place.path == "live OwnSAC"
+    assert not model.is_on_policy
+    assert (model.n_envs, model.device) == (1, "cpu")
+    assert {part.name: part.nbytes for part in model.observation} == {"image": 36 * 36 * 3, "vector": 31 * 4}
+    assert model.count("buffer_size") == 100
+    assert model.train_freq == (1, "step")
+    assert model.total_timesteps == 50
+    assert model.buffer is not None
+    assert (model.buffer.capacity, model.buffer.library) == (100, "sb3")
 
 
 def test_a_buffer_beyond_the_budget_is_found_with_the_bytes_that_were_allocated() -> None:
@@ -55,10 +69,25 @@ def test_a_buffer_beyond_the_budget_is_found_with_the_bytes_that_were_allocated(
     allocated = sum(array.nbytes for array in [*arrays, buffer.rewards, buffer.dones, buffer.timeouts])
     (finding,) = lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated - 1))
     assert finding.numbers["needed_bytes"] == allocated
+    assert finding.severity is lint.Severity.WARNING  # the run may be too short to fill the buffer
+    (certain,) = lint.model(model, 2_000, settings=lint.Settings(select=("M01",), budget=allocated - 1))
+    assert certain.severity is lint.Severity.ERROR
+    assert lint.model(model, 500, settings=lint.Settings(select=("M01",), budget=allocated - 1)) == []
     assert lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated)) == []
 
 
-def test_holdalls_own_buffer_is_not_judged_by_the_plain_layout() -> None:
+def test_holdalls_own_buffer_is_judged_by_its_budget() -> None:
+    kwargs = {"budget": "64MiB"}
+    model = SAC(
+        "MultiInputPolicy", Camera(), buffer_size=1_000, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=kwargs
+    )
+    (finding,) = lint.model(model, settings=lint.Settings(select=("M",), budget="32MiB"))
+    assert (finding.rule, finding.numbers["needed_bytes"]) == ("M01", 64 * 2**20)
+    assert "may take its budget of 67.11 MB (64.00 MiB)" in finding.message
+    assert lint.model(model, settings=lint.Settings(select=("M",), budget="128MiB")) == []
+
+
+def test_holdalls_own_buffer_without_a_budget_is_not_judged_by_the_plain_layout() -> None:
     model = SAC("MultiInputPolicy", Camera(), buffer_size=1_000, replay_buffer_class=ReplayBuffer)
     assert lint.model(model, settings=lint.Settings(select=("M",), budget=1)) == []
 
@@ -82,7 +111,8 @@ def test_images_as_floats_and_stacks_are_seen() -> None:
     env = VecFrameStack(make_vec_env(Screen, n_envs=1), n_stack=4)
     model = DQN("MlpPolicy", env, buffer_size=100)
     assert "M06" in ids(model)
-    assert read_model(model).environments.stack == 4
+    assert describe(model).frame_stack == 4
+    assert describe(model).buffer.repeated_bytes == 100 * 36 * 36 * 4 * 7  # type: ignore[union-attr]  # it has one
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -3,11 +3,22 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdall import lint
 from holdall.errors import ArgumentError
 
-DUMP = "import pickle\npickle.dump(replay_buffer, file)\n"
+DUMP = "import pickle\npickle.dump(replay_buffer, file, 4)\n"
+WORDS = st.sampled_from(
+    [
+        "import torch", "import pickle", "x", "=", "(", ")", "[", "]", ".", ",", ":", "\n", "\n    ", "for x in y:",
+        "if x:", "def f(x):", "class A:", "deque(maxlen=5000)", "x.append((a, b, c, next_a))", "loss.backward()",
+        "model.learn(5)", "SAC('M', env)", "pickle.dump(buffer, x)", "lambda", "**", "1e9", "f'{x / 1024**3} GB'",
+        "self.x", "# holdall: ignore[S03]", "from stable_baselines3 import SAC", "SubprocVecEnv([f])", "env.step(x)",
+        "é", "\x00",
+    ]
+)  # fmt: skip
 
 
 def test_text_and_files_say_the_same(tmp_path: Path) -> None:
@@ -20,22 +31,27 @@ def test_text_and_files_say_the_same(tmp_path: Path) -> None:
     assert lint.text(DUMP, settings=lint.Settings(ignore=("S03",))) == []
 
 
-def test_a_file_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_decoded_is_named_and_does_not_stop_a_directory(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_bytes(b"# -*- coding: utf-8 -*-\n'\xff'")
+    (tmp_path / "save.py").write_text(DUMP)
     with pytest.raises(ArgumentError, match=r"train\.py"):
         lint.files([file])
+    assert [finding.rule for finding in lint.files([tmp_path])] == ["S03", "F01"]
 
 
 @pytest.mark.parametrize("text", ["x = " + "(" * 500 + ")" * 500, "x = " + "-" * 5000 + "1", "\x00", "lambda: (yield"])
 def test_a_file_that_python_cannot_parse_is_a_finding(text: str) -> None:
-    (finding,) = lint.text(text)
-    assert finding.rule == "F01"
+    assert {finding.rule for finding in lint.text(text)} == {"F01"}
 
 
 def test_deep_and_long_files_are_read() -> None:
     deep = "".join(f"{'    ' * depth}if x:\n" for depth in range(90)) + "    " * 90 + "pass\n"
     assert lint.text(deep) == []
-    chain = "N0 = 1\n" + "".join(f"N{i} = N{i - 1}\n" for i in range(1, 2000))
-    found = lint.text(chain + "from stable_baselines3 import PPO\nPPO('M', 'E', n_steps=N1999, batch_size=3)\n")
-    assert {finding.rule for finding in found} == {"L05", "L13"}
+    assert lint.text("N0 = 1\n" + "".join(f"N{i} = N{i - 1}\n" for i in range(1, 2000))) == []
+
+
+@given(st.lists(WORDS, max_size=40).map(" ".join))
+def test_any_text_is_answered(text: str) -> None:
+    for finding in lint.text(text):
+        assert finding.message

@@ -1,85 +1,51 @@
-"""What is printed: lines, JSON by its documented keys, SARIF as code hosts read it."""
+"""What is printed: lines, counts, JSON with the documented keys, and the explanation of a rule."""
 
 import json
 
-from holdall.tools.lint.engine import as_json, as_sarif, as_text, check_text, explain
-from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint import text
+from holdall.tools.lint.finding import Severity
+from holdall.tools.lint.output import describe_findings, explain, format_findings
 from holdall.tools.lint.rules import RULES
 
-FINDINGS = check_text(
-    "import pickle\npickle.dump(replay_buffer, file)\nfor b in c:\n    loss.backward()\n    total += loss\n",
-    "src/my train.py",
-    RULES,
-    REFERENCE_MACHINE,
+FINDINGS = text(
+    "import gc\nimport pickle\npickle.dump(replay_buffer, file, 4)\nfor b in c:\n    gc.collect()\n", "src/my train.py"
 )
 
 
-def test_text_is_one_line_a_finding_and_one_that_counts() -> None:
-    lines = as_text(FINDINGS).split("\n")
-    assert lines[0].startswith("src/my train.py:2:1: S03 warning: ")
+def test_infos_are_counted_and_listed_on_request() -> None:
+    lines = format_findings(FINDINGS, Severity.WARNING).split("\n")
+    assert len(lines) == 2
+    assert lines[0].startswith("src/my train.py:3:1: S03 warning: replay_buffer is pickled with protocol 4")
     assert lines[0].endswith("[pickle-copies-arrays]")
-    assert lines[-1] == "0 errors, 2 warnings, 0 infos"
+    assert lines[1] == "0 errors, 1 warning, 1 info (--infos lists them)"
+    all_lines = format_findings(FINDINGS, Severity.INFO).split("\n")
+    assert all_lines[1].startswith("src/my train.py:5:5: P06 info: gc.collect() in a loop")
+    assert all_lines[2] == "0 errors, 1 warning, 1 info"
 
 
 def test_json_has_the_documented_keys() -> None:
-    data = json.loads(json.dumps(as_json(FINDINGS, 1)))
+    data = json.loads(json.dumps(describe_findings(FINDINGS, 1)))
     assert list(data) == ["schema_version", "files", "counts", "findings"]
-    assert data["counts"] == {"error": 0, "warning": 2, "info": 0}
+    assert data["counts"] == {"error": 0, "warning": 1, "info": 1}
     assert data["findings"][0] == {
         "rule": "S03",
         "name": "pickle-copies-arrays",
         "severity": "warning",
         "message": FINDINGS[0].message,
         "path": "src/my train.py",
-        "line": 2,
+        "line": 3,
         "column": 1,
-        "end_line": 2,
-        "end_column": 33,
+        "end_line": 3,
+        "end_column": 36,
         "numbers": {"protocol": 4},
         "fixable": True,
     }
 
 
-def test_sarif_has_what_the_standard_requires() -> None:
-    log = json.loads(json.dumps(as_sarif(FINDINGS, RULES, "0.1.0")))
-    assert log["version"] == "2.1.0"
-    (run,) = log["runs"]
-    rules = run["tool"]["driver"]["rules"]
-    assert [rule["id"] for rule in rules] == list(RULES)
-    for result in run["results"]:
-        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
-        assert result["level"] in {"error", "warning", "note"}
-        assert result["message"]["text"]
-        (location,) = result["locations"]
-        region = location["physicalLocation"]["region"]
-        assert min(region.values()) >= 1
-        assert location["physicalLocation"]["artifactLocation"]["uri"] == "src/my%20train.py"
-    (fix,) = run["results"][0]["fixes"]
-    (change,) = fix["artifactChanges"]
-    (replacement,) = change["replacements"]
-    assert replacement["insertedContent"]["text"] == ", protocol=5"
-
-
-def test_a_fingerprint_outlives_lines_that_move() -> None:
-    text = "import pickle\npickle.dump(replay_buffer, file)\n"
-    first, moved = (
-        as_sarif(check_text(version, "a.py", RULES, REFERENCE_MACHINE), RULES, "0")["runs"][0]["results"][0]
-        for version in (text, "\n\n" + text)
-    )
-    assert first["partialFingerprints"] == moved["partialFingerprints"]
-    assert first["locations"] != moved["locations"]
-
-
-def test_a_rule_is_explained_with_its_example() -> None:
-    text = explain(RULES["L05"])
-    assert text.startswith("### L05 batch-does-not-divide-rollout (warning)")
-    assert "**Why it matters.**" in text
-    assert "```yaml" in text
-
-
-def test_a_path_that_is_no_unicode_is_quoted_byte_by_byte() -> None:
-    """Python reads the byte 0xff of a file name as a lone surrogate."""
-    found = check_text("import pickle\npickle.dump(replay_buffer, file)\n", "a\udcff.py", RULES, REFERENCE_MACHINE)
-    (result,) = as_sarif(found, RULES, "0")["runs"][0]["results"]
-    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "a%FF.py"
-    assert result["partialFingerprints"]
+def test_a_rule_is_explained_with_its_examples() -> None:
+    lines = explain(RULES["L05"]).split("\n")
+    assert lines[0] == "# L05 batch-does-not-divide-rollout (warning)"
+    assert lines.count("```python") == 2
+    assert any(line.startswith("**Why is this bad?**") for line in lines)
+    assert "`holdall lint -- COMMAND`" in lines[2]
+    assert "`holdall lint FILES`" in explain(RULES["S03"])

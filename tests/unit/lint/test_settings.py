@@ -6,9 +6,9 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.machine import Limit
-from holdall.tools.lint.engine import LintSettings, find_settings, read_settings
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.settings import LintSettings, find_settings, read_settings
 
 
 def test_all_rules_are_in_force_unless_told_otherwise() -> None:
@@ -25,20 +25,19 @@ def test_prefixes_select_and_ignore() -> None:
 @pytest.mark.parametrize("wrong", [{"select": ("X",)}, {"ignore": ("M99",)}])
 def test_a_rule_that_does_not_exist_is_refused(wrong: dict[str, tuple[str, ...]]) -> None:
     with pytest.raises(ArgumentError, match="rule"):
-        LintSettings().but(**wrong).rules()
+        LintSettings().change(wrong).rules()
 
 
 def test_limits_are_the_users_before_the_machines() -> None:
-    machine = LintSettings(budget="9.21GB", vram="16GiB", sb3_version="2.7.0").machine()
+    machine = LintSettings(budget="9.21GB", vram="16GiB").machine()
     assert (machine.limit_bytes, machine.limit_name) == (9_210_000_000, "the budget")
     assert machine.vram_bytes == 16 * 2**30
-    assert machine.sb3 == (2, 7, 0)
     assert machine.cores >= 1
 
 
 def test_a_container_that_allows_less_than_the_machine_has_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Limit("control group /sys/fs/cgroup/train", 0, 2**20)
-    monkeypatch.setattr("holdall.tools.lint.run.control_groups", lambda: [group])
+    monkeypatch.setattr("holdall.tools.lint.machine.control_groups", lambda: [group])
     machine = LintSettings().machine()
     assert (machine.limit_bytes, machine.limit_name) == (2**20, group.name)
     assert machine.is_contained
@@ -61,7 +60,7 @@ def test_the_nearest_pyproject_is_read(tmp_path: Path) -> None:
     below.mkdir(parents=True)
     settings = find_settings(below)
     assert settings == LintSettings(select=("M", "L"), ignore=("L10",), fail_on="warning", budget="32GB")
-    assert settings.but(budget="8GB", ignore=None).budget == "8GB"
+    assert settings.change({"budget": "8GB", "ignore": None}).budget == "8GB"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from holdall.tools.plan.environments import (
     parse_space,
     space_from_dict,
     space_to_dict,
-    stacked_space,
 )
 
 
@@ -86,27 +85,6 @@ def test_a_space_survives_the_way_to_another_process(space: spaces.Space[Any]) -
 def test_a_space_that_cannot_be_stored_is_not_described() -> None:
     with pytest.raises(ArgumentError, match="Text"):
         space_to_dict(spaces.Text(5))
-
-
-def test_stacks_join_frames_as_stable_baselines3_does() -> None:
-    vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
-    from holdall.tools.plan.sb3_model import SpaceEnv
-
-    for space in (
-        spaces.Box(0, 255, (8, 9, 1), np.uint8),
-        spaces.Box(0, 255, (1, 8, 9), np.uint8),
-        spaces.Box(-1, 1, (5,), np.float32),
-        spaces.Dict({"image": spaces.Box(0, 255, (8, 9, 3), np.uint8), "v": spaces.Box(-1, 1, (5,), np.float32)}),
-    ):
-        made = vec_env.VecFrameStack(vec_env.DummyVecEnv([lambda s=space: SpaceEnv(s, spaces.Discrete(2))]), 4)
-        assert stacked_space(space, 4) == made.observation_space
-    with pytest.raises(ArgumentError, match="frame_stack"):
-        stacked_space(spaces.Discrete(3), 4)
-
-
-def test_a_stack_that_would_take_gigabytes_to_describe_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="frame_stack"):
-        stacked_space(spaces.Box(0, 255, (84, 84, 3), np.uint8), 10**6)
 
 
 def test_images_are_what_stable_baselines3_convolves() -> None:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import Limit, memory_limits
+from holdall.machine import memory_limits
 from holdall.tools.bench import ChildError, OnProgress, Task, result_of, run_task
-from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.environments import space_from_dict
-from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import FitVerdict, MachineLimits, MeasuredCosts, PlanInputs, TrainingProbe
-from holdall.tools.plan.planner import PROFILES, code_to_paste, largest_size, make_plan, share_profiles
+from holdall.tools.plan.needs import Experience, FitVerdict, HoldallUse, RunNeeds
+from holdall.tools.plan.planner import PROFILES, Plan, find_limits, name_policy, plan_settings, write_model_code
 from holdall.tools.plan.spec import ALGORITHMS, Spec
+from holdall.tools.probe.stored import measure_spaces
 from holdall.units import format_bytes, parse_bytes
 
 ALGOS = ("sac", "td3", "dqn", "ppo")
@@ -183,27 +182,51 @@ def run_seconds(trial: Mapping[str, Any], size: ProfileSize, timesteps: int, *, 
 
 
 def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict[str, Any]]) -> ProfileSize:
-    """Ask the plan for what fits into a profile's share, over the memory that the trial showed."""
-    trial = trials.get("sb3") or next(iter(trials.values()))
-    seen, taken = space_from_dict(trial["observation"]), space_from_dict(trial["action"])
-    n_steps = settings.batch_size if settings.on_policy else 0
-    spec = Spec(settings.algo, seen, taken, batch_size=batch, n_steps=n_steps)
-    tried = spec.but(n_steps=trial["size"]) if settings.on_policy else spec.but(capacity=trial["size"])
-    has_sb3_buffer = "sb3" in trials
-    probe = TrainingProbe(
-        constructed_bytes=trial["peaks"]["construct"],
-        trained_bytes=trial["peaks"]["train"],
-        kept_bytes=trial["kept_bytes"],
-        buffer_bytes=tried.layout().resident_bytes(trial["size"]) if has_sb3_buffer else 0,
-        copied_bytes=tried.layout().flatten_bytes if has_sb3_buffer else 0,
-    )
-    room = MachineLimits((Limit("--limit", settings.limit_bytes, settings.limit_bytes),))
-    known = PlanInputs(MeasuredCosts(probe=probe), room, need_from_spaces(spec))
-    found = next(profile for profile in share_profiles(spec, known) if profile.name == name)
-    largest = {"sb3": found.sb3_size, "holdall": found.holdall_size or 0}
+    """Compute what fits into a profile's share, over the memory that the trial showed."""
+    share, _ = PROFILES[name]
+    limit_bytes = int(settings.limit_bytes * share)
+    needs = _needs_of_trial(settings, batch, trials)
+    largest = {
+        "sb3": needs.largest_size(None, limit_bytes),
+        "holdall": needs.largest_size(HoldallUse(), limit_bytes),
+    }
     fits = tuple(buffer for buffer in settings.buffers if largest[buffer] > batch)
     size = largest["sb3" if "sb3" in fits else "holdall"]
-    return ProfileSize(found.share, found.limit_bytes, batch, size, found.holdall_size, fits)
+    return ProfileSize(share, limit_bytes, batch, size, largest["holdall"], fits)
+
+
+def _needs_of_trial(settings: BenchSettings, batch: int, trials: dict[str, dict[str, Any]]) -> RunNeeds:
+    """Return what a run needs, from the peaks of a trial's phases."""
+    trial = trials.get("sb3") or next(iter(trials.values()))
+    observation = space_from_dict(trial["observation"])
+    action = space_from_dict(trial["action"])
+    size = {"n_steps": trial["size"]} if settings.on_policy else {"capacity": trial["size"]}
+    layout = Spec(settings.algo, observation, action, batch_size=batch, **size).layout()
+    experience = Experience(
+        name="buffer",
+        library="SB3",
+        rows=layout.rows,
+        n_envs=layout.n_envs,
+        row_bytes=layout.nbytes / layout.rows,
+        copied_row_bytes=layout.flatten_bytes / layout.rows,
+        is_rollout=settings.on_policy,
+    )
+    base = trial["peaks"]["construct"]
+    has_sb3_buffer = "sb3" in trials
+    known = base + (layout.resident_bytes(trial["size"]) if has_sb3_buffer else 0)
+    kept = max(trial["kept_bytes"] - known, 0)
+    peak = max(trial["peaks"]["train"] - known, kept)
+    return RunNeeds(
+        experience=experience,
+        base_bytes=base,
+        update_bytes=peak - kept,
+        settled_bytes=kept,
+        update_source="measured",
+        batch_size=batch,
+        measured_batch_size=batch,
+        stored=measure_spaces(observation, action, is_rollout=settings.on_policy),
+        free_bytes=settings.limit_bytes,
+    )
 
 
 _PROJECTED_FROM = 0.2
@@ -261,8 +284,10 @@ class Search:
                 f"algo ({settings.algo}) keeps no replay buffer to search the size of; take sac, td3 or dqn"
             )
         self.settings = settings
-        self._holdall = settings.buffers[0] == "holdall"
-        self._spec, self._known = _measure_plan(settings)
+        self._use = HoldallUse() if settings.buffers[0] == "holdall" else None
+        plan = _measure_plan(settings)
+        self._needs = plan.needs
+        self._policy = name_policy(plan.snapshot.models[0])
         self.space = space or self._default_space()
         self._study = optuna.create_study(
             study_name=f"{settings.env} {settings.algo} {settings.buffers[0]} {settings.limit_bytes}",
@@ -309,11 +334,12 @@ class Search:
 
     def code(self, found: SearchTrial) -> str:
         """Return the lines to paste for a trial."""
-        spec = self._spec_of(found.settings)
+        needs = self._needs_with(found.settings)
         lines = [f"torch.set_num_threads({found.settings['threads']})"]
-        if spec.num_envs > 1:
-            lines.append(f"env = make_vec_env(..., n_envs={spec.num_envs})")
-        return "\n".join([*lines, code_to_paste(spec, holdall=self._holdall)])
+        if needs.experience.n_envs > 1:
+            lines.append(f"env = make_vec_env(..., n_envs={needs.experience.n_envs})")
+        algorithm = ALGORITHMS[self.settings.algo].name
+        return "\n".join([*lines, write_model_code(algorithm, self._policy, needs, self._use)])
 
     def _suggest(self, trial: Any) -> dict[str, int]:
         drawn = {"capacity": trial.suggest_int("capacity", *self.space.capacity, log=True)}
@@ -343,9 +369,9 @@ class Search:
         return {"steps_per_second": steps, "samples_per_second": steps * drawn["batch_size"], "peak_bytes": peak}
 
     def _require_fit(self, drawn: dict[str, int]) -> None:
-        spec = self._spec_of(drawn)
-        if self._known.verdict(spec, holdall=self._holdall) is FitVerdict.DOES_NOT_FIT:
-            need = format_bytes(self._known.need_bytes(spec, holdall=self._holdall))
+        needs = self._needs_with(drawn)
+        if needs.verdict(self._use, self.settings.limit_bytes) is FitVerdict.DOES_NOT_FIT:
+            need = format_bytes(needs.need_bytes(self._use))
             raise TrialStopped(f"not started: the plan says {need}, of {format_bytes(self.settings.limit_bytes)}")
 
     def _require_room(self, message: dict[str, Any], base: int) -> None:
@@ -359,25 +385,29 @@ class Search:
                 f"stopped at {format_bytes(resident)}: {format_bytes(foreseen)} to come, of {format_bytes(limit)}"
             )
 
-    def _spec_of(self, drawn: dict[str, int]) -> Spec:
-        return self._spec.but(**{name: drawn[name] for name in ("capacity", "batch_size", "num_envs")})
+    def _needs_with(self, drawn: dict[str, int]) -> RunNeeds:
+        """Return what the run needs with the settings of a trial."""
+        needs = self._needs.with_envs(drawn["num_envs"]).with_batch(drawn["batch_size"])
+        return needs.resized(drawn["capacity"])
 
     def _default_space(self) -> SearchSpace:
         base = self.settings.batch_size
-        most = int(_MORE_THAN_FITS * largest_size(self._spec, self._known, holdall=self._holdall))
+        most = int(_MORE_THAN_FITS * self._needs.largest_size(self._use, self.settings.limit_bytes))
         if most < 4 * base:
             size = format_bytes(self.settings.limit_bytes)
             raise ArgumentError(f"limit ({size}) leaves no room for a buffer besides the process; raise it")
         return SearchSpace((max(most // 16, 2 * base), most), (base, 2 * base, 4 * base, 8 * base), (1, 2, 4), (1, 2))
 
 
-def _measure_plan(settings: BenchSettings) -> tuple[Spec, PlanInputs]:
-    """Measure what the plan needs once; the shipped environment's small network is left out of it."""
-    named = {"env": settings.env_id, "algo": settings.algo, "batch_size": settings.batch_size}
-    spec, environment = spec_from_settings(named)
-    networks = settings.env not in SHIPPED_ENVS
-    plan = make_plan(spec, budget_bytes=settings.limit_bytes, networks=networks, environment=environment)
-    return spec, plan.known
+def _measure_plan(settings: BenchSettings) -> Plan:
+    """Plan the searched run once, by a probe of a stand-in for it."""
+    named = {
+        "env": settings.env_id,
+        "algo": settings.algo,
+        "batch_size": settings.batch_size,
+        "policy_kwargs": dict(settings.policy_kwargs),
+    }
+    return plan_settings(named, find_limits(budget_bytes=settings.limit_bytes))
 
 
 def _optuna() -> Any:

@@ -1,7 +1,14 @@
-"""Lint: find mistakes in a training's configuration, with their numbers, before it starts.
+"""Lint: find mistakes in a training with their figures before it starts. The public name is `holdall.lint`.
 
-`text(source)` and `files(paths)` read scripts and hyperparameter files as syntax and execute nothing;
-`model(model)` looks at a live model. The public name of this package is `holdall.lint`.
+`files` and `text` read scripts as syntax trees and execute nothing. `model` looks at a live model, and `snapshot` at
+what a command had built when `holdall.tools.probe` stopped it.
+
+    rule, rules/        one class per rule, in files by subject
+    source, source_sb3  a file as a syntax tree, for rules about files
+    subjects, described models and buffers of a run as plain data, for rules about runs
+    check               files and runs in, findings out
+    settings, machine   rules in force, limits to compare with
+    output              findings as lines and JSON, a rule as Markdown
 """
 
 from __future__ import annotations
@@ -10,37 +17,49 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.lint.engine import FileChecker, LintSettings, check_runs, check_text, find_files
+from holdall.errors import ArgumentError
+from holdall.tools.lint.check import check_file, check_run, check_text, find_files
+from holdall.tools.lint.described import describe_buffers, describe_models
 from holdall.tools.lint.finding import Finding
-from holdall.tools.lint.source.models import read_model
+from holdall.tools.lint.settings import LintSettings
+from holdall.tools.probe.inspection import inspect_model
+from holdall.tools.probe.snapshot import Snapshot
 
 
 def text(source: str, path: str = "train.py", settings: LintSettings | None = None) -> list[Finding]:
-    """Return what is wrong with a script, or with YAML if `path` ends so."""
+    """Return what is wrong with the text of a script."""
     chosen = settings or LintSettings()
     return check_text(source, path, chosen.rules(), chosen.machine())
 
 
 def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[Finding]:
-    """Return what is wrong with files, and with the scripts and YAML files in directories."""
+    """Return what is wrong with scripts, and with the scripts in directories."""
     chosen = settings or LintSettings()
-    rules, machine = chosen.rules(), chosen.machine()
+    rules = chosen.rules()
+    machine = chosen.machine()
     given = list(paths)
-    checker = FileChecker(rules, machine)
-    named = {path for path in given if not path.is_dir()}
-    found = find_files(given, chosen.exclude)
-    return [finding for path in found for finding in checker.check(path, walked=path not in named)]
+    found: list[Finding] = []
+    for path in find_files(given, chosen.exclude):
+        found += check_file(path, rules, machine, is_named=path in given)
+    return found
 
 
 def model(
     model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = (), settings: LintSettings | None = None
 ) -> list[Finding]:
-    """Return what is wrong with a model of Stable-Baselines3 that is about to be trained.
+    """Return what is wrong with a model of Stable-Baselines3 that is about to be trained, the worst first.
 
     Args:
-        total_timesteps: What `learn` will get; rules about the length of the run are silent without it.
-        callbacks: Those that `learn` will get.
+        total_timesteps: The argument of `learn`. Without it, rules about the length of the run find nothing.
+        callbacks: The callbacks that `learn` will get.
     """
+    seen = Snapshot("", "live", **inspect_model(model, total_timesteps, list(callbacks)))
+    if not seen.models:
+        raise ArgumentError(f"model ({type(model).__name__}) must be a model of Stable-Baselines3 or sb3-contrib")
+    return snapshot(seen, settings)
+
+
+def snapshot(snapshot: Snapshot, settings: LintSettings | None = None) -> list[Finding]:
+    """Return what is wrong with the models and buffers of a run, the worst first."""
     chosen = settings or LintSettings()
-    run = read_model(model, total_timesteps, callbacks)
-    return sorted(check_runs([run], chosen.rules(), chosen.machine()), key=lambda one: (-one.severity, one.rule))
+    return check_run(describe_models(snapshot), describe_buffers(snapshot), chosen.rules(), chosen.machine())

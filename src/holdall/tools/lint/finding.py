@@ -1,132 +1,98 @@
-"""A finding: where, how severe, in words and in numbers; the comment that accepts it; the edit that corrects it.
-
-`# holdall: ignore[M01, L02]` counts for its own line, or alone on a line for the next line of code; without ids it
-ignores every rule; `# holdall: ignore-file[...]` counts for the whole file.
-Invariant: an edit is made only where the text is still what the rule expects, and no two edits overlap.
-"""
+"""A finding of a rule: its place, its severity, its message and figures, and the edit that corrects it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
-
-_COMMENT = re.compile(r"\s*#\s*holdall:\s*ignore(?P<file>-file)?(?:\[(?P<ids>[A-Z0-9,\s]*)\])?", re.ASCII)
-_ID = re.compile(r"[A-Z]\d*")
 
 
 class Severity(IntEnum):
-    """How bad a finding is; a larger number is worse."""
+    """How bad a finding is. A larger number is worse."""
 
-    INFO = 1  # worth knowing
-    WARNING = 2  # costs memory, time or results
-    ERROR = 3  # fails, or does not do what it says
+    INFO = 1
+    """Worth knowing."""
+    WARNING = 2
+    """Costs memory, time or results."""
+    ERROR = 3
+    """Fails, or does something else than it says."""
 
     @property
     def word(self) -> str:
-        """The name as users write it."""
+        """The severity in lower case, as users write it."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class SourceRange:
-    """A range of a file; lines and columns count from 1, the end column is one past the last character."""
+class Place:
+    """A range of a file, or an object of a run.
+
+    Lines and columns start at 1. The end column is one past the last character. Of an object in a run, `path` is its
+    name and all numbers are 0.
+    """
 
     path: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
+    line: int = 0
+    column: int = 0
+    end_line: int = 0
+    end_column: int = 0
 
-    @classmethod
-    def whole(cls, path: str) -> SourceRange:
-        """Return a file's first character, for what concerns all of it."""
-        return cls(path, 1, 1, 1, 1)
+    @property
+    def text(self) -> str:
+        """The place as it is printed: `train.py:3:5`, or the name of an object."""
+        return f"{self.path}:{self.line}:{self.column}" if self.line else self.path
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replace what stands at `place` by `text`, if it is what the rule took it for."""
+    """Replacement of the text `old` at `place` by `text`. It never changes what a training computes."""
 
-    place: SourceRange
+    place: Place
     old: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a rule found."""
+    """One mistake that a rule found."""
 
-    rule: str  # its id
+    rule: str
+    """Code of the rule, such as `L05`."""
     name: str
     severity: Severity
     message: str
-    place: SourceRange
+    place: Place
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
-    edit: Edit | None = None  # safe: it changes nothing that the training computes
-
-
-@dataclass(frozen=True, slots=True)
-class IgnoreComment:
-    """One comment."""
-
-    line: int  # where it stands
-    start: int  # its columns, from 0
-    end: int
-    covers: int  # the line that it is about; 0: all of them
-    ids: frozenset[str]  # empty: every rule
-
-    def accepts(self, finding: Finding) -> bool:
-        """Whether a finding is one of those that the comment is about."""
-        about = self.covers == 0 or finding.place.line <= self.covers <= finding.place.end_line
-        return about and (not self.ids or finding.rule in self.ids)
-
-
-def read_ignores(text: str) -> list[IgnoreComment]:
-    """Return the comments of a file, Python or YAML alike."""
-    lines = text.split("\n")
-    found = []
-    for number, line in enumerate(lines, start=1):
-        match = _COMMENT.search(line) if "holdall:" in line else None
-        if match is None:
-            continue
-        ids = frozenset(_ID.findall(match["ids"] or ""))
-        covers = 0 if match["file"] else number if line[: match.start()].strip() else _next_code(lines, number)
-        found.append(IgnoreComment(number, match.start(), match.end(), covers, ids))
-    return found
-
-
-def _next_code(lines: list[str], number: int) -> int:
-    code = (at for at, line in enumerate(lines[number:], number + 1) if line.strip() and line.lstrip()[0] != "#")
-    return next(code, number)
+    """The figures of the message by name. Sizes are in bytes."""
+    edit: Edit | None = None
 
 
 def apply_edits(text: str, findings: Iterable[Finding]) -> tuple[str, list[Finding]]:
-    """Return the corrected text, and the findings that it corrects."""
+    """Return the corrected text and the findings that were corrected.
+
+    An edit is skipped if its place holds something else than expected, or if it overlaps another edit.
+    """
     lines = text.split("\n")
-    spans = [(*_offsets(lines, one.edit), one.edit, one) for one in findings if one.edit]
+    fixable = [finding for finding in findings if finding.edit is not None]
+    fixable.sort(key=lambda finding: _span(lines, finding.edit), reverse=True)
     made: list[Finding] = []
-    next_start = len(text) + 1
-    for start, end, edit, finding in sorted(spans, key=lambda span: span[:2], reverse=True):
-        if end <= next_start and text[start:end] == edit.old:
-            text = text[:start] + edit.text + text[end:]
-            next_start = start
-            made.append(finding)
+    next_start = len(text)
+    for finding in fixable:
+        edit = finding.edit
+        start, end = _span(lines, edit)
+        if edit is None or end > next_start or text[start:end] != edit.old:
+            continue
+        text = text[:start] + edit.text + text[end:]
+        next_start = start
+        made.append(finding)
     return text, made[::-1]
 
 
-def drop_stale_edits(text: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield findings, without the edits whose place holds something else: a name, where a value was expected."""
-    lines = text.split("\n")
-    for finding in findings:
-        start, end = _offsets(lines, finding.edit) if finding.edit else (0, 0)
-        is_stale = finding.edit is not None and text[start:end] != finding.edit.old
-        yield replace(finding, edit=None) if is_stale else finding
-
-
-def _offsets(lines: Sequence[str], edit: Edit) -> tuple[int, int]:
-    """Return where an edit begins and ends in the text."""
+def _span(lines: Sequence[str], edit: Edit | None) -> tuple[int, int]:
+    """Return the offsets in the text at which an edit begins and ends."""
+    if edit is None:
+        return 0, 0
     place = edit.place
-    start, end = (sum(len(line) + 1 for line in lines[: number - 1]) for number in (place.line, place.end_line))
-    return start + place.column - 1, end + place.end_column - 1
+    start = sum(len(line) + 1 for line in lines[: place.line - 1]) + place.column - 1
+    end = sum(len(line) + 1 for line in lines[: place.end_line - 1]) + place.end_column - 1
+    return start, end

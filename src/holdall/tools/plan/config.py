@@ -1,82 +1,53 @@
-"""Read the run to plan: from options, from a file (TOML, YAML, rl-zoo's hyperparameters), or from a live model.
+"""Read the settings of a run to plan: options, and files (TOML, YAML, hyperparameters of rl-zoo).
 
-In:  values by option, a path, or a model of Stable-Baselines3.  Out: a `Spec`, and what was measured of
-the environment if one was named.
-Invariant: text is never evaluated; an unknown key in one of holdall's own files is refused by name; a live model is
-neither changed nor stepped.
+In:  values by option, or a path.  Out: settings by name, which `stand_in.describe_run` checks.
+Text is never evaluated. An unknown key in one of holdall's own files is refused by name.
 """
 
 from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.plan import environments
-from holdall.tools.plan.spec import (
-    ALGORITHM_CLASSES,
-    ALGORITHMS,
-    REPLAY_CLASSES,
-    Spec,
-    installed_version,
-    parse_version,
-)
+from gymnasium import spaces
 
-_COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
-_SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")
-_TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "name")
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.tools.plan.environments import parse_observation
+from holdall.tools.plan.spec import ALGORITHMS, REPLAY_CLASSES
+
 OPTIONS = {
-    *_COUNTS, *_SWITCHES, *_TEXTS, "algo", "obs", "action", "policy_kwargs", "sb3", "env", "budget", "memory", "vram",
-}  # fmt: skip
+    "action",
+    "algo",
+    "batch_size",
+    "budget",
+    "buffer_class",
+    "capacity",
+    "device",
+    "env",
+    "frame_stack",
+    "handle_timeout_termination",
+    "memory",
+    "n_steps",
+    "name",
+    "num_envs",
+    "obs",
+    "optimize_memory_usage",
+    "policy",
+    "policy_kwargs",
+    "start_method",
+    "total_timesteps",
+    "uses_holdall",
+    "vec_env",
+    "vram",
+    "wrapper",
+}
 _ZOO_NAMES = {"n_envs": "num_envs", "n_timesteps": "total_timesteps", "buffer_size": "capacity"}
 _ZOO_NAMES |= {name: name for name in ("batch_size", "n_steps", "policy", "frame_stack", "optimize_memory_usage")}
 _MOST_BYTES = 4 * 2**20  # of a configuration file
-
-
-def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any] | None]:
-    """Read settings; an environment is made in a throwaway process."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    algo = str(given.get("algo", "")).lower()
-    if algo not in ALGORITHMS:
-        own = {name.lower() for name, one in ALGORITHM_CLASSES.items() if not one.has_plain_buffer}
-        why = "has a buffer of its own class, which plan does not know; it knows" if algo in own else "must be one of"
-        raise ArgumentError(f"algo ({algo or None}) {why} {', '.join(ALGORITHMS)}; name it with --algo")
-    if ALGORITHMS[algo].on_policy and "capacity" in given:
-        raise ArgumentError(
-            f"capacity ({given['capacity']}) is that of a replay buffer, and {algo} has none: it collects rollouts of "
-            "--n-steps for each environment"
-        )
-    values: dict[str, Any] = {"algo": algo}
-    values |= {name: parse_count(given[name], name) for name in _COUNTS if name in given}
-    values |= {name: given[name] for name in (*_SWITCHES, "policy_kwargs") if name in given}
-    values |= {name: str(given[name]) for name in _TEXTS if name in given}
-    for name in _SWITCHES:
-        if not isinstance(values.get(name, False), bool):
-            raise ArgumentError(f"{name} ({values[name]!r}) must be true or false")
-    if not isinstance(values.get("policy_kwargs", {}), Mapping):
-        raise ArgumentError(
-            f"policy_kwargs ({given['policy_kwargs']!r}) must be a table, such as net_arch = [256, 256]"
-        )
-    if "sb3" in given:
-        values["sb3"] = parse_version(str(given["sb3"]))
-    environment = None
-    if env_id := str(given.get("env", "")):
-        values["env_id"] = env_id
-        environment = _environment(env_id, values.get("wrapper", ""))
-    values["observation"], values["action"] = _spaces(given, environment, values.get("frame_stack", 1))
-    return Spec(**values), environment
-
-
-def _environment(env_id: str, wrapper: str) -> dict[str, Any]:
-    """Make the environment; once more if it brought torch along, which is counted among the libraries."""
-    found = environments.run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=False)
-    if found["brought_torch"]:
-        return environments.run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=True)
-    return found
 
 
 def parse_count(value: Any, argument: str) -> int:
@@ -90,21 +61,24 @@ def parse_count(value: Any, argument: str) -> int:
     return int(number)
 
 
-def _spaces(given: Mapping[str, Any], environment: Mapping[str, Any] | None, frames: int) -> tuple[Any, Any]:
-    if environment is None and "obs" not in given:
-        raise ArgumentError("obs is missing; write --obs 84x84x4:uint8, or name the environment with --env")
-    if environment is None and "action" not in given:
-        raise ArgumentError("action is missing; write --action 8 or --action 'discrete(4)', or name an --env")
-    made = environment or {}
-    read, parse = environments.space_from_dict, environments.parse_space
-    observation = _observation(given["obs"]) if "obs" in given else read(made["observation"])
-    action = parse(str(given["action"]), "action") if "action" in given else read(made["action"])
-    return environments.stacked_space(observation, frames), action
+def parse_changes(texts: Sequence[str]) -> dict[str, int]:
+    """Read `buffer_size=200000` and the like."""
+    changes = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"--set ({text}) must be written NAME=VALUE, as in buffer_size=200000.")
+        changes[name.strip()] = parse_count(value, f"--set {name.strip()}")
+    return changes
 
 
-def _observation(given: Any) -> Any:
-    texts = [f"{name}={text}" for name, text in given.items()] if isinstance(given, Mapping) else given
-    return environments.parse_observation(list(map(str, texts)) if isinstance(texts, list | tuple) else [str(texts)])
+def read_observation(given: Any) -> spaces.Space[Any]:
+    """Read observations: one space as text, a list of named ones, or a table of them."""
+    if isinstance(given, Mapping):
+        return parse_observation([f"{name}={text}" for name, text in given.items()])
+    if isinstance(given, list | tuple):
+        return parse_observation([str(text) for text in given])
+    return parse_observation([str(given)])
 
 
 def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
@@ -124,7 +98,7 @@ def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         if path.exists() and not path.is_file():
-            raise ArgumentError(f"file ({path}) is no regular file; name a script, or a TOML or YAML file")
+            raise ArgumentError(f"file ({path}) is no regular file; name a TOML or YAML file")
         if path.stat().st_size > _MOST_BYTES:
             raise ArgumentError(f"{path} is larger than {_MOST_BYTES} bytes, which no configuration is")
         text = path.read_text(encoding="utf-8")
@@ -224,61 +198,3 @@ def _number(node: ast.expr) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{ast.unparse(node)} is no number")  # noqa: TRY004 as every other refusal here
     return value
-
-
-def spec_from_model(model: Any) -> Spec:
-    """Read a model's configuration."""
-    algo = type(model).__name__.lower()
-    if algo not in ALGORITHMS or not hasattr(model, "observation_space"):
-        names = ", ".join(algorithm.name for algorithm in ALGORITHMS.values())
-        raise ArgumentError(f"model ({type(model).__name__}) is none that holdall plan knows: {names}")
-    env = environments.read_vec_env(model.get_env())
-    values: dict[str, Any] = {
-        "observation": model.observation_space,
-        "action": model.action_space,
-        "num_envs": int(model.n_envs),
-        "policy": {kind: name for name, kind in type(model).policy_aliases.items()}.get(model.policy_class, ""),
-        "policy_kwargs": _plain_policy_kwargs(model.policy_kwargs),
-        "device": model.device.type,
-        "sb3": installed_version(),
-        "vec_env": env.kind or "dummy",
-        "start_method": env.start_method,
-        "frame_stack": env.frame_stack,
-    }
-    if ALGORITHMS[algo].on_policy:
-        values |= {"n_steps": int(model.n_steps), "batch_size": int(getattr(model, "batch_size", 0) or 0)}
-    else:
-        values |= _replay_settings(model)
-    return Spec(algo=algo, **values)
-
-
-def _replay_settings(model: Any) -> dict[str, Any]:
-    buffer = type(model.replay_buffer)
-    ours = buffer.__module__.partition(".")[0] == "holdall"
-    # A subclass has the arrays of the class that it extends, as far as can be known from here.
-    known = next((base.__name__ for base in buffer.__mro__ if base.__name__ in REPLAY_CLASSES), "")
-    return {
-        "capacity": int(model.buffer_size),
-        "batch_size": int(model.batch_size),
-        "buffer_class": "" if ours else known,
-        "uses_holdall": ours,
-        "optimize_memory_usage": bool(model.optimize_memory_usage) and not ours,
-        "handle_timeout_termination": bool(getattr(model.replay_buffer, "handle_timeout_termination", True)),
-    }
-
-
-def _plain_policy_kwargs(policy_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keep what is data, and the names of torch's classes; the rest cannot travel to another process."""
-    known = {
-        name: value.__name__ if isinstance(value, type) and value.__module__.startswith("torch.") else value
-        for name, value in policy_kwargs.items()
-    }
-    return {name: value for name, value in known.items() if name != "use_sde" and _is_data(value)}
-
-
-def _is_data(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_data(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_data(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)

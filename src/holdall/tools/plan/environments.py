@@ -1,44 +1,31 @@
-"""Spaces as text and as plain data; environments by their name; measurements in a throwaway process.
+"""Spaces as text and as plain data, and environments by their name.
 
 In:  `84x84x3:uint8` or `discrete(4)` as people write them; an id that gymnasium knows, or `module:Class`.
-Out: gymnasium spaces, and dicts of plain numbers that travel to another process as JSON; an environment, random
-steps of it, and the bytes that one more of it takes.
-Invariant: `space_from_dict(space_to_dict(space))` keeps the shapes, dtypes and bounds that memory depends on.
-Text is never evaluated. Environments run the user's code, so they are made in a throwaway process only: what it
-imports, allocates and breaks is gone with it. `run_probe` starts `python -m holdall.tools.plan.environments`, sends one
-JSON object on stdin, {"task": ..., ...}, and reads one from stdout, {"answer": ...} or {"error": ...}. What libraries
-print goes to stderr. Importing this module imports neither torch nor Stable-Baselines3; what these take is measured.
+Out: gymnasium spaces, dicts of plain numbers that travel to another process as JSON, and environments.
+`space_from_dict(space_to_dict(space))` keeps the shapes, dtypes and bounds that memory depends on. Text is never
+evaluated. Importing this module imports neither torch nor Stable-Baselines3.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import re
-import subprocess
 import sys
-import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from holdall.errors import ArgumentError, HoldallError
-from holdall.machine import held_bytes
+from holdall.errors import ArgumentError
 
 _BOX = re.compile(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>[a-z]+\d*))?")
 _COUNTED_SPACE = re.compile(r"(?P<kind>discrete|multibinary|multidiscrete)\((?P<counts>\d+(?:\s*,\s*\d+)*)\)")
 _FORMS = "84x84x3:uint8, 31 (float32), discrete(4), multibinary(6) or multidiscrete(3,4)"
 _MOST_ELEMENTS = 2**26
 """Larger shapes are a typing error, and gymnasium allocates four arrays of a box's shape for its bounds."""
-_FEW_STEPS = 50  # steps after which an environment has loaded what it needs
 
 
 def parse_space(text: str, argument: str) -> spaces.Space[Any]:
@@ -102,23 +89,6 @@ def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
     return _counted_space(kind, list(data["counts"]), "space", data.get("dtype"))
 
 
-def stacked_space(space: spaces.Space[Any], frames: int) -> spaces.Space[Any]:
-    """Return the space after a stack of frames: along the channels of an image, along the last axis of others."""
-    if frames == 1:
-        return space
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: stacked_space(child, frames) for key, child in space.spaces.items()})
-    if not isinstance(space, spaces.Box) or not space.shape:
-        raise ArgumentError(f"frame_stack ({frames}) stacks Box spaces, not {space}; leave it out")
-    if frames * space.low.size > _MOST_ELEMENTS:
-        raise ArgumentError(
-            f"frame_stack ({frames}) makes observations of more than {_MOST_ELEMENTS:,} elements; pass fewer frames"
-        )
-    axis = 0 if _is_image(space) and space.shape[0] < space.shape[-1] else -1
-    low, high = np.repeat(space.low, frames, axis), np.repeat(space.high, frames, axis)
-    return spaces.Box(low, high, dtype=np.dtype(space.dtype).type)
-
-
 def has_images(space: spaces.Space[Any]) -> bool:
     """Whether Stable-Baselines3 would give a convolutional network to some part of it."""
     if isinstance(space, spaces.Dict):
@@ -165,8 +135,8 @@ def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None 
 def make_single_env(env_id: str, wrapper: str = "") -> Any:
     """Make one environment.
 
-    Only this finds modules of the working directory, and those of the libraries go before them. Other files that lie
-    there, such as a `random.py`, never run: processes for measurements start with Python's option -P.
+    Modules of the working directory are found after those of the libraries, so that a file such as `random.py` there
+    does not replace a module of Python.
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
@@ -185,34 +155,6 @@ def make_single_env(env_id: str, wrapper: str = "") -> Any:
     return importlib.import_module("stable_baselines3.common.atari_wrappers").AtariWrapper(env)
 
 
-def measure_environment(env_id: str, wrapper: str, with_torch: bool = False) -> dict[str, Any]:
-    """Make an environment twice and step both: spaces, and bytes of the first and of one more.
-
-    Args:
-        with_torch: Whether torch is there before the environment: a trainer has it in any case.
-    """
-    if with_torch or wrapper:
-        importlib.import_module("stable_baselines3")
-    had_torch = "torch" in sys.modules
-    held, envs = [held_bytes()], []
-    for _ in range(2):
-        envs.append(make_single_env(env_id, wrapper))
-        deque(islice(random_steps(envs[-1], seed=0), _FEW_STEPS), maxlen=0)
-        held.append(held_bytes())
-    before, between, after = held
-    found = {
-        "observation": space_to_dict(envs[0].observation_space),
-        "action": space_to_dict(envs[0].action_space),
-        "first_bytes": max(between.resident - before.resident, 0),
-        "first_anonymous_bytes": max(between.anonymous - before.anonymous, 0),
-        "each_bytes": max(after.anonymous - between.anonymous, 0),
-        "brought_torch": "torch" in sys.modules and not had_torch,
-    }
-    for env in envs:
-        env.close()
-    return found
-
-
 def random_steps(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bool, bool]]:
     """Play random actions for ever: obs, action, reward, next_obs, terminated, truncated."""
     env.action_space.seed(seed)
@@ -222,99 +164,3 @@ def random_steps(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bo
         next_obs, reward, terminated, truncated, _ = env.step(action)
         yield obs, action, float(np.asarray(reward).item()), next_obs, bool(terminated), bool(truncated)
         obs = env.reset()[0] if terminated or truncated else next_obs
-
-
-class VecEnvFacts(NamedTuple):
-    """How the environments of a live model run."""
-
-    kind: str  # "dummy" or "subproc"; empty: neither
-    start_method: str  # of the processes; empty: not known
-    frame_stack: int
-
-
-def read_vec_env(env: Any) -> VecEnvFacts:
-    """Look through the wrappers of a vector environment of Stable-Baselines3."""
-    kind, method, frames = "", "", 1
-    while env is not None:
-        match type(env).__name__:
-            case "DummyVecEnv":
-                kind = "dummy"
-            case "SubprocVecEnv":
-                kind = "subproc"
-                method = getattr(getattr(env, "processes", [None])[0], "_start_method", None) or ""
-            case "VecFrameStack":
-                frames = int(env.stacked_obs.n_stack if hasattr(env, "stacked_obs") else env.n_stack)
-        env = getattr(env, "venv", None)
-    return VecEnvFacts(kind, method, frames)
-
-
-class ProbeError(HoldallError, RuntimeError):
-    """A measurement in a process of its own failed."""
-
-
-def run_probe(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[str, Any]:
-    """Run one task in a throwaway process and return its answer."""
-    plain = {name: value.as_dict() if hasattr(value, "as_dict") else value for name, value in arguments.items()}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "holdall.tools.plan.environments"],  # -P: see make_single_env
-            input=json.dumps({"task": task} | plain),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            # Threads that spin while they wait take the cores from who waits for the answer.
-            env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ProbeError(
-            f"the measurement ({task}) took more than {timeout_s:.0f} s; ask for fewer --probe steps"
-        ) from error
-    try:
-        reply = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        killed = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"
-        raise ProbeError(f"the measurement ({task}) {killed}: {last}") from None
-    if "error" in reply:
-        raise ArgumentError(reply["error"])
-    answer: dict[str, Any] = reply["answer"]
-    return answer
-
-
-def run_task(question: dict[str, Any]) -> dict[str, Any]:
-    """Do one task; each imports only what it needs, because imports are part of what is measured."""
-    task = question["task"]
-    if task == "environment":
-        return measure_environment(question["env_id"], question["wrapper"], question["with_torch"])
-    from holdall.tools.plan.spec import Spec  # noqa: PLC0415 it knows this module
-
-    spec = Spec.from_dict(question["spec"])
-    if task == "experience":
-        from holdall.tools.plan.measure_memory import measure_need  # noqa: PLC0415
-
-        return measure_need(spec, question["steps"], question["prefer"])
-    from holdall.tools.plan import sb3_model  # noqa: PLC0415 what this import takes is a figure
-
-    if task == "baseline":
-        return sb3_model.measure_baseline(spec, question["networks"], question.get("traces", True))
-    return asdict(sb3_model.measure_updates(spec, question["steps"]))
-
-
-def main() -> None:
-    """Answer one question."""
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")  # an environment's warnings are its user's affair, at training
-    try:
-        reply: dict[str, Any] = {"answer": run_task(json.load(sys.stdin))}
-    except HoldallError as error:
-        reply = {"error": str(error)}
-    except ModuleNotFoundError as error:
-        reply = {"error": f"{error}; install it, and Stable-Baselines3 with pip install 'holdall[sb3]'"}
-    results.write(json.dumps(reply))
-    results.close()
-
-
-if __name__ == "__main__":
-    main()

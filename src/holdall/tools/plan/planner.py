@@ -1,47 +1,70 @@
-"""The plan of one run: measure what may be measured, calculate the rest, and find what would fit.
+"""The plan of one run: what a probe found, compared with the limits of a machine, and what would fit.
 
-In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSON and HTML, with the table of
-capacities, the profiles, the largest sizes and the cheapest change.
-Invariant: every recommendation went through the same arithmetic as the run itself, and fits.
+In:  a `Snapshot`.  Out: a `Plan`, for the terminal and JSON, with the parts of the peak, the table of capacities, the
+largest sizes and the cheapest change.
+Every recommendation went through the same arithmetic as the run itself, and fits.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdall.codec.choice import PREFERENCES
-from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
-from holdall.schema import require_choice, require_count
-from holdall.tools.plan import phases
-from holdall.tools.plan.environments import run_probe
-from holdall.tools.plan.phases import FitVerdict, LimitCheck, MachineLimits, PlanInputs, RunPhase, largest_phase
-from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
-from holdall.units import counted, format_bytes
+from holdall.errors import HoldallError
+from holdall.machine import Limit, disk, largest_mapping, memory_limits
+from holdall.tools.plan.environments import space_from_dict
+from holdall.tools.plan.needs import (
+    Experience,
+    FitVerdict,
+    HoldallUse,
+    LimitCheck,
+    MachineLimits,
+    MemoryPart,
+    RunNeeds,
+    estimate_settled,
+    is_unlimited,
+    largest_count,
+)
+from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, default_class, leaves_of, parse_version, replay_buffer
+from holdall.tools.probe.launch import probe
+from holdall.tools.probe.snapshot import FoundBuffer, FoundMemory, FoundModel, Snapshot
+from holdall.units import counted, format_bytes, parse_bytes
 
-_LARGEST_SIZE = 1 << 40
-_CODE_COLUMNS = 80
-_GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
-_LEAST_BUDGET = 256 * _MIB  # a memory works in segments of some megabytes each
+MEASURE_S = 10.0
+TIMEOUT_S = 300.0
+SCHEMA = "holdall.plan/2"
 PROFILES = {
-    "memory-efficient": (0.25, 1), "fast": (0.4, 1), "balanced": (0.55, 1), "quality": (0.7, 1),
+    "memory-efficient": (0.25, 1),
+    "fast": (0.4, 1),
+    "balanced": (0.55, 1),
+    "quality": (0.7, 1),
     "aggressive": (0.55, 4),
-}  # fmt: skip
-"""Share of this machine's limit that the whole run may take, and by how much the batch is larger."""
+}
+"""Share of a limit that a whole run may take, and the factor of its batch size."""
 _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_MIN_BUDGET = 256 * 2**20
+_CODE_COLUMNS = 80
+_MAX_ROWS_AFTER_FAILURE = 10_000
+_CHANGES = ("buffer_size", "n_steps", "batch_size", "n_envs", "total_timesteps")
+_OTHER_NAMES = {"capacity": "buffer_size", "num_envs": "n_envs", "timesteps": "total_timesteps"}
+
+
+class PlanError(HoldallError, RuntimeError):
+    """A command was run, and nothing that can be planned was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
     """One capacity: what either buffer takes, and whether the whole run fits."""
 
-    size: int  # capacity, or steps of a rollout
-    sb3_bytes: int
-    sb3_verdict: FitVerdict
+    size: int
+    plain_bytes: int
+    plain_verdict: FitVerdict
     holdall_bytes: int | None
     holdall_verdict: FitVerdict | None
 
@@ -51,403 +74,580 @@ class CapacityRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareProfile:
-    """A share of this machine's limit, and what fits into it."""
-
-    name: str
-    share: float
-    limit_bytes: int
-    batch_size: int
-    sb3_size: int  # 0: nothing fits
-    holdall_size: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class SuggestedChange:
     """Something to change so that a run fits."""
 
     title: str
     why: str
-    spec: Spec  # the changed run
-    setup: str = ""  # a line before the model is made
-
-
-def size_of(spec: Spec) -> int:
-    """Return the size that memory is spent on: a replay's capacity or a rollout's steps."""
-    return spec.rollout_steps if spec.on_policy else spec.capacity
-
-
-def resized(spec: Spec, size: int) -> Spec:
-    """Return the run with another capacity, or other steps of a rollout."""
-    return spec.but(n_steps=size) if spec.on_policy else spec.but(capacity=size)
-
-
-def capacity_table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
-    """Lay capacities beside each other, from the one that was asked for down."""
-    rows = []
-    for size in sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True):
-        one = resized(spec, size)
-        layout = one.layout()
-        ours: tuple[int | None, FitVerdict | None] = (None, None)
-        if known.need is not None:
-            ours = known.need.need(layout.transitions), known.verdict(one, holdall=True)
-        rows.append(CapacityRow(size, layout.nbytes, known.verdict(one, holdall=False), *ours))
-    return rows
-
-
-def share_profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:
-    """Fill each profile's share of the limit."""
-    found = []
-    for name, (share, times) in PROFILES.items():
-        limit = int(known.limits.limit_bytes * share)
-        inside = known.within(limit)
-        wanted = spec.but(batch_size=spec.batch * times) if times > 1 and spec.algorithm.batch_size else spec
-        holdall = largest_size(wanted, inside, holdall=True) if known.need is not None else None
-        sb3 = largest_size(wanted, inside, holdall=False)
-        found.append(ShareProfile(name, share, limit, wanted.batch, sb3, holdall))
-    return found
-
-
-def largest_size(spec: Spec, known: PlanInputs, *, holdall: bool) -> int:
-    """Return the largest capacity (or rollout) that fits; 0 if none does."""
-    most = largest_int(lambda size: known.fits(resized(spec, size), holdall=holdall))
-    return most // spec.num_envs * spec.num_envs if not spec.on_policy and most > spec.num_envs else most
-
-
-def largest_batch(spec: Spec, known: PlanInputs) -> int | None:
-    """Return the largest batch that fits; None where the algorithm has none of its own, or no network was traced."""
-    if spec.algorithm.batch_size is None or known.measured.traced is None:
-        return None
-    top = spec.rollout_steps * spec.num_envs if spec.on_policy else _LARGEST_SIZE
-    return largest_int(lambda size: known.fits(spec.but(batch_size=size), holdall=spec.uses_holdall), top)
-
-
-def largest_num_envs(spec: Spec, known: PlanInputs) -> int | None:
-    """Return the most environments that fit, if nothing else changes; None where nothing grows with their number."""
-    if not spec.on_policy and spec.vec_env == "dummy" and known.measured.env_first is None:
-        return None
-    top = _LARGEST_SIZE if spec.on_policy else max(spec.capacity, 1)
-    return largest_int(lambda count: known.fits(spec.but(num_envs=count), holdall=spec.uses_holdall), top)
-
-
-def largest_int(fits: Callable[[int], bool], top: int = _LARGEST_SIZE) -> int:
-    """Return the largest number for which `fits` holds, if it holds up to there; 0 if not even for 1."""
-    bad = 1
-    while bad <= top and fits(bad):
-        bad *= 2
-    tried = range(bad // 2 + 1, min(bad, top + 1))  # what is up to half of `bad` fits
-    return bad // 2 + bisect_left(tried, True, key=lambda size: not fits(size))
-
-
-def cheapest_change(spec: Spec, known: PlanInputs) -> SuggestedChange | None:
-    """Return the first change that makes the run fit, those first that do not alter what is learnt."""
-    changes = _changes(spec, known)
-    return next((change for change in changes if known.fits(change.spec, holdall=change.spec.uses_holdall)), None)
-
-
-def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
-    sb3 = spec.sb3 or installed_version()
-    if spec.on_policy and sb3 is not None and sb3 < ROLLOUTS_KEEP_DTYPES:
-        newer = spec.but(sb3=ROLLOUTS_KEEP_DTYPES)
-        yield SuggestedChange("upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer)
-    ours = None if spec.uses_holdall or known.need is None else spec.but(uses_holdall=True)
-    if ours is not None:
-        why = "each frame is kept once, nothing is copied to flatten it, and the samples are the same, bit for bit"
-        yield SuggestedChange("keep the experience in holdall's buffer", why, ours)
-        yield from _budgets(ours, known)
-    if spec.vec_env != "dummy" and spec.method != "fork" and spec.num_envs > 1:
-        setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
-        preloading = spec.but(start_method="forkserver", preloads=True)
-        why = "the processes then share the libraries' pages"
-        yield SuggestedChange("let the fork server import torch once", why, preloading, setup)
-    if ours is not None:  # which then loses less than without it
-        for change in _smaller_sizes(ours, known):
-            yield replace(change, spec=change.spec.but(uses_holdall=False))  # enough by itself, at times
-            yield replace(change, title=f"holdall's buffer, and {change.title}")
-    yield from _smaller_sizes(spec, known)
-    count = spec.num_envs
-    while (count := count // 2) >= 1:
-        yield SuggestedChange(counted(count, "environment"), "each takes memory of its own", spec.but(num_envs=count))
-
-
-def _budgets(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
-    """Try to keep every transition: compressed first (a budget and `prefer`), then on disk beyond the budget."""
-    if spec.on_policy or known.need is None:
-        return
-    around = largest_phase(known.phases(spec.but(holdall_budget=0), holdall=True)).most_bytes
-    room = max(known.limits.limit_bytes - around, 0)
-    unit = 2**30 // 10 if room >= 2**30 else _MIB // 10  # as format_bytes writes it
-    budget = room // unit * unit
-    if budget < _LEAST_BUDGET:
-        return
-    total = known.need.need(spec.layout().transitions)
-    beyond = max(total - budget, 0)
-    title = (
-        f"holdall's buffer with budget={format_bytes(budget)!r}, prefer='memory' and a spill_dir: all "
-        f"{size_of(spec):,} transitions stay, {format_bytes(beyond)} of them on disk before compression"
-    )
-    yield SuggestedChange(title, "nothing is dropped, and samples are the same", spec.but(holdall_budget=budget))
-
-
-def _smaller_sizes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
-    """Try less of what memory is spent on; whichever loses less of its size comes first."""
-    tries = []
-    if size := rounded_down(largest_size(spec, known, holdall=spec.uses_holdall)):
-        name = "rollouts of {:,} steps" if spec.on_policy else "a capacity of {:,}"
-        title, why = name.format(size), f"the largest that fits, of {size_of(spec):,}"
-        tries.append((size / size_of(spec), SuggestedChange(title, why, resized(spec, size))))
-    if batch := largest_batch(spec, known):
-        batch = 1 << (batch.bit_length() - 1)
-        title, why = f"batches of {batch:,}", f"activations grow with the batch, of {spec.batch:,}"
-        tries.append((batch / spec.batch, SuggestedChange(title, why, spec.but(batch_size=batch))))
-    yield from (change for share, change in sorted(tries, key=lambda found: -found[0]) if share < 1)
-
-
-def rounded_down(count: int) -> int:
-    """Return a number that people would write: two leading digits."""
-    unit: int = 10 ** max(len(str(count)) - 2, 0)
-    return count // unit * unit
-
-
-def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
-    """Return the lines to paste, each as short as a terminal."""
-    algorithm = spec.algorithm
-    settings = [f"n_steps={spec.rollout_steps}" if spec.on_policy else f"buffer_size={spec.capacity:_}"]
-    if algorithm.batch_size is not None:
-        settings.append(f"batch_size={spec.batch}")
-    lines = [setup] if setup else []
-    if holdall:
-        kind = "rollout" if spec.on_policy else "replay"
-        name = "HerReplayBuffer" if spec.sb3_buffer == "HerReplayBuffer" else f"{kind.title()}Buffer"
-        lines.append(f"from holdall.sb3 import {name}")
-        settings.append(f"{kind}_buffer_class={name}")
-        kwargs: dict[str, Any] = {"n_steps": spec.rollout_steps} if spec.sb3_buffer == "NStepReplayBuffer" else {}
-        if spec.holdall_budget is not None:
-            kwargs |= {"budget": format_bytes(spec.holdall_budget), "prefer": "memory", "spill_dir": "/path/on/disk"}
-        elif compressed:
-            kwargs |= {"budget": None}
-        if kwargs:
-            kwargs_text = repr(kwargs).replace("'", '"')
-            settings.append(f"replay_buffer_kwargs={kwargs_text}")
-    elif spec.optimize_memory_usage:
-        settings += ["optimize_memory_usage=True", 'replay_buffer_kwargs={"handle_timeout_termination": False}']
-    first = f'"{spec.policy_name}", env'
-    one_line = f"model = {algorithm.name}({', '.join([first, *settings])})"
-    if len(one_line) > _CODE_COLUMNS:
-        one_line = "\n    ".join([f"model = {algorithm.name}(", *(f"{part}," for part in (first, *settings))]) + "\n)"
-    return "\n".join([*lines, one_line])
-
-
-SCHEMA = "holdall.plan/1"
-Answer = Mapping[str, Any]  # of a measurement in another process
+    needs: RunNeeds
+    use: HoldallUse | None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a run needs, what there is, and what would fit."""
 
-    spec: Spec
-    known: PlanInputs
+    title: str
+    snapshot: Snapshot
+    needs: RunNeeds
+    limits: MachineLimits
     checks: tuple[LimitCheck, ...]
-    phases: tuple[RunPhase, ...]  # with Stable-Baselines3's buffer
-    holdall_phases: tuple[RunPhase, ...]  # with holdall's; empty where its need is not known
-    vram: tuple[RunPhase, ...]
     table: tuple[CapacityRow, ...]
-    profiles: tuple[ShareProfile, ...]
     largest: Mapping[str, int | None]
     change: SuggestedChange | None
     notes: tuple[str, ...]
 
     @property
     def verdict(self) -> FitVerdict:
-        """The worst of all checks."""
+        """Return the worst of all checks."""
         return max(check.verdict for check in self.checks)
 
     @property
-    def peak(self) -> RunPhase:
-        """The phase that decides, with the buffer that the run uses."""
-        return largest_phase(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
+    def size_word(self) -> str:
+        """Return what the table's sizes count."""
+        return "steps" if self.needs.experience.is_rollout else "capacity"
+
+    @property
+    def candidate(self) -> HoldallUse:
+        """Return the settings with which holdall's memory is compared."""
+        return self.needs.holdall or HoldallUse()
 
     @property
     def code(self) -> str:
-        """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
-        change = self.change or SuggestedChange("", "", self.spec)
-        spec, compressed = change.spec, self._compresses(change.spec)
-        return code_to_paste(spec, holdall=spec.uses_holdall, setup=change.setup, compressed=compressed)
-
-    @property
-    def title(self) -> str:
-        """The run in one line."""
-        spec = self.spec
-        size = counted(spec.rollout_steps, "step") if spec.on_policy else counted(spec.capacity, "transition")
-        envs = counted(spec.num_envs, "environment")
-        called = f"{spec.name}: " if spec.name else ""
-        return f"{called}{spec.algorithm.name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
-
-    @property
-    def size_word(self) -> str:
-        """What the table's sizes count."""
-        return "steps" if self.spec.on_policy else "capacity"
+        """Return the lines to paste: the run as it is if it fits, or with the cheapest change that makes it fit."""
+        if self.change is None:
+            return write_code(self.snapshot, self.needs, self.needs.holdall)
+        return write_code(self.snapshot, self.change.needs, self.change.use)
 
     def largest_sizes(self) -> Iterator[tuple[str, str]]:
         """Name the largest sizes that fit, each if nothing else changes."""
-        names = (f"{self.size_word} with SB3's buffer", f"{self.size_word} with holdall's", "batch", "environments")
-        for name, found in zip(names, self.largest.values(), strict=True):
-            if found is not None:
-                yield name, count_or_dash(found) if found else "none"
-
-    def _compresses(self, spec: Spec) -> bool:
-        """Whether a run with holdall's buffer fits only if all closed segments are compressed."""
-        need = self.known.need
-        if need is None or need.compressed_bytes is None:
-            return False
-        return need.raw_need(spec.layout().transitions) > self.known.limits.limit_bytes // 2
+        for name, count in self.largest.items():
+            if count is not None:
+                yield name, format_count(count)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings; docs/plan.md describes them."""
-        layout = self.spec.layout()
+        experience = self.needs.experience
+        uses_holdall = self.needs.holdall is not None
         return {
             "schema": SCHEMA,
+            "title": self.title,
             "verdict": str(self.verdict),
             "exit_code": self.verdict.value,
-            "spec": self.spec.as_dict(),
             "buffer": {
-                "class": layout.buffer_class,
-                "transitions": layout.transitions,
-                "bytes": layout.nbytes,
-                "bytes_per_transition": layout.bytes_per_transition,
-                "arrays": [array.as_dict() for array in layout.arrays],
+                "name": experience.name,
+                "library": "holdall" if uses_holdall else experience.library,
+                "transitions": experience.transitions,
+                "rows": experience.rows,
+                "num_envs": experience.n_envs,
+                "plain_bytes": experience.allocated_bytes,
+                "is_exact": experience.is_exact,
             },
-            "holdall": None if self.known.need is None else asdict(self.known.need),
+            "need_bytes": self.needs.need_bytes(self.needs.holdall),
+            "most_bytes": self.needs.most_bytes(self.needs.holdall),
+            "parts": [asdict(part) for part in self.needs.parts(self.needs.holdall)],
+            "holdall_parts": [asdict(part) for part in self.needs.parts(self.candidate)],
+            "stored": None if self.needs.stored is None else asdict(self.needs.stored),
             "checks": [check.as_dict() for check in self.checks],
-            "limits": [asdict(limit) for limit in self.known.limits.memory],
-            "phases": [phase.as_dict() for phase in self.phases],
-            "holdall_phases": [phase.as_dict() for phase in self.holdall_phases],
-            "vram_phases": [phase.as_dict() for phase in self.vram],
+            "limits": self.limits.as_list(),
             "table": [row.as_dict() for row in self.table],
-            "profiles": [asdict(profile) for profile in self.profiles],
             "largest": dict(self.largest),
             "change": None if self.change is None else {"title": self.change.title, "why": self.change.why},
             "code": self.code,
+            "stopped_by": self.snapshot.stopped_by,
             "notes": list(self.notes),
         }
 
 
-def make_plan(
-    spec: Spec,
+# ---------------------------------------------------------------- from a command to a plan
+
+
+def plan_command(
+    command: Sequence[str],
+    changes: Mapping[str, int] | None = None,
+    limits: MachineLimits | None = None,
     *,
-    budget_bytes: int | None = None, memory_bytes: int | None = None, vram_bytes: int | None = None,
-    networks: bool = True, probe_steps: int = 0, prefer: str = "balanced", checkpoint_dir: Path | None = None,
-    environment: Answer | None = None, notes: Sequence[str] = (),
-) -> Plan:  # fmt: skip
-    """Measure what may be measured, and work out the rest.
+    timeout_s: float = TIMEOUT_S,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Run `command` until it is about to train, measure it, and plan it.
 
     Args:
-        budget_bytes: A limit beside those of this machine.
-        memory_bytes: What another machine has free, in place of all limits of this one.
-        vram_bytes: What another GPU has free.
-        networks: Trace an update; without it, buffers and libraries alone are counted.
-        probe_steps: Steps of real training and of the real environment; 0: none.
-        environment: What `measure_environment` found, if an environment was made.
-        notes: What else is known of the run.
+        changes: Other values to plan with: `buffer_size`, `n_steps`, `batch_size`, `n_envs`, `total_timesteps`.
+        limits: What there is to fit into; this machine by default.
     """
-    require_choice("prefer", prefer, PREFERENCES)
-    require_count("probe", probe_steps, least=0)
-    said = list(notes)
-    limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
-    with ThreadPoolExecutor(1) as background:
-        base = background.submit(run_probe, "baseline", spec=spec, networks=networks)
-        from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 loads while the probe runs
-
-        made_up = None if probe_steps and spec.env_id else need_from_spaces(spec)
-        measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, said)
-    if vram_bytes is not None:
-        vram = Limit("--vram", vram_bytes, vram_bytes)
-    need = made_up or phases.HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
-    if made_up is not None and not spec.on_policy:
-        said.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
-    if not spec.on_policy and spec.total_timesteps is not None and spec.total_timesteps < spec.capacity:
-        said.append(f"the run ends after {counted(spec.total_timesteps, 'step')}, so its buffer is never fuller")
-    return plan_from_inputs(spec, PlanInputs(measured, replace(limits, vram=vram), need), said)
+    snapshot = probe(command, timeout_s, measure_s=MEASURE_S, cwd=cwd)
+    changes = dict(changes or {})
+    if snapshot.allocation is not None and snapshot.models and snapshot.models[0].settings.get("buffer_size"):
+        # The buffer could not be allocated. The run is measured with a smaller one and planned with the real size.
+        changes = {"buffer_size": int(snapshot.models[0].settings["buffer_size"])} | changes
+        note = f"{snapshot.stopped_by}. The run was measured with a buffer of {_MAX_ROWS_AFTER_FAILURE:,} transitions"
+        snapshot = probe(command, timeout_s, measure_s=MEASURE_S, cwd=cwd, max_buffer_size=_MAX_ROWS_AFTER_FAILURE)
+        snapshot = replace(snapshot, notes=(note, *snapshot.notes))
+    return plan_snapshot(snapshot, changes, limits)
 
 
-def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> MachineLimits:
-    """Return the limits of this machine, or those that the user gives of another."""
+def plan_settings(
+    settings: Mapping[str, Any], limits: MachineLimits | None = None, changes: Mapping[str, int] | None = None
+) -> Plan:
+    """Plan a run that options or a file describe: a stand-in of it is run, measured and planned.
+
+    The stand-in's buffer is small, so that it can always be allocated; the plan has the real size.
+    """
+    from holdall.tools.plan.stand_in import describe_run  # noqa: PLC0415  It knows the algorithms.
+
+    run = describe_run(settings)
+    command = [sys.executable, "-P", "-m", "holdall.tools.plan.stand_in", json.dumps(run.arguments)]
+    plan = plan_command(command, run.changes | dict(changes or {}), limits)
+    notes = [*run.notes, *plan.notes]
+    if str(settings.get("device", "")).startswith("cuda") and plan.snapshot.models[0].device == "cpu":
+        notes.append("There is no GPU here. The update was measured on the CPU, and the GPU's need is not known")
+    return replace(plan, title=f"{run.name}: {plan.title}" if run.name else plan.title, notes=tuple(notes))
+
+
+def find_limits(
+    budget_bytes: int | None = None,
+    memory_bytes: int | None = None,
+    gpu_bytes: int | None = None,
+    directory: Path | None = None,
+) -> MachineLimits:
+    """Return the limits of this machine, or those that the user gives of another.
+
+    Args:
+        budget_bytes: A limit beside those of the machine.
+        memory_bytes: Free memory of another machine.
+        gpu_bytes: Free memory of a GPU.
+    """
+    gpu = None if gpu_bytes is None else Limit("--vram", gpu_bytes, gpu_bytes)
     if memory_bytes is None:
-        limits, mapping = memory_limits(budget_bytes), largest_mapping()
-        return MachineLimits(tuple(limits), None, disk(checkpoint_dir or Path.cwd()), shared_memory(), mapping)
-    limits = [Limit("--memory", memory_bytes, memory_bytes)]
+        memory = memory_limits(budget_bytes)
+        return MachineLimits(tuple(memory), gpu, disk(directory or Path.cwd()), largest_mapping())
+    memory = [Limit("--memory", memory_bytes, memory_bytes)]
     if budget_bytes is not None:
-        limits.append(Limit("--budget", budget_bytes, budget_bytes))
-    return MachineLimits(tuple(sorted(limits, key=lambda limit: limit.free_bytes)))
+        memory.append(Limit("--budget", budget_bytes, budget_bytes))
+    return MachineLimits(tuple(sorted(memory, key=lambda limit: limit.free_bytes)), gpu)
 
 
-def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
-    """Work out every part of a plan from what is known."""
-    has_need = known.need is not None
-    uses = spec.uses_holdall and has_need
-    change = None if known.fits(spec, holdall=uses) else cheapest_change(spec, known)
+def plan_snapshot(
+    snapshot: Snapshot, changes: Mapping[str, int] | None = None, limits: MachineLimits | None = None
+) -> Plan:
+    """Plan a run from what a probe found."""
+    limits = limits or find_limits()
+    needs, notes = read_needs(snapshot, limits)
+    for name, value in (changes or {}).items():
+        needs = change_needs(needs, name, value)
+    use = needs.holdall
+    free = limits.free_bytes
+    verdict = needs.verdict(use, free)
+    change = None if verdict is FitVerdict.FITS else find_change(snapshot, needs, limits)
+    candidate = use or HoldallUse()
+    has_stored = needs.stored is not None
+    largest: dict[str, int | None] = {
+        f"{_size_word(needs)} with {needs.experience.library}'s buffer": needs.largest_size(None, free),
+        f"{_size_word(needs)} with holdall's": needs.largest_size(candidate, free) if has_stored else None,
+        "batch": largest_batch(needs, free),
+    }
     return Plan(
-        spec,
-        known,
-        tuple(known.checks(spec, holdall=uses)),
-        tuple(known.phases(spec, holdall=False)),
-        tuple(known.phases(spec, holdall=True)) if has_need else (),
-        tuple(phases.vram_phases(spec, known.measured)),
-        tuple(capacity_table(spec, known)),
-        tuple(share_profiles(spec, known)),
-        {
-            "sb3_size": largest_size(spec, known, holdall=False),
-            "holdall_size": largest_size(spec, known, holdall=True) if has_need else None,
-            "batch_size": largest_batch(spec, known),
-            "num_envs": largest_num_envs(spec, known),
-        },
-        change,
-        tuple(notes),
+        title=_write_title(snapshot, needs),
+        snapshot=snapshot,
+        needs=needs,
+        limits=limits,
+        checks=tuple(_find_checks(snapshot, needs, limits)),
+        table=tuple(_make_table(needs, free)),
+        largest=largest,
+        change=change,
+        notes=(*notes, *_find_notes(snapshot, needs)),
     )
 
 
-def _measure(
-    spec: Spec, base: Answer, networks: bool, probe_steps: int, environment: Answer | None, notes: list[str]
-) -> tuple[phases.MeasuredCosts, Limit | None]:
-    probe = None
-    if probe_steps and networks:
-        probe = phases.TrainingProbe(**run_probe("update", spec=spec, steps=probe_steps))
-    vram = base.get("vram")
-    if environment is None and not probe:
-        notes.append("the environment itself is not counted: name it with --env")
-    if not networks:
-        notes.append("networks are not counted: leave --no-networks out")
-    if spec.device.startswith("cuda") and vram is None:
-        notes.append("no GPU was found here: its need is calculated; give its free memory with --vram")
-    env = environment or {}
-    traces: dict[str, Any] = {}
-    if traced := base.get("traced"):
-        once, twice = phases.UpdateBytes(*traced["once"]), phases.UpdateBytes(*traced["twice"])
-        traces = {"traced_batch": traced["batch"], "traced": once, "traced_twice": twice}
-    if "growth" in base:
-        batch, nbytes, same = base["growth"]
-        traces["growth"] = phases.HeapGrowth(batch, nbytes, phases.UpdateBytes(*same), base["kept"], base["fixed"])
-    measured = phases.MeasuredCosts(
-        libraries=base.get("updated", base["imported"]),
-        libraries_anonymous=base["imported_anonymous"],
-        **traces,
-        env_first=env.get("first_bytes"),
-        env_first_anonymous=env.get("first_anonymous_bytes", 0),
-        env_each=env.get("each_bytes", 0),
-        probe=probe,
-        vram_context=vram["context"] if vram else None,
+def change_needs(needs: RunNeeds, name: str, value: int) -> RunNeeds:
+    """Return the run with one setting changed."""
+    name = _OTHER_NAMES.get(name, name)
+    experience = needs.experience
+    if (name == "n_steps" and experience.is_rollout) or (name == "buffer_size" and not experience.is_rollout):
+        return needs.resized(value)
+    if name == "batch_size":
+        return needs.with_batch(value)
+    if name == "n_envs":
+        return needs.with_envs(value)
+    if name == "total_timesteps":
+        return replace(needs, experience=replace(experience, max_rows=-(-value // experience.n_envs)))
+    kind = "a rollout, which has n_steps" if experience.is_rollout else "a replay buffer, which has buffer_size"
+    raise PlanError(f"--set {name} does not apply to this run. It has {kind}. Known names: {', '.join(_CHANGES)}.")
+
+
+# ---------------------------------------------------------------- what the run is
+
+
+def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, list[str]]:
+    """Return what the run needs, and notes about what is missing."""
+    model = snapshot.models[0] if snapshot.models else None
+    memory = _find_memory(snapshot, model)
+    buffer = _find_main_buffer(snapshot, model)
+    if memory is not None and (buffer is None or model is not None):
+        buffer = None
+    notes: list[str] = []
+    if buffer is not None:
+        experience = _read_buffer(buffer, model)
+    elif memory is not None:
+        experience = _read_memory(memory, model, snapshot)
+    else:
+        raise PlanError(_explain_nothing(snapshot))
+    base = snapshot.resident_bytes - sum(_count_resident(one) for one in snapshot.buffers)
+    workers = [process for process in snapshot.processes if not process.is_reporter]
+    others = [
+        MemoryPart(f"{one.owner} ({one.kind})", one.bytes_on.get("cpu", 0), "exact" if one.is_exact else "estimate")
+        for one in snapshot.buffers
+        if one is not buffer and one.bytes_on.get("cpu", 0)
+    ]
+    needs = RunNeeds(
+        experience=experience,
+        base_bytes=max(base, 0),
+        process_bytes=sum(process.unique_bytes for process in workers),
+        processes=len(workers),
+        stored=snapshot.stored,
+        holdall=None if memory is None or buffer is not None else _read_use(memory),
+        others=tuple(others),
+        free_bytes=limits.free_bytes,
+        batch_size=_read_batch(model, experience),
     )
-    return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
+    update = snapshot.update
+    if update is not None:
+        return (
+            replace(
+                needs,
+                update_bytes=max(update.peak_bytes - update.kept_bytes, 0),
+                settled_bytes=update.kept_bytes,
+                update_source="measured",
+                measured_batch_size=update.batch_size,
+            ),
+            notes,
+        )
+    weights = model.parameter_bytes if model else sum(one.parameter_bytes for one in snapshot.optimizers)
+    batch_bytes = 4 * needs.batch_size * round(experience.row_bytes / experience.n_envs)
+    notes.append("No update was measured. Networks are estimated from their weights and the batch")
+    return replace(needs, settled_bytes=estimate_settled(weights), update_bytes=batch_bytes), notes
 
 
-def both_units(count: int) -> str:
-    """Write bytes in decimal and binary units, both named: `12.79 GB = 11.91 GiB`."""
-    if count >= _GB / 10:
-        return f"{count / _GB:.2f} GB = {count / _GIB:.2f} GiB"
-    return f"{count / _MB:.1f} MB = {count / _MIB:.1f} MiB"
+def _explain_nothing(snapshot: Snapshot) -> str:
+    """Say why a command cannot be planned."""
+    last = snapshot.error.strip().splitlines()[-1] if snapshot.error and snapshot.error.strip() else ""
+    if snapshot.allocation is not None:
+        size = format_bytes(snapshot.allocation.nbytes)
+        return f"The command could not allocate {size}, shape {snapshot.allocation.shape}. {last}"
+    if last:
+        return f"The command failed before it trained: {last}"
+    if snapshot.is_ready:
+        return f"The command was stopped by {snapshot.stopped_by}, and it has no buffer of 16 MiB or more."
+    return f"Nothing was found to plan: {snapshot.stopped_by}."
 
 
-def count_or_dash(size: int) -> str:
-    """Write a count; none is a dash, and one that nothing limits is any."""
-    return "any" if size > _LARGEST_SIZE // 2 else f"{size:,}" if size else "-"
+def _find_memory(snapshot: Snapshot, model: FoundModel | None) -> FoundMemory | None:
+    """Return holdall's memory that belongs to the model, or the largest one."""
+    if model is not None:
+        return next((memory for memory in snapshot.memories if memory.owner == model.buffer_owner), None)
+    return max(snapshot.memories, key=lambda memory: memory.capacity, default=None)
+
+
+def _find_main_buffer(snapshot: Snapshot, model: FoundModel | None) -> FoundBuffer | None:
+    """Return the model's buffer, or the largest one."""
+    if model is not None:
+        return next((buffer for buffer in snapshot.buffers if buffer.owner == model.buffer_owner), None)
+    return max(snapshot.buffers, key=lambda buffer: buffer.nbytes, default=None)
+
+
+def _read_buffer(buffer: FoundBuffer, model: FoundModel | None) -> Experience:
+    """Return a buffer of a library, whose arrays have one entry per row."""
+    rows = buffer.rows or max(buffer.items_now, 1)
+    fixed = sum(array.nbytes for array in buffer.arrays if not array.shape or array.shape[0] != rows)
+    is_copied = buffer.kind == "rollout" and buffer.n_envs > 1
+    copied = max((array.nbytes / rows for array in buffer.arrays), default=0.0) if is_copied else 0.0
+    is_sb3 = buffer.class_name.startswith(("stable_baselines3.", "sb3_contrib."))
+    total = None if model is None else model.total_timesteps
+    return Experience(
+        name=buffer.owner,
+        library="SB3" if is_sb3 else buffer.class_name.rpartition(".")[2] or "NumPy",
+        rows=rows,
+        n_envs=buffer.n_envs,
+        row_bytes=(buffer.nbytes - fixed) / rows,
+        fixed_bytes=fixed,
+        copied_row_bytes=copied,
+        is_rollout=buffer.kind == "rollout",
+        is_exact=buffer.is_exact,
+        max_rows=None if total is None else -(-total // buffer.n_envs),
+    )
+
+
+def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> Experience:
+    """Return the plain layout that one of holdall's memories replaces."""
+    rows = max(memory.capacity // memory.n_envs, 1)
+    is_rollout = "Rollout" in memory.class_name
+    each = _count_plain_bytes(memory, model, snapshot)
+    total = None if model is None else model.total_timesteps
+    return Experience(
+        name=memory.owner,
+        library="SB3" if model is not None else "a plain layout",
+        rows=rows,
+        n_envs=memory.n_envs,
+        row_bytes=each * memory.n_envs,
+        is_rollout=is_rollout,
+        is_exact=model is not None,
+        max_rows=None if total is None else -(-total // memory.n_envs),
+    )
+
+
+def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> float:
+    """Return the bytes of one transition in the plain layout of the library."""
+    if model is not None and model.observation_space and model.action_space and "Rollout" not in memory.class_name:
+        observation = space_from_dict(model.observation_space)
+        leaves = leaves_of(observation, "observation_space")
+        (action,) = leaves_of(space_from_dict(model.action_space), "action_space")
+        kind = default_class(on_policy=False, is_dict=model.observation_space["kind"] == "dict")
+        return replay_buffer(leaves, action, 1000, buffer_class=kind).bytes_per_transition
+    if memory.transitions:
+        return memory.plain_bytes / memory.transitions
+    return snapshot.stored.raw_bytes if snapshot.stored else 0.0
+
+
+def _read_use(memory: FoundMemory) -> HoldallUse:
+    is_auto = memory.budget == "auto"
+    budget = None if is_auto or memory.budget is None else parse_bytes(memory.budget, "budget")
+    return HoldallUse(budget, is_auto, memory.prefer or "balanced", memory.spill_dir)
+
+
+def _count_resident(buffer: FoundBuffer) -> int:
+    """Return the bytes of a buffer that were in RAM when the command was stopped."""
+    if buffer.arrays:
+        return sum(array.resident_bytes for array in buffer.arrays if array.device == "cpu" and not array.is_on_disk)
+    return buffer.nbytes_now
+
+
+def _read_batch(model: FoundModel | None, experience: Experience) -> int:
+    if model is None:
+        return 0
+    batch = model.settings.get("batch_size")
+    if isinstance(batch, int) and batch:
+        return min(batch, experience.transitions) if experience.is_rollout else batch
+    return experience.transitions if experience.is_rollout else 0
+
+
+# ---------------------------------------------------------------- what the plan says
+
+
+def _size_word(needs: RunNeeds) -> str:
+    return "steps" if needs.experience.is_rollout else "capacity"
+
+
+def _write_title(snapshot: Snapshot, needs: RunNeeds) -> str:
+    """Return the run in one line."""
+    experience = needs.experience
+    if experience.is_rollout:
+        size = f"rollouts of {counted(experience.rows, 'step')}"
+    else:
+        size = counted(experience.transitions, "transition")
+    words = [snapshot.models[0].algorithm if snapshot.models else experience.name, size]
+    words.append(counted(experience.n_envs, "environment"))
+    if needs.batch_size:
+        words.append(f"batches of {needs.batch_size:,}")
+    return ", ".join(words)
+
+
+def _find_checks(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> Iterator[LimitCheck]:
+    """Compare every need of the run with its limit."""
+    use = needs.holdall
+    yield LimitCheck("memory", needs.need_bytes(use), needs.most_bytes(use), limits.memory[0])
+    if limits.mapping_bytes is not None and use is None:
+        whole = Limit("memory and swap, for one buffer", limits.mapping_bytes, limits.mapping_bytes)
+        largest = _find_largest_array(snapshot, needs)
+        yield LimitCheck("largest array", largest, largest, whole)
+    if use is not None and limits.disk is not None:
+        nbytes = needs.disk_bytes(use)
+        if nbytes:
+            yield LimitCheck(f"disk tier in {use.spill_dir}", nbytes, nbytes, limits.disk)
+    update = snapshot.update
+    if update is not None and update.gpu_reserved_bytes and limits.gpu is not None:
+        yield LimitCheck("GPU memory", update.gpu_peak_bytes, update.gpu_reserved_bytes, limits.gpu)
+
+
+def _find_largest_array(snapshot: Snapshot, needs: RunNeeds) -> int:
+    """Return the bytes of the largest array of the main buffer at the planned size."""
+    found = [buffer for buffer in snapshot.buffers if buffer.owner == needs.experience.name]
+    if not found or not found[0].arrays or not found[0].nbytes:
+        return needs.experience.allocated_bytes
+    share = max(array.nbytes for array in found[0].arrays) / found[0].nbytes
+    return round(share * needs.experience.allocated_bytes)
+
+
+def _make_table(needs: RunNeeds, free: int) -> Iterator[CapacityRow]:
+    """Compare both buffers at the run's capacity and at smaller ones."""
+    candidate = needs.holdall or HoldallUse()
+    sizes = {max(int(needs.experience.size * share), 1) for share in _TABLE_SHARES}
+    for size in sorted(sizes, reverse=True):
+        one = needs.resized(size)
+        full = replace(one, experience=replace(one.experience, max_rows=None))
+        ours = None if needs.stored is None else full.holdall_bytes(candidate)
+        ours_verdict = None if needs.stored is None else one.verdict(candidate, free)
+        yield CapacityRow(size, one.experience.allocated_bytes, one.verdict(None, free), ours, ours_verdict)
+
+
+def largest_batch(needs: RunNeeds, free: int) -> int | None:
+    """Return the largest batch that fits if nothing else changes; None if no update was measured."""
+    if not needs.batch_size or not needs.measured_batch_size or not needs.update_bytes:
+        return None
+    top = needs.experience.transitions
+    return largest_count(lambda batch: needs.with_batch(batch).verdict(needs.holdall, free) is FitVerdict.FITS, top)
+
+
+def find_change(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> SuggestedChange | None:
+    """Return the first change that makes the run fit. Changes that do not alter what is learnt are first."""
+    for change in _suggest_changes(snapshot, needs, limits):
+        if change.needs.verdict(change.use, limits.free_bytes) is FitVerdict.FITS:
+            return change
+    return None
+
+
+def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> Iterator[SuggestedChange]:
+    free = limits.free_bytes
+    version = snapshot.versions.get("stable_baselines3")
+    experience = needs.experience
+    if experience.is_rollout and version is not None and parse_version(version) < ROLLOUTS_KEEP_DTYPES:
+        smaller = replace(
+            experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4
+        )
+        why = "rollouts keep the dtype of images from 2.7.1 on, so they are four times smaller"
+        yield SuggestedChange("upgrade Stable-Baselines3", why, replace(needs, experience=smaller), needs.holdall)
+    if needs.stored is not None:
+        if needs.holdall is None:
+            why = "each frame is stored once and compressed, and the samples are the same, bit for bit"
+            yield SuggestedChange("keep the experience in holdall's buffer", why, needs, HoldallUse())
+        if not experience.is_rollout:
+            yield from _suggest_budget(needs, free)
+    size = round_down(needs.largest_size(needs.holdall, free))
+    if 0 < size < experience.size:
+        name = f"rollouts of {size:,} steps" if experience.is_rollout else f"a capacity of {size:,}"
+        why = f"the largest that fits, of {experience.size:,}"
+        yield SuggestedChange(name, why, needs.resized(size), needs.holdall)
+    batch = largest_batch(needs, free)
+    if batch:
+        power = 1 << (batch.bit_length() - 1)
+        why = f"activations grow with the batch, of {needs.batch_size:,}"
+        yield SuggestedChange(f"batches of {power:,}", why, needs.with_batch(power), needs.holdall)
+    envs = experience.n_envs
+    while envs > 1:
+        envs //= 2
+        why = "each environment takes memory of its own"
+        yield SuggestedChange(counted(envs, "environment"), why, needs.with_envs(envs), needs.holdall)
+
+
+def _suggest_budget(needs: RunNeeds, free: int) -> Iterator[SuggestedChange]:
+    """Suggest a budget and a disk tier, which keep every transition."""
+    room = free - needs.most_bytes(HoldallUse(budget_bytes=0, spill_dir="disk"))
+    unit = 2**30 // 10 if room >= 2**30 else 2**20
+    budget = int(room / 1.2) // unit * unit
+    if budget < _MIN_BUDGET:
+        return
+    use = HoldallUse(budget, prefer="memory", spill_dir="/path/on/disk")
+    title = f"holdall's buffer with budget={format_bytes(budget)!r}, prefer='memory' and a spill_dir"
+    why = f"all {needs.experience.size:,} transitions stay, {format_bytes(needs.disk_bytes(use))} of them on disk"
+    yield SuggestedChange(title, why, needs, use)
+
+
+def round_down(count: int) -> int:
+    """Return a number with two leading digits."""
+    unit: int = 10 ** max(len(str(count)) - 2, 0)
+    return count // unit * unit
+
+
+def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
+    experience = needs.experience
+    if not snapshot.is_ready:
+        yield f"The command was not about to train when it was stopped: {snapshot.stopped_by}"
+    if experience.max_rows is not None and not experience.is_rollout and experience.max_rows < experience.rows:
+        steps = experience.max_rows * experience.n_envs
+        yield f"The run ends after {counted(steps, 'step')}, so its buffer is never fuller"
+    if needs.stored is not None and needs.stored.compressed_bytes is None and not experience.is_rollout:
+        yield "Compression was not measured, so holdall's need is that of uncompressed data"
+    use = needs.holdall
+    if use is not None and needs.held_transitions(use) < experience.transitions:
+        held = format_count(round_down(needs.held_transitions(use)))
+        yield f"The budget holds about {held} transitions of this data. Pass spill_dir to keep all of them"
+    yield from (note.rstrip(".") for note in snapshot.notes)
+
+
+def write_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
+    """Return the lines to paste, at most 80 characters wide where that is possible."""
+    if not snapshot.models:
+        return _write_memory_code(needs, use)
+    model = snapshot.models[0]
+    has_batch = bool(model.settings.get("batch_size"))
+    is_her = "Her" in str(model.settings.get("replay_buffer_class", ""))
+    return write_model_code(model.algorithm, name_policy(model), needs, use, has_batch=has_batch, is_her=is_her)
+
+
+def write_model_code(
+    algorithm: str,
+    policy: str,
+    needs: RunNeeds,
+    use: HoldallUse | None,
+    *,
+    has_batch: bool = True,
+    is_her: bool = False,
+) -> str:
+    """Return the lines that make a model of Stable-Baselines3 with this buffer."""
+    experience = needs.experience
+    settings = [f"n_steps={experience.rows}" if experience.is_rollout else f"buffer_size={experience.size:_}"]
+    if needs.batch_size and has_batch:
+        settings.append(f"batch_size={needs.batch_size}")
+    lines = []
+    if use is not None:
+        kind = "rollout" if experience.is_rollout else "replay"
+        name = "HerReplayBuffer" if is_her else f"{kind.title()}Buffer"
+        lines.append(f"from holdall.sb3 import {name}")
+        settings.append(f"{kind}_buffer_class={name}")
+        kwargs = _write_use(use) if kind == "replay" else {}
+        if kwargs:
+            text = json.dumps(kwargs).replace("null", "None")
+            settings.append(f"replay_buffer_kwargs={text}")
+    policy = json.dumps(policy)
+    line = f"model = {algorithm}({', '.join([policy, 'env', *settings])})"
+    if len(line) > _CODE_COLUMNS:
+        arguments = [f"{policy}, env", *settings]
+        line = "\n    ".join([f"model = {algorithm}(", *(f"{part}," for part in arguments)]) + "\n)"
+    return "\n".join([*lines, line])
+
+
+def _write_use(use: HoldallUse) -> dict[str, Any]:
+    """Return the keyword arguments that give holdall's memory these settings."""
+    if use.is_auto:
+        return {}
+    if use.budget_bytes is None:
+        return {"budget": None}
+    kwargs: dict[str, Any] = {"budget": format_bytes(use.budget_bytes), "prefer": use.prefer}
+    if use.spill_dir is not None:
+        kwargs["spill_dir"] = use.spill_dir
+    return kwargs
+
+
+def _write_memory_code(needs: RunNeeds, use: HoldallUse | None) -> str:
+    experience = needs.experience
+    if use is None:
+        return f"# {experience.name}: {experience.size:,} transitions"
+    settings = [f"{name}={json.dumps(value).replace('null', 'None')}" for name, value in _write_use(use).items()]
+    arguments = ["observation_space", "action_space", f"capacity={experience.size:_}", f"num_envs={experience.n_envs}"]
+    arguments += settings
+    return "memory = holdall.ReplayMemory(\n    " + ",\n    ".join(arguments) + ",\n)"
+
+
+def name_policy(model: FoundModel) -> str:
+    """Return the policy as users write it."""
+    space = model.observation_space or {}
+    if space.get("kind") == "dict":
+        return "MultiInputPolicy"
+    return "CnnPolicy" if "Cnn" in model.policy_class or len(space.get("shape", ())) == 3 else "MlpPolicy"
+
+
+def format_count(count: int) -> str:
+    """Write a count. A dash is none, and `any` means that nothing limits it."""
+    if is_unlimited(count):
+        return "any"
+    return f"{count:,}" if count else "none"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -23,7 +23,6 @@ from gymnasium import spaces
 
 from holdall.errors import ArgumentError
 from holdall.schema import Leaf, Tree, require_count
-from holdall.tools.plan.environments import has_images, space_from_dict, space_to_dict
 
 Version = tuple[int, int, int]
 
@@ -335,30 +334,22 @@ class Spec:
     num_envs: int = 1
     n_steps: int = 0  # 0: the algorithm's own; on-policy the rollout's steps, off-policy those of n-step returns
     batch_size: int = 0  # 0: the algorithm's own
-    policy: str = ""  # "": the one that suits the observations
-    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    vec_env: str = "dummy"  # or "subproc", or "shared": processes that write to `holdall.SharedObservations`
+    vec_env: str = "dummy"  # or "subproc"
     start_method: str = ""  # "": the one that Stable-Baselines3 takes on this system
-    preloads: bool = False  # whether a fork server imports torch before it forks
     device: str = "cpu"
-    total_timesteps: int | None = None
     frame_stack: int = 1  # of `observation`, which is stacked already
     buffer_class: str = ""
     optimize_memory_usage: bool = False
     handle_timeout_termination: bool = True
-    saves_buffer: bool = False
-    uses_holdall: bool = False  # whether holdall's buffer is in place of Stable-Baselines3's
-    holdall_budget: int | None = None  # bytes that holdall's buffer keeps in memory; what is beyond goes to disk
     sb3: Version | None = None  # None: the one that is installed, or the newest
-    env_id: str = ""
     wrapper: str = ""  # "atari": Stable-Baselines3's wrapper of that name
-    name: str = ""
 
     def __post_init__(self) -> None:
         if self.algo not in ALGORITHMS:
             raise ArgumentError(f"algo ({self.algo!r}) must be one of {', '.join(ALGORITHMS)}")
-        for name in ("capacity", "num_envs", "frame_stack", "n_steps", "batch_size", "total_timesteps"):
-            if (count := getattr(self, name)) is not None and not (name in {"n_steps", "batch_size"} and count == 0):
+        for name in ("capacity", "num_envs", "frame_stack", "n_steps", "batch_size"):
+            count = getattr(self, name)
+            if count or name not in {"n_steps", "batch_size"}:
                 require_count(name, count)
         if self.num_envs > _MOST_ENVS:
             raise ArgumentError(
@@ -366,8 +357,8 @@ class Spec:
             )
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ArgumentError(f"device ({self.device!r}) must be 'cpu', 'cuda', 'cuda:0', 'mps' or 'auto'")
-        if self.vec_env not in {"dummy", "subproc", "shared"}:
-            raise ArgumentError(f"vec_env ({self.vec_env!r}) must be 'dummy', 'subproc' or 'shared'")
+        if self.vec_env not in {"dummy", "subproc"}:
+            raise ArgumentError(f"vec_env ({self.vec_env!r}) must be 'dummy' or 'subproc'")
         if self.start_method and self.start_method not in START_METHODS:
             raise ArgumentError(f"start_method ({self.start_method!r}) must be one of {', '.join(START_METHODS)}")
         if self.wrapper not in {"", "atari"}:
@@ -390,36 +381,9 @@ class Spec:
         return isinstance(self.observation, spaces.Dict)
 
     @property
-    def observation_bytes(self) -> int:
-        """Bytes of one observation."""
-        return sum(leaf.nbytes for leaf in leaves_of(self.observation, "obs"))
-
-    @property
     def rollout_steps(self) -> int:
         """Steps per environment and rollout; of n-step returns where there are no rollouts."""
         return self.n_steps or self.algorithm.n_steps
-
-    @property
-    def batch(self) -> int:
-        """Transitions in one update."""
-        if self.algorithm.batch_size is None:
-            return self.rollout_steps * self.num_envs
-        batch = self.batch_size or self.algorithm.batch_size
-        return min(batch, self.rollout_steps * self.num_envs) if self.on_policy else batch
-
-    @property
-    def policy_name(self) -> str:
-        """The policy, as Stable-Baselines3 names it."""
-        if self.policy:
-            return self.policy
-        if self.is_dict:
-            return "MultiInputPolicy"
-        return "CnnPolicy" if has_images(self.observation) else "MlpPolicy"
-
-    @property
-    def method(self) -> str:
-        """How processes of a vector environment start."""
-        return self.start_method or ("forkserver" if sys.platform.startswith("linux") else "spawn")
 
     @property
     def sb3_buffer(self) -> str:
@@ -436,26 +400,6 @@ class Spec:
             return rollout_buffer(observation, action, self.rollout_steps, self.num_envs, **kind)
         kind |= {name: getattr(self, name) for name in ("optimize_memory_usage", "handle_timeout_termination")}
         return replay_buffer(observation, action, self.capacity, self.num_envs, **kind)
-
-    def but(self, **changes: Any) -> Spec:
-        """Return the same run with some values changed."""
-        return replace(self, **changes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON."""
-        data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        data["observation"] = space_to_dict(self.observation)
-        data["action"] = space_to_dict(self.action)
-        data["policy_kwargs"] = dict(self.policy_kwargs)
-        data["sb3"] = None if self.sb3 is None else list(self.sb3)
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Spec:
-        """Make a spec of what `as_dict` returned."""
-        sb3 = data["sb3"]
-        spaces_ = {name: space_from_dict(data[name]) for name in ("observation", "action")}
-        return cls(**{**data, **spaces_, "sb3": None if sb3 is None else tuple(sb3)})
 
 
 def _require_action(algo: str, action: spaces.Space[Any]) -> None:

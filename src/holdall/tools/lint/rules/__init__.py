@@ -1,11 +1,20 @@
-"""All rules, one file a family: a rule that stands in one of them is in force, documented and tested."""
+"""All rules by code. Every class in a module of this package that derives from `Rule` and sets `code` is in force."""
 
 from __future__ import annotations
 
-from holdall.tools.lint import rule
-from holdall.tools.lint.rule import Rule
-from holdall.tools.lint.rules import allocator, buffers, callbacks, observations, processes, saving, training_loop
+import pkgutil
+from importlib import import_module
 
-_FAMILIES = (rule, allocator, buffers, callbacks, observations, processes, saving, training_loop)
-_FOUND = [found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Rule)]
-RULES = {found.id: found for found in sorted(_FOUND, key=lambda found: found.id)}
+from holdall.tools.lint.rule import Rule
+
+
+def _find_rules() -> dict[str, Rule]:
+    found: dict[str, Rule] = {}
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for value in vars(import_module(module.name)).values():
+            if isinstance(value, type) and issubclass(value, Rule) and hasattr(value, "code"):
+                found[value.code] = value()
+    return dict(sorted(found.items()))
+
+
+RULES = _find_rules()

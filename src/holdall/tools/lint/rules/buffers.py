@@ -1,4 +1,4 @@
-"""Rules about every buffer, whichever library it is from: its cost, the memory there is, what storing it well saves."""
+"""Rules about buffers of every library: whether they fit, whether they fill, and what they store more than once."""
 
 from __future__ import annotations
 
@@ -7,98 +7,311 @@ import re
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.rule import Match, buffer_rule, run_rule, script_rule, search_rule
-from holdall.tools.lint.run import (
-    BufferNeed,
-    ConfiguredRun,
-    Machine,
-    OneOf,
-    PlainBuffer,
-    buffer_need,
-    candidates,
-    percent,
-    sized,
-    whole,
-)
-from holdall.tools.lint.source.arrays import leaf_arrays
-from holdall.tools.lint.source.containers import MANY
-from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, TableValue, known_items, likely
+from holdall.tools.lint.machine import Machine, format_share, format_size
+from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.source import Source, argument_of
+from holdall.tools.lint.subjects import TrainedBuffer, TrainedModel
 
-_GIB = 2**30
-_SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
-_WORTH_SAVING = 2**27
-_MANY_PARTS = 4  # of a transition: observation, action, reward, and what follows
-_NEXT = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
-_BUFFER = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)
-_SHORT = re.compile(r"n_?steps?\b|nstep|multi_?step|stack|frames|window|history|lookback|horizon", re.IGNORECASE)
-_LINES = {
-    "model": "replay_buffer_class=holdall.sb3.ReplayBuffer",
-    "rollout": "rollout_buffer_class=holdall.sb3.RolloutBuffer",
-    "sb3": "from holdall.sb3 import ReplayBuffer",
+_SAFE_SHARE = 0.8
+"""Share of the memory that a buffer may take. The rest is for the interpreter, the libraries and the networks."""
+_MIN_LARGE_BYTES = 2**30
+_MIN_SAVED_BYTES = 2**27
+_MIN_REPEATED_SHARE = 0.1
+_MIN_REPLAY_ITEMS = 1_000
+"""Capacity from which a deque is taken for a replay buffer. Deques for n-step returns are shorter."""
+_MIN_PARTS = 4
+"""Parts of a transition: observation, action, reward, next observation."""
+_NEXT_NAME = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
+_BUFFER_NAME = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)
+_SHORT_NAME = re.compile(r"n_?steps?\b|nstep|multi_?step|stack|frames|window|history|lookback|horizon", re.IGNORECASE)
+_REPLACEMENTS = {
     "cleanrl": "from holdall.cleanrl import ReplayBuffer",
-    "torchrl": "storage=holdall.torchrl.HoldallStorage({rows})",
+    "torchrl": "storage=holdall.torchrl.HoldallStorage({capacity})",
 }
 
 
-def _line(buffer: PlainBuffer) -> str:
-    """Return what to paste."""
-    own = "holdall.ReplayMemory(env.observation_space, env.action_space, capacity={rows})"
-    return _LINES.get(buffer.library, own).format(rows=f"{buffer.rows:_}" if buffer.rows else "...")
+def _replacement(buffer: TrainedBuffer) -> str:
+    """Return the code that uses holdall instead of `buffer`."""
+    if buffer.library == "sb3" and buffer.kind == "rollout":
+        return "rollout_buffer_class=holdall.sb3.RolloutBuffer"
+    if buffer.library == "sb3":
+        return "replay_buffer_class=holdall.sb3.ReplayBuffer"
+    own = "holdall.ReplayMemory(env.observation_space, env.action_space, capacity={capacity})"
+    capacity = "..." if buffer.capacity is None else f"{buffer.capacity:_}"
+    return _REPLACEMENTS.get(buffer.library, own).format(capacity=capacity)
 
 
-@buffer_rule("M19", "large-buffer", Severity.INFO)
-def large_buffer(buffer: PlainBuffer, machine: Machine) -> Iterator[Match]:
-    """Says what a buffer above 1 GiB takes, how much of that is there already, and the line that stores it once.
+def _describe_size(buffer: TrainedBuffer) -> str:
+    """Say how large a buffer is, and when."""
+    if buffer.kind == "memory":
+        return f"{buffer.title} may take its budget of {format_size(buffer.nbytes)}"
+    if buffer.kind == "refused":
+        return f"{buffer.title} of {format_size(buffer.nbytes)} could not be allocated"
+    takes = "takes" if buffer.is_exact else "takes about"
+    capacity = "" if buffer.capacity is None else f" of {buffer.capacity:,} transitions"
+    text = f"{buffer.title}{capacity} {takes} {format_size(buffer.resident_bytes)}"
+    if not buffer.is_certain:
+        text += " when it is full"
+    if buffer.flatten_bytes:
+        text += f", and {format_size(buffer.peak_bytes)} while it is flattened"
+    return text
 
-    Why: Its pages are touched one by one as it fills, so that a run starts well and is killed hours later. Next
-    observations, and the frames of a stack, are there several times.
-    Fix: The line that the message names stores each frame once, and compresses what lies beyond a budget.
+
+def _describe_fit(buffer: TrainedBuffer, machine: Machine) -> str:
+    """Name the capacity that takes a safe share of the memory."""
+    if buffer.kind == "memory":
+        return f"budget={int(machine.limit_bytes * _SAFE_SHARE):,} would be {format_share(_SAFE_SHARE, 1)} of it"
+    if buffer.capacity is None:
+        return "holdall plan says what fits"
+    bytes_per_row = (buffer.nbytes + buffer.flatten_bytes) * buffer.n_envs / buffer.capacity
+    rows = int(machine.limit_bytes * _SAFE_SHARE // bytes_per_row)
+    name = f"n_steps={rows:,}" if buffer.kind == "rollout" else f"a capacity of {rows * buffer.n_envs:,}"
+    return f"{name} would take {format_share(_SAFE_SHARE, 1)} of it"
+
+
+def _match_limit(buffer: TrainedBuffer, machine: Machine, limit: str) -> Match:
+    """Return a match about a buffer and a limit. It is at most a warning if the run may be too short to fill it."""
+    return Match(
+        f"{_describe_size(buffer)}; {limit}; {_describe_fit(buffer, machine)}",
+        buffer.place,
+        {"needed_bytes": buffer.peak_bytes, "limit_bytes": machine.limit_bytes},
+        severity=None if buffer.is_certain else Severity.WARNING,
+    )
+
+
+def _is_in_ram(buffer: TrainedBuffer) -> bool:
+    return buffer.device == "cpu"
+
+
+class BufferBeyondMemory(Rule):
+    """Compares a buffer, as full as the run makes it, with the memory of the machine.
+
+    The finding is a warning where the number of steps is unknown.
+
+    Why: The pages of a buffer are touched one by one as it fills, so the run starts well and is killed hours later. The
+    figure is the buffer alone; the interpreter, the libraries and the networks need memory in addition.
+    Fix: The capacity that the message names, or `replay_buffer_class=holdall.sb3.ReplayBuffer`, which stores every
+    observation once. `holdall plan` says what fits.
+
+    Bad (limit_bytes=1MB, ram_bytes=1MB):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000).learn(100_000)
+
+    Good (limit_bytes=1MB, ram_bytes=1MB):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000).learn(100_000)
+    """
+
+    code = "M01"
+    severity = Severity.ERROR
+
+    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+        """Compare the peak with the memory that no container limits."""
+        limit_bytes = machine.ram_bytes if machine.is_contained else machine.limit_bytes
+        is_too_large = _is_in_ram(buffer) and buffer.peak_bytes > limit_bytes
+        if is_too_large or buffer.kind == "refused":
+            yield _match_limit(buffer, machine, f"{machine.limit_name} is {format_size(machine.limit_bytes)}")
+
+
+class BufferNearLimit(Rule):
+    """Warns if a buffer alone takes more than 80 % of the memory.
+
+    Why: The rest must hold the interpreter, the libraries, the networks with their gradients and optimizer, and every
+    environment. Close to the limit, the system starts to swap or to kill processes.
+    Fix: The capacity that the message names, or a buffer that stores every observation once.
+
+    Bad (limit_bytes=1MB):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=22_000).learn(100_000)
+
+    Good (limit_bytes=1MB):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000).learn(100_000)
+    """
+
+    code = "M02"
+    severity = Severity.WARNING
+
+    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+        """Compare the peak with the limit."""
+        is_near = machine.limit_bytes * _SAFE_SHARE < buffer.peak_bytes <= machine.limit_bytes
+        if is_near and _is_in_ram(buffer) and buffer.kind != "refused":
+            share = format_share(buffer.peak_bytes, machine.limit_bytes)
+            limit = f"that is {share} of {machine.limit_name} ({format_size(machine.limit_bytes)})"
+            yield _match_limit(buffer, machine, limit)
+
+
+class BufferBeyondContainer(Rule):
+    """Finds a buffer that fits into the machine, but not into its container.
+
+    The finding is a warning where the number of steps is unknown.
+
+    Why: `free`, `psutil.virtual_memory()` and Stable-Baselines3's own warning show the host's memory. The kernel kills
+    at the container's limit.
+    Fix: A larger limit of the container (`docker run --memory`), or the capacity that the message names.
+
+    Bad (limit_bytes=1MB, limit_name=control group /):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000).learn(100_000)
+
+    Good (limit_bytes=1MB, limit_name=control group /):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000).learn(100_000)
+    """
+
+    code = "M03"
+    severity = Severity.ERROR
+
+    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+        """Compare the peak with the container's limit."""
+        is_between = machine.limit_bytes < buffer.peak_bytes <= machine.ram_bytes
+        if machine.is_contained and is_between and _is_in_ram(buffer) and buffer.kind != "refused":
+            limit = (
+                f"the host has {format_size(machine.ram_bytes)}, but {machine.limit_name} allows "
+                f"{format_size(machine.limit_bytes)}"
+            )
+            yield _match_limit(buffer, machine, limit)
+
+
+class ObservationsStoredTwice(Rule):
+    """Finds replay buffers in which repeated observations take a tenth of the memory, or 1 GiB, or more.
+
+    Why: `obs` and `next_obs` are two arrays, though the next observation of one step is the observation of the
+    following one. In a stack of 4 frames, each frame is stored eight times.
+    Fix: `replay_buffer_class=holdall.sb3.ReplayBuffer` stores each frame once and gives the same samples.
+
+    Bad (limit_bytes=1MB):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000).learn(100_000)
+
+    Good (limit_bytes=1MB):
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=1_000).learn(100_000)
+    """
+
+    code = "M07"
+    severity = Severity.WARNING
+
+    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+        """Compare the repeated bytes, as full as the run makes the buffer, with the memory."""
+        if not buffer.repeated_bytes:
+            return
+        repeated = buffer.repeated_bytes * buffer.resident_bytes // buffer.nbytes
+        if repeated < min(_MIN_REPEATED_SHARE * machine.limit_bytes, _MIN_LARGE_BYTES):
+            return
+        times = 2 * buffer.frame_stack
+        what = "each observation is stored twice" if times == 2 else f"each frame is stored {times} times"
+        share = format_share(repeated, buffer.resident_bytes)
+        text = (
+            f"{what}: {format_size(repeated)} of {format_size(buffer.resident_bytes)} ({share}) of {buffer.title} "
+            f"are copies; {_replacement(buffer)}"
+        )
+        numbers = {"repeated_bytes": repeated, "needed_bytes": buffer.resident_bytes, "times": times}
+        yield Match(text, buffer.place, numbers)
+
+
+class BufferNeverFills(Rule):
+    """Compares the capacity of the replay buffer with the steps of the run.
+
+    Why: Pages that are never written take no memory, so a smaller buffer saves none here. But `save_replay_buffer`
+    writes the whole capacity to disk, and a measured peak says nothing about a longer run.
+    Fix: Set `buffer_size` to the steps of the run.
 
     Bad:
-        import numpy as np
-
-        class ReplayBuffer:
-            def __init__(self, capacity):
-                self.obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
-                self.next_obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
-
-        memory = ReplayBuffer(100_000)
+        from stable_baselines3 import SAC
+        model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=200_000)
+        model.learn(total_timesteps=50_000)
 
     Good:
-        import numpy as np
-
-        class ReplayBuffer:
-            def __init__(self, capacity):
-                self.obs = np.zeros((capacity, 4), dtype=np.float32)
-                self.next_obs = np.zeros((capacity, 4), dtype=np.float32)
-
-        memory = ReplayBuffer(100_000)
+        from stable_baselines3 import SAC
+        model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
+        model.learn(total_timesteps=50_000)
     """
-    if buffer.nbytes < _GIB:
-        return
-    at_least = "" if buffer.is_exact else "at least "
-    held = "is on the GPU and " if buffer.is_on_gpu else ""
-    rows = f" of {buffer.rows:,}" if buffer.rows else ""
-    where = " on disk" if buffer.is_on_disk else ""
-    text = f"{buffer.title}{rows} {held}takes {at_least}{sized(buffer.nbytes)}{where} once it is full"
-    numbers = {"needed_bytes": buffer.nbytes, "repeated_bytes": buffer.repeated_bytes}
-    if not buffer.is_buffer:
-        yield Match(text, buffer.place, numbers)
-        return
-    if buffer.repeated_bytes:
-        text += f"; {sized(buffer.repeated_bytes)} of it hold what is there already"
-    yield Match(f"{text}; {_line(buffer)}", buffer.place, numbers)
+
+    code = "M09"
+    severity = Severity.INFO
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Compare `buffer_size` with the steps."""
+        size = model.count("buffer_size")
+        steps = model.total_timesteps
+        if model.is_on_policy or size is None or steps is None or size <= steps:
+            return
+        text = f"buffer_size={size:,} never fills in {steps:,} steps: {format_share(steps, size)} of it is used"
+        yield Match(text, model.place, {"buffer_size": size, "total_timesteps": steps})
 
 
-@buffer_rule("P15", "images-stored-as-float", Severity.WARNING)
-def images_stored_as_float(buffer: PlainBuffer, machine: Machine) -> Iterator[Match]:
-    """Finds buffers that keep images as floats.
+class CapacityRoundedDown(Rule):
+    """Reports the real capacity of a replay buffer that the number of environments does not divide.
 
-    Why: A pixel is a byte. As float32 it takes four, as float64 eight, in memory, in checkpoints and on the way to the
-    GPU; the network gets float32 in any case.
-    Fix: Keep images as `np.uint8`, and divide by 255 when a batch is used.
+    Why: Stable-Baselines3 divides `buffer_size` by the number of environments and drops the remainder.
+    Fix: Make `buffer_size` a multiple of the number of environments.
+
+    Bad:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.env_util import make_vec_env
+        DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=6), buffer_size=1_000).learn(100_000)
+
+    Good:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.env_util import make_vec_env
+        DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8), buffer_size=1_000).learn(100_000)
+    """
+
+    code = "M10"
+    severity = Severity.INFO
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Divide `buffer_size` by the number of environments."""
+        size = model.count("buffer_size")
+        if model.is_on_policy or size is None or size % model.n_envs == 0:
+            return
+        capacity = max(size // model.n_envs, 1) * model.n_envs
+        text = f"buffer_size={size:,} over {model.n_envs} environments holds {capacity:,} transitions"
+        yield Match(text, model.place, {"buffer_size": size, "capacity": capacity})
+
+
+class LargeBuffer(Rule):
+    """Reports what a buffer above 1 GiB takes, how much of it is stored more than once, and the code that avoids it.
+
+    Why: The pages of a buffer are touched one by one as it fills, so a run starts well and is killed hours later. Next
+    observations, and the frames of a stack, are stored several times.
+    Fix: The code that the message names stores each frame once, and compresses within a budget.
+
+    Bad:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.envs import FakeImageEnv
+        DQN("CnnPolicy", FakeImageEnv(screen_height=84, screen_width=84), buffer_size=80_000).learn(100_000)
+
+    Good:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.envs import FakeImageEnv
+        DQN("CnnPolicy", FakeImageEnv(screen_height=84, screen_width=84), buffer_size=8_000).learn(100_000)
+    """
+
+    code = "M19"
+    severity = Severity.INFO
+
+    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+        """Look at the full size of buffers of other libraries and of the program's own."""
+        if buffer.nbytes < _MIN_LARGE_BYTES or buffer.kind in {"memory", "refused"}:
+            return
+        about = "" if buffer.is_exact else "about "
+        capacity = "" if buffer.capacity is None else f" of {buffer.capacity:,}"
+        where = "" if buffer.device == "cpu" else f" on {buffer.device}"
+        text = f"{buffer.title}{capacity} takes {about}{format_size(buffer.nbytes)}{where} when it is full"
+        if buffer.repeated_bytes:
+            text += f"; {format_size(buffer.repeated_bytes)} of it are copies"
+        numbers = {"needed_bytes": buffer.nbytes, "repeated_bytes": buffer.repeated_bytes}
+        yield Match(f"{text}; {_replacement(buffer)}", buffer.place, numbers)
+
+
+class ImagesStoredAsFloat(Rule):
+    """Finds buffers that store images as floats.
+
+    Why: A pixel is a byte. As float32 it takes four bytes, as float64 eight, in memory, in checkpoints and on the way
+    to the GPU. The network gets float32 in any case.
+    Fix: Store images as `np.uint8`, and divide by 255 when a batch is used.
 
     Bad:
         import numpy as np
@@ -107,7 +320,7 @@ def images_stored_as_float(buffer: PlainBuffer, machine: Machine) -> Iterator[Ma
             def __init__(self, capacity):
                 self.states = np.zeros((capacity, 4, 84, 84), dtype=np.float32)
 
-        memory = ReplayBuffer(100_000)
+        memory = ReplayBuffer(2_000)
 
     Good:
         import numpy as np
@@ -116,27 +329,34 @@ def images_stored_as_float(buffer: PlainBuffer, machine: Machine) -> Iterator[Ma
             def __init__(self, capacity):
                 self.states = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
 
-        memory = ReplayBuffer(20_000)
+        memory = ReplayBuffer(2_000)
     """
-    if buffer.library in {"model", "rollout"} or buffer.rows is None:
-        return  # M06 is about spaces
-    wide = [one for one in buffer.fields if one.is_image and one.dtype.kind == "f"]
-    cost = sum(buffer.rows * one.nbytes for one in wide)
-    saved = sum(buffer.rows * one.nbytes * (one.dtype.itemsize - 1) // one.dtype.itemsize for one in wide)
-    if saved < _WORTH_SAVING:
-        return
-    names = ", ".join(dict.fromkeys(one.name for one in wide if one.name)) or "observations"
-    shape, dtype = wide[0].shape, wide[0].dtype
-    text = f"{buffer.title} keeps {names} of shape {shape} as {dtype}: {sized(cost)}, {sized(cost - saved)} as uint8"
-    yield Match(text, buffer.place, {"wide_bytes": cost, "saved_bytes": saved})
+
+    code = "P15"
+    severity = Severity.WARNING
+
+    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+        """Look at the arrays of buffers that belong to no model. M06 is about spaces."""
+        if buffer.library in {"sb3", "holdall"} or buffer.capacity is None:
+            return
+        wide = [part for part in buffer.fields if part.looks_like_image and part.dtype.kind == "f"]
+        wide_bytes = sum(buffer.capacity * part.nbytes for part in wide)
+        narrow_bytes = sum(buffer.capacity * part.elements for part in wide)
+        if wide_bytes - narrow_bytes < _MIN_SAVED_BYTES:
+            return
+        names = ", ".join(dict.fromkeys(part.name for part in wide if part.name)) or "observations"
+        text = (
+            f"{buffer.title} stores {names} of shape {wide[0].shape} as {wide[0].dtype}: {format_size(wide_bytes)}, "
+            f"{format_size(narrow_bytes)} as uint8"
+        )
+        yield Match(text, buffer.place, {"wide_bytes": wide_bytes, "saved_bytes": wide_bytes - narrow_bytes})
 
 
-@script_rule("P04", "buffer-of-tuples", Severity.WARNING)
-def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
-    """Finds replay buffers that are a deque or list of tuples, records or dicts of arrays.
+class BufferOfTuples(Rule):
+    """Finds replay buffers that are a deque or list of tuples, records or dicts.
 
-    Why: Every transition is a tuple of small objects, each observation is there twice, and sampling gathers them one by
-    one in Python. A view into a larger array keeps all of it alive, and is written whole when it is pickled.
+    Why: Every transition is a tuple of small objects, each observation is stored twice, and sampling collects them one
+    by one in Python. A view into a larger array keeps all of that array alive, and pickling writes all of it.
     Fix: Arrays that are allocated once, or `holdall.ReplayMemory`, which stores each observation once.
 
     Bad:
@@ -151,267 +371,64 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         for step in range(100):
             memory.add(obs, action, reward, next_obs, terminated, truncated)
     """
-    sizes = {buffer.place: buffer.nbytes for buffer in training.buffers if buffer.is_container and buffer.is_exact}
-    seen = set()
-    for made in training.recorded("appended"):
-        container, call = made.value, made.node
-        limit = whole(likely(container.maxlen))
-        parts = _parts(script, call, made.detail["item"])
-        is_next = len(parts) >= _MANY_PARTS and (
-            any(_NEXT.search(part) for part in parts) or _is_pair(made.detail["item"])
-        )
-        if not is_next or call in seen or not _is_replay(container, limit) or _is_batch(training, container):
-            continue
-        seen.add(call)
-        name = _written(call) or container.name
-        size = "" if limit is None else f" of {limit:,}"
-        place = script.place(call)
-        cost = f": {sized(sizes[place])} once it is full" if place in sizes else ""
-        text = f"{name}{size} keeps each transition as {len(parts)} objects, both observations among them{cost}"
-        yield Match(text, place, {"capacity": "unknown" if limit is None else limit})
+
+    code = "P04"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for `append` of several named parts, a next observation among them, to a long deque or a buffer."""
+        for call, container in source.method_calls("append"):
+            parts = _transition_parts(source, call.args[0]) if len(call.args) == 1 else []
+            if len(parts) < _MIN_PARTS or not any(_NEXT_NAME.search(part) for part in parts):
+                continue
+            made = source.last_assignment(container)
+            if made is None or not _is_replay(source, container, made):
+                continue
+            limit = source.whole_number(argument_of(made, "maxlen", 1)) if isinstance(made, ast.Call) else None
+            size = "" if limit is None else f" of {limit:,}"
+            text = (
+                f"{ast.unparse(container)}{size} keeps each transition as {len(parts)} objects, both observations "
+                "among them"
+            )
+            yield Match(text, source.place(call), {} if limit is None else {"capacity": limit})
 
 
-def _is_pair(item: object) -> bool:
-    """Whether a transition has two arrays alike: an observation and the next one."""
-    kinds = [(one.shape, one.dtype) for one in leaf_arrays(item) if one.shape]
-    return len(set(kinds)) < len(kinds)
+def _transition_parts(source: Source, node: ast.expr) -> list[str]:
+    """Return the names of the parts of an appended tuple, list, record or dict; empty names for other expressions."""
+    match source.resolve(node):
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            return [_last_name(item) for item in items]
+        case ast.Dict(keys=keys):
+            return [str(source.constant(key)) for key in keys]
+        case ast.Call(args=args, keywords=keywords):
+            return [*map(_last_name, args), *(keyword.arg or "" for keyword in keywords)]
+    return []
 
 
-def _is_replay(container: ListValue, limit: int | None) -> bool:
-    """Whether a container is no short window: a deque that is not small, or a list that is named as a buffer."""
-    node = container.node
-    if container.is_fixed:
-        return (container.length or 0) >= MANY
-    if not container.is_deque:
-        if limit is None and 0 < (container.length or 0) < MANY:
-            return False  # it is made again each time, and never gets longer
-        return bool(_BUFFER.search(container.name)) and not _SHORT.search(container.name)
-    if limit is not None:
-        return limit >= MANY
-    given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None
-    return given is None or not _SHORT.search(ast.unparse(given))
-
-
-def _is_batch(training: TrainingReader, container: ListValue) -> bool:
-    """Whether another module makes a new list in every round of a loop, and no object keeps it."""
-    is_made_anew = not container.is_deque and container.rounds > 0
-    interpreter = training.interpreter
-    return is_made_anew and not interpreter.was_reached(container.node) and interpreter.owner_of(container) is None
-
-
-def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
-    """Return the names that an appended tuple, record or dict is made of; empty for what is no name."""
-    item = likely(item)
-    if isinstance(item, ArrayValue):
-        return []
-    if isinstance(item, TableValue):
-        return [str(key) for key in item]
-    if isinstance(item, InstanceValue) and item.attributes:
-        return list(item.attributes)
-    if isinstance(call, ast.Call) and len(call.args) >= _MANY_PARTS:
-        return [_name(one) for one in call.args]  # what the script passes to a function that appends it
-    node = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
-    if isinstance(call, ast.Subscript):  # memory[position] = state, action, ...
-        node = getattr(script.parent(call), "value", None)
-    node = (script.assigned(node) or node) if isinstance(node, ast.Name) else node
-    items = node.elts if isinstance(node, ast.Tuple | ast.List) else node.args if isinstance(node, ast.Call) else []
-    held = known_items(item) or []
-    return [_name(one) for one in items] if len(items) >= len(held) else [""] * len(held)
-
-
-def _name(node: ast.expr) -> str:
+def _last_name(node: ast.expr) -> str:
+    """Return the name in an expression such as `next_state`, `self.next_state`, `np.array(next_state)` or `a[i]`."""
     while True:
         match node:
-            case ast.Subscript(value=inner) | ast.Call(args=[inner, *_]):
+            case ast.Subscript(value=inner) | ast.Call(args=[inner, *_]) | ast.Starred(value=inner):
                 node = inner
-            case ast.Call(func=ast.Attribute(value=inner)) | ast.Call(func=inner):
+            case ast.Call(func=ast.Attribute(value=inner)):
                 node = inner
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                return name
             case _:
-                return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+                return ""
 
 
-def _written(call: ast.AST) -> str:
-    """Return the container as the call writes it."""
-    if isinstance(call, ast.Subscript):
-        return ast.unparse(call.value)
-    func = getattr(call, "func", None)
-    return ast.unparse(func.value) if isinstance(func, ast.Attribute) and func.attr in {"append", "appendleft"} else ""
-
-
-def _largest_that_fits(run: ConfiguredRun, needed: BufferNeed, machine: Machine) -> str:
-    """Say what would fit into a comfortable share of the limit."""
-    layout = needed.layout
-    per_row = (layout.nbytes + layout.flatten_bytes) / layout.rows
-    fitting = int(int(machine.limit_bytes * _SAFE_SHARE) // per_row)
-    size = f"n_steps={fitting:,}" if run.algorithm.on_policy else f"buffer_size={fitting * layout.n_envs:,}"
-    return f"{size} would take {percent(_SAFE_SHARE, 1)} of it"
-
-
-def _buffer_words(run: ConfiguredRun, needed: BufferNeed) -> str:
-    size = "rollout" if run.algorithm.on_policy else "replay buffer"
-    text = f"the {size} of {needed.layout.transitions:,} transitions {needed.words} {sized(needed.resident_bytes)}"
-    if not needed.is_certain:
-        text += " once it is full"
-    if needed.layout.flatten_bytes:
-        text += f", and {sized(needed.peak_bytes)} while it is flattened"
-    return text
-
-
-def _buffer_match(run: ConfiguredRun, needed: BufferNeed, machine: Machine, limit: str, **numbers: int) -> Match:
-    """Return what is found about a buffer and its limit: a warning at most if the run may be too short to fill it."""
-    return Match(
-        f"{_buffer_words(run, needed)}{limit}; {_largest_that_fits(run, needed, machine)}",
-        run.place_of("buffer_size", "n_steps"),
-        {"needed_bytes": needed.peak_bytes, "limit_bytes": machine.limit_bytes} | numbers,
-        severity=None if needed.is_certain else Severity.WARNING,
-    )
-
-
-@run_rule("M01", "buffer-beyond-memory", Severity.ERROR)
-def buffer_beyond_memory(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Compares the buffer, as full as the run makes it, with this machine's memory.
-
-    A warning where the number of steps is not known.
-
-    Why: The buffer's pages are touched one by one as it fills, so the run starts well and is killed hours later. The
-    figure is the buffer alone; the interpreter, the libraries and the networks come on top.
-    Fix: Take the capacity that the message names, or `replay_buffer_class=holdall.sb3.ReplayBuffer`, which stores every
-    observation once. `holdall plan` says what fits.
-
-    Bad (camera):
-        SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(2_000_000)
-
-    Good (camera):
-        SAC("MultiInputPolicy", Dog(), buffer_size=400_000)
-    """
-    needed = buffer_need(run, machine)
-    if needed and needed.peak_bytes > (machine.ram_bytes if machine.is_contained else machine.limit_bytes):
-        yield _buffer_match(run, needed, machine, f"; {machine.limit_name} is {sized(machine.limit_bytes)}")
-
-
-@run_rule("M02", "buffer-near-limit", Severity.WARNING)
-def buffer_near_limit(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Warns if the buffer alone takes more than 80 % of the memory there is.
-
-    Why: What is left has to hold the interpreter, the libraries, the networks with their gradients and optimizer, and
-    every environment. On the way to the limit the system starts to swap or to kill.
-    Fix: Take the capacity that the message names, or a buffer that stores every observation once.
-
-    Bad (camera):
-        SAC("MultiInputPolicy", Dog(), buffer_size=700_000)
-
-    Good (camera):
-        SAC("MultiInputPolicy", Dog(), buffer_size=600_000)
-    """
-    needed = buffer_need(run, machine)
-    if needed and machine.limit_bytes * _SAFE_SHARE < needed.peak_bytes <= machine.limit_bytes:
-        share = percent(needed.peak_bytes, machine.limit_bytes)
-        limit = f": {share} of {machine.limit_name} ({sized(machine.limit_bytes)})"
-        yield _buffer_match(run, needed, machine, limit)
-
-
-@run_rule("M03", "buffer-beyond-container", Severity.ERROR)
-def buffer_beyond_container(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Finds a buffer that fits into the machine, but not into its container.
-
-    A warning where the number of steps is not known.
-
-    Why: `free`, `psutil.virtual_memory()` and Stable-Baselines3's own warning see the host's memory. The kernel kills
-    at the container's limit.
-    Fix: Raise the container's limit (`docker run --memory`), or take the capacity that the message names.
-
-    Bad (camera, limit_bytes=16GiB, limit_name=control group /):
-        SAC("MultiInputPolicy", Dog(), buffer_size=500_000).learn(2_000_000)
-
-    Good (camera, limit_bytes=16GiB, limit_name=control group /):
-        SAC("MultiInputPolicy", Dog(), buffer_size=300_000)
-    """
-    needed = buffer_need(run, machine)
-    if needed and machine.is_contained and machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
-        allowed = f"{machine.limit_name} allows {sized(machine.limit_bytes)}"
-        limit = f"; the host has {sized(machine.ram_bytes)}, but {allowed}"
-        yield _buffer_match(run, needed, machine, limit, ram_bytes=machine.ram_bytes)
-
-
-@run_rule("M09", "buffer-never-fills", Severity.INFO)
-def buffer_never_fills(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Compares the buffer's capacity with the steps of the run.
-
-    Why: What is never written is never resident, so a smaller buffer saves no memory here; but `save_replay_buffer`
-    writes the whole capacity to disk, and a measured peak says nothing about a longer run.
-    Fix: Set `buffer_size` to the steps of the run.
-
-    Bad:
-        from stable_baselines3 import SAC
-        model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=200_000)
-        model.learn(total_timesteps=50_000)
-
-    Good:
-        from stable_baselines3 import SAC
-        model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
-        model.learn(total_timesteps=50_000)
-    """
-    size, steps = run.count("buffer_size"), run.total_timesteps
-    if size is not None and steps is not None and size > steps:
-        text = f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used"
-        yield Match(text, run.place_of("buffer_size"), {"buffer_size": size, "total_timesteps": steps})
-
-
-@run_rule("M10", "capacity-rounded-down", Severity.INFO)
-def capacity_rounded_down(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Says how many transitions a replay buffer really holds when the number of environments does not divide it.
-
-    Why: Stable-Baselines3 divides `buffer_size` by the number of environments and drops the rest.
-    Fix: Make `buffer_size` a multiple of the number of environments.
-
-    Bad:
-        from stable_baselines3 import DQN
-        from stable_baselines3.common.env_util import make_vec_env
-        DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=6), buffer_size=100_000)
-
-    Good:
-        from stable_baselines3 import DQN
-        from stable_baselines3.common.env_util import make_vec_env
-        DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8), buffer_size=100_000)
-    """
-    size, count = run.count("buffer_size"), run.environments.number
-    if size is None or count is None or size % count == 0:
-        return
-    held = max(size // count, 1) * count
-    text = f"buffer_size={size:,} over {count} environments holds {held:,} transitions"
-    yield Match(text, run.place_of("buffer_size"), {"buffer_size": size, "capacity": held})
-
-
-@search_rule("M18", "comparison-never-fills", Severity.WARNING)
-def comparison_never_fills(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Looks for a comparison of buffer sizes none of which the run fills.
-
-    Why: A buffer's pages cost memory when they are written. Profiles of 200,000 and of 500,000 transitions take the
-    same memory, and learn the same, in a run of 50,000 steps: the comparison measures nothing of what it compares.
-    Fix: Train for more steps than the largest buffer holds, or pre-fill the buffers before measuring.
-
-    Bad:
-        from stable_baselines3 import SAC
-        for buffer_size in (200_000, 300_000, 400_000, 500_000):
-            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
-            model.learn(total_timesteps=50_000)
-
-    Good:
-        from stable_baselines3 import SAC
-        for buffer_size in (20_000, 50_000):
-            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
-            model.learn(total_timesteps=100_000)
-    """
-    searched = run.value("buffer_size")
-    sizes = candidates(searched) if isinstance(searched, OneOf) else ()
-    steps = [candidates(learn.total_timesteps.value) for learn in run.learns]
-    if len(sizes) < 2 or len(steps) != 1 or not steps[0]:
-        return
-    longest = max(steps[0])
-    if longest < min(sizes):
-        yield Match(
-            f"the sizes {min(sizes):,} to {max(sizes):,} are compared over {longest:,} steps, which fill none: "
-            f"at most {percent(longest, min(sizes))} of the smallest is ever used",
-            run.place_of("buffer_size"),
-            {"smallest": min(sizes), "largest": max(sizes), "total_timesteps": longest},
-        )
+def _is_replay(source: Source, container: ast.expr, made: ast.expr) -> bool:
+    """Return whether a container is a replay buffer: a deque that is not short, or a list with such a name."""
+    match made:
+        case ast.Call(func=function) if source.dotted(function) == "collections.deque":
+            given = argument_of(made, "maxlen", 1)
+            limit = source.whole_number(given)
+            if limit is not None:
+                return limit >= _MIN_REPLAY_ITEMS
+            return given is None or not _SHORT_NAME.search(ast.unparse(given))
+        case ast.List(elts=[]):
+            name = ast.unparse(container)
+            return bool(_BUFFER_NAME.search(name)) and not _SHORT_NAME.search(name)
+    return False

@@ -1,4 +1,4 @@
-"""Rules about checkpoints: what is saved, resumed and forgotten, and buffers that are pickled."""
+"""Rules about checkpoints: what they write, what a resumed run lacks, and buffers that are pickled."""
 
 from __future__ import annotations
 
@@ -6,68 +6,78 @@ import ast
 import re
 from collections.abc import Iterator
 
-from holdall.tools.lint.finding import Edit, Severity, SourceRange
-from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, Machine, algorithm_by_import, buffer_need, sized, whole
-from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import InstanceValue, ListValue, likely
+from holdall.tools.lint.finding import Edit, Place, Severity
+from holdall.tools.lint.machine import Machine, format_size
+from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.source import Source, argument_of, has_unpacked_arguments
+from holdall.tools.lint.source_sb3 import OFF_POLICY, model_of
+from holdall.tools.lint.subjects import TrainedCallback, TrainedModel
 
 _PROTOCOL = 5
-_DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
-# What holds arrays by the gigabyte; a pickled dict of settings does not matter.
+_DEFAULT_IS_ENOUGH = (3, 14)
+"""First Python version whose default pickle protocol is 5."""
 _LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
+"""Names of objects that contain arrays by the gigabyte. A pickled dict of settings does not matter."""
 
 
-def _saves_buffer(run: ConfiguredRun) -> Iterator[tuple[SourceRange, int | None]]:
-    """Yield where checkpoints include the buffer, and every how many calls."""
-    for callback in run.callbacks:
-        if callback.kind == "CheckpointCallback" and callback.value("save_replay_buffer") is True:
-            yield callback.settings["save_replay_buffer"].place, whole(callback.value("save_freq"))
+def _buffer_savers(model: TrainedModel) -> Iterator[TrainedCallback]:
+    """Yield the callbacks that save the replay buffer."""
+    for callback in model.callbacks:
+        if callback.kind == "CheckpointCallback" and callback.settings.get("save_replay_buffer") is True:
+            yield callback
 
 
-@run_rule("S01", "checkpoints-beyond-disk", Severity.WARNING)
-def checkpoints_beyond_disk(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Adds up the replay buffers that a CheckpointCallback writes.
+class CheckpointsBeyondDisk(Rule):
+    """Adds up the replay buffers that a CheckpointCallback writes during the run.
 
-    Why: Every checkpoint writes the whole buffer, full or not, into a file of its own, and none is ever deleted.
-    Fix: Save less often, delete old files, or `holdall.sb3.CheckpointCallback`, which writes only what is new since the
-    last checkpoint.
+    Why: Every checkpoint writes the whole buffer, full or not, into a new file, and no file is ever deleted.
+    Fix: Save less often, delete old files, or use `holdall.sb3.CheckpointCallback`, which writes only the transitions
+    since the last checkpoint.
 
-    Bad (camera):
+    Bad (disk_bytes=10MB):
+        from stable_baselines3 import SAC
         from stable_baselines3.common.callbacks import CheckpointCallback
-        SAC("MultiInputPolicy", Dog(), buffer_size=200_000).learn(
-            1_000_000, callback=CheckpointCallback(10_000, "models", save_replay_buffer=True)
-        )
+        checkpoint = CheckpointCallback(1_000, "models", save_replay_buffer=True)
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000).learn(100_000, callback=checkpoint)
 
-    Good (camera):
+    Good (disk_bytes=10MB):
+        from stable_baselines3 import SAC
         from stable_baselines3.common.callbacks import CheckpointCallback
-        SAC("MultiInputPolicy", Dog(), buffer_size=200_000).learn(
-            1_000_000, callback=CheckpointCallback(500_000, "models", save_replay_buffer=True)
-        )
+        checkpoint = CheckpointCallback(50_000, "models", save_replay_buffer=True)
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000).learn(100_000, callback=checkpoint)
     """
-    needed, steps, count = buffer_need(run, machine), run.total_timesteps, run.environments.number
-    if needed is None or steps is None or not count or machine.disk_bytes is None or run.algorithm.on_policy:
-        return
-    for place, every in _saves_buffer(run):
-        saves = steps // count // every if every else 0
-        written = saves * needed.layout.nbytes
-        if written > machine.disk_bytes:
-            yield Match(
-                f"{saves} checkpoints of {sized(needed.layout.nbytes)} are {sized(written)}, the disk has "
-                f"{sized(machine.disk_bytes)} free",
-                place,
-                {"checkpoints": saves, "checkpoint_bytes": needed.layout.nbytes, "disk_bytes": machine.disk_bytes},
-            )
+
+    code = "S01"
+    severity = Severity.WARNING
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Compare the sum with the free space of the disk."""
+        buffer = model.buffer
+        steps = model.total_timesteps
+        if buffer is None or buffer.kind != "replay" or steps is None or machine.disk_bytes is None:
+            return
+        for callback in _buffer_savers(model):
+            every = callback.count("save_freq")
+            saves = steps // model.n_envs // every if every else 0
+            written = saves * buffer.nbytes
+            if written > machine.disk_bytes:
+                text = (
+                    f"{saves} checkpoints of {format_size(buffer.nbytes)} are {format_size(written)}, but the disk has "
+                    f"{format_size(machine.disk_bytes)} free"
+                )
+                numbers = {
+                    "checkpoints": saves,
+                    "checkpoint_bytes": buffer.nbytes,
+                    "disk_bytes": machine.disk_bytes,
+                }
+                yield Match(text, model.place, numbers)
 
 
-@run_rule("S02", "no-replay-buffer-to-save", Severity.INFO)
-def no_replay_buffer_to_save(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Finds `save_replay_buffer=True` where there is no replay buffer.
+class NoReplayBufferToSave(Rule):
+    """Finds `save_replay_buffer=True` for a model that has no replay buffer.
 
-    Why: On-policy algorithms have a rollout that is used once and dropped. The option does nothing: it neither takes
-    memory nor saves anything.
-    Fix: Leave it out.
+    Why: On-policy models use a rollout once and drop it. The option neither takes memory nor saves anything.
+    Fix: Delete the option.
 
     Bad:
         from stable_baselines3 import PPO
@@ -79,125 +89,25 @@ def no_replay_buffer_to_save(run: ConfiguredRun, machine: Machine) -> Iterator[M
         from stable_baselines3 import SAC
         from stable_baselines3.common.callbacks import CheckpointCallback
         callback = CheckpointCallback(10_000, "models", save_replay_buffer=True)
-        SAC("MlpPolicy", "Pendulum-v1").learn(100_000, callback=callback)
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=100_000).learn(100_000, callback=callback)
     """
-    for place, _ in _saves_buffer(run) if run.algorithm.on_policy else ():
-        text = f"{run.algorithm.name} has no replay buffer: save_replay_buffer=True does nothing"
-        yield Match(text, place, edit=Edit(place, "True", "False"))
+
+    code = "S02"
+    severity = Severity.INFO
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Look for the option in callbacks of on-policy models."""
+        if model.is_on_policy and any(_buffer_savers(model)):
+            text = f"{model.algorithm} has no replay buffer, so save_replay_buffer=True does nothing"
+            yield Match(text, model.place)
 
 
-@script_rule("S04", "loads-beside-old-buffer", Severity.WARNING, words=("load_replay_buffer",))
-def loads_beside_old_buffer(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
-    """Finds a replay buffer that is loaded while a filled one is still there.
-
-    Why: The new buffer is read completely before it takes the old one's place: for that time both are in memory.
-    Fix: `model.replay_buffer = None` before `model.load_replay_buffer(...)`.
-
-    Bad (camera):
-        model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)
-        model.learn(1_000_000)
-        model.load_replay_buffer("buffer.pkl")
-
-    Good (camera):
-        model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)
-        model.load_replay_buffer("buffer.pkl")
-        model.learn(1_000_000)
-    """
-    if any(one.attr == "replay_buffer" and isinstance(one.ctx, ast.Store) for one in script.of_kind(ast.Attribute)):
-        return
-    runs = {run.place: run for run in training.runs}
-    for loaded in training.recorded("load_replay_buffer"):
-        run = runs.get(training.interpreter.place(loaded.value.node))
-        taught = [one.node for one in training.recorded("learn") if one.value is loaded.value]
-        learnt = any(_line(node) < _line(loaded.node) for node in taught)
-        needed = buffer_need(run, machine) if run is not None and learnt else None
-        if needed and needed.resident_bytes + needed.layout.nbytes > machine.limit_bytes:
-            yield Match(
-                f"the old buffer of {sized(needed.resident_bytes)} and the loaded one of "
-                f"{sized(needed.layout.nbytes)} are in memory together; {machine.limit_name} is "
-                f"{sized(machine.limit_bytes)}",
-                script.place(loaded.node),
-                {"needed_bytes": needed.resident_bytes + needed.layout.nbytes, "limit_bytes": machine.limit_bytes},
-            )
-
-
-def _line(node: ast.AST) -> int:
-    return getattr(node, "lineno", 0)
-
-
-@script_rule("S06", "resumes-with-empty-buffer", Severity.WARNING, words=("load",))
-def resumes_with_empty_buffer(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
-    """Finds an off-policy model that is loaded and trained on without its replay buffer.
-
-    Why: `model.save` leaves the replay buffer out. A resumed run learns from the first few new transitions alone, at
-    full rate, and can unlearn what it knew before the buffer has filled again.
-    Fix: `model.save_replay_buffer` and `model.load_replay_buffer`, or `holdall.sb3.CheckpointCallback`, which saves
-    both together and in little memory. If that is too large, train again only after `learning_starts` new steps.
-
-    Bad:
-        from stable_baselines3 import SAC
-        model = SAC.load("agent", env="Pendulum-v1")
-        model.learn(100_000, reset_num_timesteps=False)
-
-    Good:
-        from stable_baselines3 import SAC
-        model = SAC.load("agent", env="Pendulum-v1")
-        model.load_replay_buffer("buffer")
-        model.learn(100_000, reset_num_timesteps=False)
-    """
-    if {"load_replay_buffer", "replay_buffer"} & script.attributes:
-        return
-    loaded = {id(one.value) for one in training.recorded("loaded")}
-    for learn in training.recorded("learn"):
-        made = algorithm_by_import(learn.value.kind) if id(learn.value) in loaded else None
-        if made and not made.on_policy:
-            when = f" (when {' and '.join(learn.path)})" if learn.path else ""
-            text = f"{made.name} is loaded and goes on learning with an empty replay buffer{when}"
-            yield Match(text, script.place(learn.node))
-
-
-@script_rule("S08", "normalisation-not-saved", Severity.WARNING, words=("VecNormalize",))
-def normalisation_not_saved(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
-    """Finds a model that is saved without the statistics of its VecNormalize.
-
-    Why: A loaded model gets observations on another scale than it was trained on, and acts as if untrained.
-    Fix: `env.save("vecnormalize.pkl")`, `CheckpointCallback(..., save_vecnormalize=True)`, or
-    `holdall.sb3.CheckpointCallback`, which saves them with the model.
-
-    Bad:
-        from stable_baselines3 import PPO
-        from stable_baselines3.common.env_util import make_vec_env
-        from stable_baselines3.common.vec_env import VecNormalize
-        env = VecNormalize(make_vec_env("Pendulum-v1"))
-        model = PPO("MlpPolicy", env)
-        model.learn(100_000)
-        model.save("agent")
-
-    Good:
-        from stable_baselines3 import PPO
-        from stable_baselines3.common.env_util import make_vec_env
-        from stable_baselines3.common.vec_env import VecNormalize
-        env = VecNormalize(make_vec_env("Pendulum-v1"))
-        model = PPO("MlpPolicy", env)
-        model.learn(100_000)
-        model.save("agent")
-        env.save("vecnormalize.pkl")
-    """
-    normalised = [call for call in script.calls if script.dotted(call.func).endswith(".VecNormalize")]
-    saves = list(script.method_calls("save"))
-    models = [call for call, owner in saves if training.constructed(owner)]
-    saved = "save_vecnormalize" in script.keywords or any(script.calls_of("holdall.sb3.CheckpointCallback"))
-    if normalised and models and len(models) == len(saves) and not saved:
-        yield Match("the model is saved, and the statistics of VecNormalize are not", script.place(models[0]))
-
-
-@script_rule("S03", "pickle-copies-arrays", Severity.WARNING, words=("pickle",))
-def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
+class PickleCopiesArrays(Rule):
     """Finds buffers that are pickled with a protocol before 5.
 
-    Why: Up to protocol 4 (the default before Python 3.14) every array is copied into a bytes object before it is
-    written: one array of 100 GB needs 100 GB more. Protocol 5 writes arrays from where they lie.
-    Fix: `pickle.dump(buffer, file, protocol=5)`; into a gzip file too, it streams.
+    Why: Up to protocol 4, the default before Python 3.14, every array is copied into a bytes object before it is
+    written: an array of 100 GB needs 100 GB more. Protocol 5 writes arrays without a copy.
+    Fix: `pickle.dump(buffer, file, protocol=5)`. It also streams into a gzip file.
 
     Bad:
         import pickle
@@ -209,48 +119,46 @@ def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Mach
         with open("buffer.pkl", "wb") as file:
             pickle.dump(replay_buffer, file, protocol=5)
     """
-    for call in _pickles(script, training, "dump"):
-        given = argument_of(call, "protocol", 2)
-        if any(k.arg is None for k in call.keywords) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
-            continue
-        number = 4 if given is None else whole(training.value(given))
-        if number is None or not 0 <= number < _PROTOCOL:
-            continue
-        used = "the default protocol (4)" if given is None else f"protocol {number}"
-        text = f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written"
-        yield Match(text, script.place(call), {"protocol": number}, edit=_edit(script, call, given))
+
+    code = "S03"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look at the protocol of each `dump` of a buffer."""
+        for call in _pickling_calls(source, "dump"):
+            given = argument_of(call, "protocol", 2)
+            if has_unpacked_arguments(call) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
+                continue
+            protocol = 4 if given is None else source.whole_number(given)
+            if protocol is None or not 0 <= protocol < _PROTOCOL:
+                continue
+            used = "the default protocol (4)" if given is None else f"protocol {protocol}"
+            text = f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written"
+            yield Match(text, source.place(call), {"protocol": protocol}, _set_protocol(source, call, given))
 
 
-def _edit(script: Script, call: ast.Call, given: ast.expr | None) -> Edit | None:
+def _set_protocol(source: Source, call: ast.Call, given: ast.expr | None) -> Edit | None:
+    """Return the edit that makes the protocol 5; None if the protocol is not a literal."""
+    if isinstance(given, ast.Constant):
+        return Edit(source.place(given), ast.unparse(given), str(_PROTOCOL))
     if given is not None:
-        is_written_out = isinstance(given, ast.Constant)
-        return Edit(script.place(given), ast.unparse(given), str(_PROTOCOL)) if is_written_out else None
-    last = script.place([*call.args, *(k.value for k in call.keywords)][-1])
-    end = SourceRange(script.path, last.end_line, last.end_column, last.end_line, last.end_column)
+        return None
+    last = source.place([*call.args, *(keyword.value for keyword in call.keywords)][-1])
+    end = Place(source.path, last.end_line, last.end_column, last.end_line, last.end_column)
     return Edit(end, "", f", protocol={_PROTOCOL}")
 
 
-def _pickles(script: Script, training: TrainingReader, function: str) -> Iterator[ast.Call]:
-    """Yield the calls that pickle something large, or an object that has it."""
-    for call in script.calls_of(f"pickle.{function}", f"cloudpickle.{function}"):
-        if call.args and (_LARGE.search(ast.unparse(call.args[0])) or _has_buffer(training, call.args[0])):
+def _pickling_calls(source: Source, function: str) -> Iterator[ast.Call]:
+    """Yield the calls of `pickle.dump` or `pickle.dumps` that pickle a buffer, judged by its name."""
+    for call in source.calls_of(f"pickle.{function}", f"cloudpickle.{function}"):
+        if call.args and _LARGE.search(ast.unparse(call.args[0])):
             yield call
 
 
-def _has_buffer(training: TrainingReader, node: ast.expr) -> bool:
-    value = likely(training.interpreter.seen(node))
-    held = value.attributes.items() if isinstance(value, InstanceValue) else ()
-    return any(
-        isinstance(one, InstanceValue | ListValue) and _LARGE.search(f"{name} {getattr(one, 'kind', '')}")
-        for name, one in held
-    )
-
-
-@script_rule("S05", "pickled-into-memory", Severity.WARNING, words=("pickle",))
-def pickled_into_memory(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
+class PickledIntoMemory(Rule):
     """Finds buffers that are pickled into one bytes object.
 
-    Why: `pickle.dumps` holds the whole buffer a second time, and compressing the result holds a third.
+    Why: `pickle.dumps` makes a second copy of the whole buffer, and compressing the result makes a third.
     Fix: Stream it: `with gzip.open(path, 'wb') as file: pickle.dump(buffer, file, protocol=5)`.
 
     Bad:
@@ -264,17 +172,57 @@ def pickled_into_memory(script: Script, training: TrainingReader, machine: Machi
         with gzip.open("buffer.pkl.gz", "wb") as file:
             pickle.dump(replay_buffer, file, protocol=5)
     """
-    for call in _pickles(script, training, "dumps"):
-        yield Match(f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", script.place(call))
+
+    code = "S05"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for `dumps` of buffers."""
+        for call in _pickling_calls(source, "dumps"):
+            text = f"pickle.dumps makes a second copy of {ast.unparse(call.args[0])} in memory"
+            yield Match(text, source.place(call))
 
 
-@script_rule("S07", "pickled-in-a-thread", Severity.WARNING, words=("pickle",))
-def pickled_in_a_thread(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
+class ResumesWithEmptyBuffer(Rule):
+    """Finds an off-policy model that is loaded and trained further without its replay buffer.
+
+    Why: `model.save` does not save the replay buffer. A resumed run learns from its first few new transitions alone, at
+    the full rate, and can unlearn its policy before the buffer has filled again.
+    Fix: `model.save_replay_buffer` and `model.load_replay_buffer`, or `holdall.sb3.CheckpointCallback`, which saves
+    both together in little memory. If the buffer is too large, start updates only after `learning_starts` new steps.
+
+    Bad:
+        from stable_baselines3 import SAC
+        model = SAC.load("agent", env="Pendulum-v1")
+        model.learn(100_000, reset_num_timesteps=False)
+
+    Good:
+        from stable_baselines3 import SAC
+        model = SAC.load("agent", env="Pendulum-v1")
+        model.load_replay_buffer("buffer")
+        model.learn(100_000, reset_num_timesteps=False)
+    """
+
+    code = "S06"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for `learn` of loaded models in files that never mention their replay buffer."""
+        if {"load_replay_buffer", "replay_buffer"} & source.attributes:
+            return
+        for call, owner in source.method_calls("learn"):
+            model = model_of(source, owner)
+            if model is not None and model.is_loaded and model.algorithm in OFF_POLICY:
+                text = f"{model.algorithm} is loaded and continues learning with an empty replay buffer"
+                yield Match(text, source.place(call))
+
+
+class PickledInAThread(Rule):
     """Finds a buffer that a thread pickles while the training adds to it.
 
-    Why: The file mixes old and new rows, or the dump fails because the container changed size. The thread also needs
-    the copy's memory at a moment when nobody watches.
-    Fix: Save between updates, or use a memory whose `save` may run beside `add` (`holdall.ReplayMemory.save`).
+    Why: The file mixes old and new rows, or the dump fails because the container changed its size. The memory of the
+    copy is needed at a moment that nobody watches.
+    Fix: Save between updates, or use a memory whose `save` may run beside `add`, such as `holdall.ReplayMemory.save`.
 
     Bad:
         import pickle
@@ -295,16 +243,67 @@ def pickled_in_a_thread(script: Script, training: TrainingReader, machine: Machi
 
         save(buffer)
     """
-    calls = [*_pickles(script, training, "dump"), *_pickles(script, training, "dumps")]
-    pickling = {owner.name for call in calls if (owner := script.function(call))}
-    for call in script.calls:
-        if (name := _run_in_thread(script, call)) in pickling:
-            yield Match(f"{name} pickles a buffer in a thread, while others may add to it", script.place(call))
+
+    code = "S07"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for functions that pickle a buffer and are handed to a thread."""
+        calls = [*_pickling_calls(source, "dump"), *_pickling_calls(source, "dumps")]
+        owners = [source.function(call) for call in calls]
+        pickling = {owner.name for owner in owners if owner is not None}
+        for call in source.calls:
+            name = _thread_function(source, call)
+            if name in pickling:
+                yield Match(f"{name} pickles a buffer in a thread, while others may add to it", source.place(call))
 
 
-def _run_in_thread(script: Script, call: ast.Call) -> str:
-    """Return the name of the function that a call hands to a thread."""
-    target = argument_of(call, "target") if script.dotted(call.func) == "threading.Thread" else None
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
+def _thread_function(source: Source, call: ast.Call) -> str:
+    """Return the name of the function that a call hands to a thread; empty if there is none."""
+    target: ast.expr | None = None
+    if source.dotted(call.func) == "threading.Thread":
+        target = argument_of(call, "target")
+    elif isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
         target = call.args[0]
     return target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+
+
+class NormalisationNotSaved(Rule):
+    """Finds a model that is saved without the statistics of its VecNormalize.
+
+    Why: The loaded model gets observations on another scale than in training, and acts as if untrained.
+    Fix: `env.save("vecnormalize.pkl")`, `CheckpointCallback(..., save_vecnormalize=True)`, or
+    `holdall.sb3.CheckpointCallback`, which saves the statistics with the model.
+
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import VecNormalize
+        env = VecNormalize(make_vec_env("Pendulum-v1"))
+        model = PPO("MlpPolicy", env)
+        model.learn(100_000)
+        model.save("agent")
+
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import VecNormalize
+        env = VecNormalize(make_vec_env("Pendulum-v1"))
+        model = PPO("MlpPolicy", env)
+        model.learn(100_000)
+        model.save("agent")
+        env.save("vecnormalize.pkl")
+    """
+
+    code = "S08"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for files in which every `save` is that of a model."""
+        normalises = any(source.dotted(call.func).endswith(".VecNormalize") for call in source.calls)
+        saves = list(source.method_calls("save"))
+        model_saves = [call for call, owner in saves if model_of(source, owner) is not None]
+        is_saved = "save_vecnormalize" in source.keywords or any(source.calls_of("holdall.sb3.CheckpointCallback"))
+        if normalises and model_saves and len(model_saves) == len(saves) and not is_saved:
+            text = "the model is saved, but the statistics of VecNormalize are not"
+            yield Match(text, source.place(model_saves[0]))

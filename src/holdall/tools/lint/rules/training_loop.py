@@ -1,325 +1,230 @@
-"""Rules about updates and the training loop: batches, update frequencies, when learning starts, repeated `learn`."""
+"""Rules about the training loop: batches, updates, when learning starts, and repeated `learn`."""
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, Machine, whole
-from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script, argument_of
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.source import Source, argument_of, has_unpacked_arguments
+from holdall.tools.lint.source_sb3 import model_of
+from holdall.tools.lint.subjects import TrainedModel
 
-_MANY_EPISODES = 10  # in one rollout of one environment
-
-
-def train_freq(run: ConfiguredRun) -> tuple[int, str] | None:
-    """Return `train_freq` as a number and its unit, if both are known."""
-    value = run.value("train_freq")
-    unit: object = "step"
-    if isinstance(value, list | tuple) and len(value) == 2:
-        value, unit = value
-    number = whole(value)
-    return (number, unit) if number is not None and unit in {"step", "episode"} and isinstance(unit, str) else None
+_MIN_EPISODES = 10
+"""Episodes in one rollout of one environment that are worth a message."""
+_MAX_TRIES = 100_000
+"""Numbers that are tried on either side of a batch size in the search for a divisor."""
 
 
-@run_rule("L04", "buffer-smaller-than-batch", Severity.WARNING)
-def buffer_smaller_than_batch(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Compares the replay buffer with one batch.
-
-    Why: Batches are drawn with replacement, so nothing fails; but every batch holds each transition several times.
-    Fix: A larger `buffer_size`, or a smaller `batch_size`.
-
-    Bad (sac.yml):
-        Env-v0:
-          policy: MlpPolicy
-          buffer_size: 128
-          batch_size: 256
-
-    Good (sac.yml):
-        Env-v0:
-          policy: MlpPolicy
-          buffer_size: 100000
-          batch_size: 256
-    """
-    size, batch = run.count("buffer_size"), run.count("batch_size")
-    if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
-        text = f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions"
-        yield Match(text, run.place_of("buffer_size", "batch_size"), {"buffer_size": size, "batch_size": batch})
-
-
-def samples_per_rollout(run: ConfiguredRun) -> int | None:
-    """Return the transitions of one rollout of an on-policy run."""
-    steps, count = run.count("n_steps"), run.environments.number
-    return steps * count if run.algorithm.on_policy and steps and count else None
-
-
-_MOST_TRIES = 100_000
-"""Numbers that are tried on either side: n_steps may say anything."""
-
-
-def _divisors_near(number: int, near: int) -> list[int]:
-    """Return the divisors of a number that lie next to another number, as far as they are found quickly."""
-    tried, quotients = range(min(near, number), 1, -1), range((number - 1) // near, 0, -1)
-    below = (d for d in tried[:_MOST_TRIES] if number % d == 0)
-    above = (number // q for q in quotients[:_MOST_TRIES] if number % q == 0)
-    return [*sorted(itertools.islice(below, 2)), *itertools.islice(above, 2)]
-
-
-@run_rule("L05", "batch-does-not-divide-rollout", Severity.WARNING)
-def batch_does_not_divide_rollout(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Compares the batch with the samples that a rollout collects.
-
-    Why: The last minibatch of every epoch is smaller, and its few samples weigh as much as a whole batch. A batch that
-    is larger than the rollout is cut to it: one update an epoch.
-    Fix: One of the divisors that the message names.
-
-    Bad (ppo.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 2
-          n_steps: 100
-          batch_size: 64
-
-    Good (ppo.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 2
-          n_steps: 8192
-          batch_size: 2048
-    """
-    collected, batch = samples_per_rollout(run), run.count("batch_size")
-    if collected is None or not batch or collected % batch == 0 or {"n_steps", "batch_size"} <= run.picked:
-        return
-    better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch)) or "none found"
-    text = (
-        f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
-        if batch > collected
-        else f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave one of {collected % batch:,}"
-    )
-    yield Match(
-        f"{text}; divisors near it: {better}",
-        run.place_of("batch_size", "n_steps"),
-        {"collected": collected, "batch_size": batch, "remainder": collected % batch},
-    )
-
-
-@run_rule("L06", "updates-fall-behind", Severity.WARNING)
-def updates_fall_behind(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Finds off-policy runs whose updates a step fall with the number of environments.
-
-    Why: `gradient_steps=1` is one update for each call of `env.step`, whatever the number of environments. With eight
-    of them the same number of steps brings an eighth of the updates.
-    Fix: `gradient_steps=-1`: as many updates as transitions were collected.
-
-    Bad (sac.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 8
-          gradient_steps: 1
-
-    Good (sac.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 8
-          gradient_steps: -1
-    """
-    count, updates, freq = run.environments.number, run.whole("gradient_steps"), train_freq(run)
-    if run.algorithm.on_policy or not count or count < 2 or updates != 1 or freq is None or freq[1] != "step":
-        return
-    steps = freq[0] * count
-    text = (
-        f"one update for every {steps:,} steps ({count} environments, train_freq {freq[0]}); "
-        f"with one environment it would be one for every {freq[0]}"
-    )
-    yield Match(text, run.place_of("gradient_steps", "train_freq"), {"steps_per_update": steps, "n_envs": count})
-
-
-@run_rule("L13", "one-sample-to-normalise", Severity.ERROR)
-def one_sample_to_normalise(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Finds on-policy runs whose advantages cannot be normalised.
-
-    Why: The standard deviation of one sample is not a number. Stable-Baselines3 refuses it with an AssertionError.
-    Fix: `batch_size` and `n_steps x n_envs` of 2 or more, or `normalize_advantage=False`.
-
-    Bad (ppo.yml):
-        Env-v0:
-          policy: MlpPolicy
-          batch_size: 1
-          n_steps: 2048
-
-    Good (ppo.yml):
-        Env-v0:
-          policy: MlpPolicy
-          batch_size: 64
-          n_steps: 2048
-    """
-    if run.algorithm.name not in {"PPO", "MaskablePPO", "RecurrentPPO"} or run.value("normalize_advantage") is not True:
-        return
-    if run.count("batch_size") == 1 or samples_per_rollout(run) == 1:
-        which = "batch_size" if run.count("batch_size") == 1 else "n_steps x n_envs"
-        yield Match(f"{which} is 1, and normalize_advantage is on", run.place_of("batch_size", "n_steps"))
-
-
-@run_rule("L14", "episodic-training-of-many", Severity.ERROR)
-def episodic_training_of_many(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Finds `train_freq` in episodes with several environments.
-
-    Why: Episodes of several environments end at different steps. Stable-Baselines3 refuses it with an AssertionError.
-    Fix: `train_freq=(n, "step")`, or one environment.
-
-    Bad (td3.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 4
-          train_freq: [1, "episode"]
-
-    Good (td3.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 1
-          train_freq: [1, "episode"]
-    """
-    freq, count = train_freq(run), run.environments.number
-    if freq is not None and freq[1] == "episode" and count is not None and count > 1:
-        text = f"train_freq counts episodes, and there are {count} environments"
-        yield Match(text, run.place_of("train_freq"), {"n_envs": count})
-
-
-@run_rule("L15", "target-updated-every-step", Severity.WARNING)
-def target_updated_every_step(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Compares DQN's `target_update_interval` with the number of environments.
-
-    Why: The interval is counted in steps and divided by the number of environments: the target then follows each step.
-    Fix: A larger `target_update_interval`.
-
-    Bad (dqn.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 16
-          target_update_interval: 10
-
-    Good (dqn.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 8
-          target_update_interval: 1000
-    """
-    interval, count = run.count("target_update_interval"), run.environments.number or 0
-    if "target_update_interval" in run.algorithm.defaults and interval and 1 < count > interval:
-        text = f"target_update_interval={interval:,} with {count} environments updates the target at every call"
-        yield Match(text, run.place_of("target_update_interval"), {"interval": interval, "n_envs": count})
-
-
-@run_rule("L16", "small-network-on-gpu", Severity.INFO)
-def small_network_on_gpu(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Finds on-policy runs of `MlpPolicy` that are put on a GPU.
-
-    Why: The networks are small and acting is step by step: moving each step to the GPU costs more than it saves.
-    Fix: `device="cpu"`.
-
-    Bad:
-        from stable_baselines3 import PPO
-        PPO("MlpPolicy", "CartPole-v1", device="cuda")
-
-    Good:
-        from stable_baselines3 import PPO
-        PPO("CnnPolicy", "Pong-v0", device="cuda")
-    """
-    device, is_small = run.value("device"), run.algorithm.name in {"A2C", "PPO"} and run.value("policy") == "MlpPolicy"
-    if is_small and isinstance(device, str) and device.startswith("cuda"):
-        yield Match(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))
-
-
-@run_rule("L03", "learning-never-starts", Severity.ERROR)
-def learning_never_starts(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
+class LearningNeverStarts(Rule):
     """Compares `learning_starts` with the steps of the run.
 
-    Why: Until then actions are random and nothing is updated: the run ends with the weights that it began with.
+    Why: Before `learning_starts`, actions are random and nothing is updated. The run ends with its first weights.
     Fix: A smaller `learning_starts`, or more steps.
 
     Bad:
         from stable_baselines3 import SAC
-        SAC("MlpPolicy", "Pendulum-v1", learning_starts=10_000).learn(5_000)
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=5_000, learning_starts=10_000).learn(5_000)
 
     Good:
         from stable_baselines3 import SAC
-        SAC("MlpPolicy", "Pendulum-v1", learning_starts=1_000).learn(5_000)
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=5_000, learning_starts=1_000).learn(5_000)
     """
-    starts, steps = run.whole("learning_starts"), run.total_timesteps
-    count, freq = run.environments.number, train_freq(run)
-    if starts is None or steps is None or not count or freq is None or freq[1] != "step":
-        return
-    if any(learn.reset_num_timesteps is not True for learn in run.learns):
-        return
-    per_round = max(freq[0] * count, 1)
-    made = -(-steps // per_round) * per_round
-    if made <= starts:
-        text = f"learning starts after {starts:,} steps, the run ends after {made:,}: nothing is ever learnt"
-        yield Match(text, run.place_of("learning_starts"), {"learning_starts": starts, "total_timesteps": steps})
+
+    code = "L03"
+    severity = Severity.ERROR
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Compare, with steps rounded up to whole rounds of collection."""
+        starts = model.count("learning_starts")
+        steps = model.total_timesteps
+        frequency = model.train_freq
+        if starts is None or steps is None or frequency is None or frequency[1] != "step":
+            return
+        per_round = max(frequency[0] * model.n_envs, 1)
+        made = -(-steps // per_round) * per_round
+        if made <= starts:
+            text = f"learning starts after {starts:,} steps, but the run ends after {made:,}, so nothing is ever learnt"
+            yield Match(text, model.place, {"learning_starts": starts, "total_timesteps": steps})
 
 
-@run_rule("L07", "rollout-spans-many-episodes", Severity.INFO)
-def rollout_spans_many_episodes(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
+class BufferSmallerThanBatch(Rule):
+    """Compares the replay buffer with one batch.
+
+    Why: Batches are drawn with replacement, so nothing fails, but every batch contains transitions several times.
+    Fix: A larger `buffer_size`, or a smaller `batch_size`.
+
+    Bad:
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=128, batch_size=256).learn(100_000)
+
+    Good:
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", buffer_size=10_000, batch_size=256).learn(100_000)
+    """
+
+    code = "L04"
+    severity = Severity.WARNING
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Compare `buffer_size` with `batch_size`."""
+        size = model.count("buffer_size")
+        batch = model.count("batch_size")
+        if model.is_on_policy or size is None or batch is None or size >= batch:
+            return
+        text = f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions"
+        yield Match(text, model.place, {"buffer_size": size, "batch_size": batch})
+
+
+class BatchDoesNotDivideRollout(Rule):
+    """Compares the batch with the samples that a rollout collects.
+
+    Why: The last minibatch of every epoch is smaller, and its few samples have as much weight as a whole batch. A batch
+    larger than the rollout is cut to the rollout, so each epoch makes only one update.
+    Fix: One of the divisors that the message names.
+
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2), n_steps=100, batch_size=64).learn(100_000)
+
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2), n_steps=128, batch_size=64).learn(100_000)
+    """
+
+    code = "L05"
+    severity = Severity.WARNING
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Divide the samples of a rollout by the batch."""
+        collected = model.rollout_steps
+        batch = model.count("batch_size")
+        if collected is None or batch is None or collected % batch == 0:
+            return
+        remainder = collected % batch
+        if batch > collected:
+            text = f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
+        else:
+            text = f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave a batch of {remainder:,}"
+        divisors = ", ".join(f"{divisor:,}" for divisor in _find_divisors(collected, batch))
+        text = f"{text}; divisors near it: {divisors or 'none found'}"
+        yield Match(text, model.place, {"collected": collected, "batch_size": batch, "remainder": remainder})
+
+
+def _find_divisors(number: int, near: int) -> list[int]:
+    """Return up to two divisors of `number` on each side of `near`."""
+    candidates = range(min(near, number), 1, -1)[:_MAX_TRIES]
+    quotients = range((number - 1) // near, 0, -1)[:_MAX_TRIES]
+    below = itertools.islice((divisor for divisor in candidates if number % divisor == 0), 2)
+    above = itertools.islice((number // quotient for quotient in quotients if number % quotient == 0), 2)
+    return [*sorted(below), *above]
+
+
+class UpdatesFallBehind(Rule):
+    """Finds off-policy runs whose updates per step become fewer with the number of environments.
+
+    Why: `gradient_steps=1` is one update per call of `env.step`, for any number of environments. With eight
+    environments, the same number of steps gives an eighth of the updates.
+    Fix: `gradient_steps=-1` makes as many updates as transitions were collected.
+
+    Bad:
+        from stable_baselines3 import SAC
+        from stable_baselines3.common.env_util import make_vec_env
+        SAC("MlpPolicy", make_vec_env("Pendulum-v1", n_envs=8), buffer_size=8_000, gradient_steps=1).learn(100_000)
+
+    Good:
+        from stable_baselines3 import SAC
+        from stable_baselines3.common.env_util import make_vec_env
+        SAC("MlpPolicy", make_vec_env("Pendulum-v1", n_envs=8), buffer_size=8_000, gradient_steps=-1).learn(100_000)
+    """
+
+    code = "L06"
+    severity = Severity.WARNING
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Look at `gradient_steps` and `train_freq` of models with several environments."""
+        frequency = model.train_freq
+        is_one_update = model.count("gradient_steps") == 1
+        if model.is_on_policy or model.n_envs < 2 or not is_one_update or frequency is None or frequency[1] != "step":
+            return
+        steps = frequency[0] * model.n_envs
+        text = (
+            f"one update for every {steps:,} steps ({model.n_envs} environments, train_freq {frequency[0]}); "
+            f"with one environment it would be one for every {frequency[0]}"
+        )
+        yield Match(text, model.place, {"steps_per_update": steps, "n_envs": model.n_envs})
+
+
+class RolloutSpansManyEpisodes(Rule):
     """Compares `n_steps` with the time limit of the environment.
 
-    Why: The policy stays the same for that many episodes in every environment, and all of them are kept in memory.
+    Why: The policy stays the same during all these episodes in every environment, and all of them are kept in memory.
     Fix: A smaller `n_steps` updates more often and takes less memory.
 
     Bad:
         import gymnasium as gym
         from stable_baselines3 import PPO
-        PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=8192)
+        PPO("MlpPolicy", gym.make("CartPole-v1", max_episode_steps=100), n_steps=2048).learn(100_000)
 
     Good:
         import gymnasium as gym
         from stable_baselines3 import PPO
-        PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=2048)
+        PPO("MlpPolicy", gym.make("CartPole-v1", max_episode_steps=500), n_steps=2048).learn(100_000)
     """
-    steps, limit = run.count("n_steps"), whole(run.environments.episode_steps)
-    if run.algorithm.on_policy and steps and limit and steps >= _MANY_EPISODES * limit:
+
+    code = "L07"
+    severity = Severity.INFO
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Divide `n_steps` by the time limit."""
+        steps = model.count("n_steps")
+        limit = model.episode_steps
+        if not model.is_on_policy or steps is None or limit is None or steps < _MIN_EPISODES * limit:
+            return
         text = f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps"
-        yield Match(text, run.place_of("n_steps"), {"n_steps": steps, "episode_steps": limit})
+        yield Match(text, model.place, {"n_steps": steps, "episode_steps": limit})
 
 
-@run_rule("L10", "total-is-no-multiple", Severity.INFO)
-def total_is_no_multiple(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
-    """Says how many steps an on-policy run makes if the total is no multiple of its rollout.
+class TotalIsNoMultiple(Rule):
+    """Reports the steps that an on-policy run really makes if the total is no multiple of its rollout.
 
-    Why: A rollout is always completed, so the run is longer than `total_timesteps` says, and so are its schedules.
+    Why: A rollout is always completed, so the run and its schedules are longer than `total_timesteps` says.
     Fix: Nothing, or the multiple that the message names.
 
-    Bad (ppo.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 2
-          n_steps: 8192
-          batch_size: 2048
-          n_timesteps: 10000000
+    Bad:
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", "CartPole-v1", n_steps=2048).learn(10_000)
 
-    Good (ppo.yml):
-        Env-v0:
-          policy: MlpPolicy
-          n_envs: 2
-          n_steps: 8192
-          batch_size: 2048
-          n_timesteps: 16384000
+    Good:
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", "CartPole-v1", n_steps=2048).learn(10_240)
     """
-    collected, steps = samples_per_rollout(run), run.total_timesteps
-    if collected is None or steps is None or steps % collected == 0:
-        return
-    rounds = -(-steps // collected)
-    text = f"{steps:,} steps in rollouts of {collected:,} are {rounds:,} rollouts, {rounds * collected:,} steps"
-    yield Match(text, run.learns[0].total_timesteps.place, {"rollouts": rounds, "steps": rounds * collected})
+
+    code = "L10"
+    severity = Severity.INFO
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Divide the total by the steps of a rollout."""
+        collected = model.rollout_steps
+        steps = model.total_timesteps
+        if collected is None or steps is None or steps % collected == 0:
+            return
+        rollouts = -(-steps // collected)
+        made = rollouts * collected
+        text = f"{steps:,} steps in rollouts of {collected:,} are {rollouts:,} rollouts, {made:,} steps"
+        yield Match(text, model.place, {"rollouts": rollouts, "steps": made})
 
 
-@run_rule("L11", "learn-starts-over", Severity.WARNING)
-def learn_starts_over(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
+class LearnStartsOver(Rule):
     """Finds `learn` in a loop without `reset_num_timesteps=False`.
 
-    Why: Each call counts steps from zero: schedules of learning rate, clipping and exploration start again, logs begin
-    a new run, and checkpoints overwrite those of the call before.
+    Why: Each call counts steps from zero. Schedules of learning rate, clipping and exploration start again, logs begin
+    a new run, and checkpoints overwrite those of the previous call.
     Fix: `model.learn(..., reset_num_timesteps=False)`, or one call with the whole total and a callback.
 
     Bad:
@@ -336,18 +241,29 @@ def learn_starts_over(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
         for iteration in range(610):
             model.learn(total_timesteps=16_384, reset_num_timesteps=False)
     """
-    for learn in run.learns:
-        if learn.repeats_model and learn.reset_num_timesteps is True:
-            yield Match("learn is called in a loop, and counts its steps from zero each time", learn.place)
+
+    code = "L11"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for loops around `learn` that do not contain the construction of the model."""
+        for call, owner in source.method_calls("learn"):
+            loop = source.loop(call)
+            model = model_of(source, owner)
+            if loop is None or model is None or has_unpacked_arguments(call):
+                continue
+            is_made_in_loop = any(parent is loop for parent in source.ancestors(model.call))
+            if is_made_in_loop or argument_of(call, "reset_num_timesteps", 4) is not None:
+                continue
+            yield Match("learn is called in a loop, and counts its steps from zero each time", source.place(call))
 
 
-@script_rule("L12", "reset-by-hand", Severity.WARNING, words=("learn",))
-def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
-    """Finds `env.reset()` between calls of `learn` that go on where the last one stopped.
+class ResetByHand(Rule):
+    """Finds `env.reset()` between calls of `learn` that continue where the previous call stopped.
 
-    Why: The model goes on with the last observation that it saw. After a reset by hand that belongs to an episode that
-    is no more: one transition is wrong at every call.
-    Fix: Leave the reset out: `learn` resets the environment where it has to.
+    Why: The model continues with the last observation that it saw. After a reset by hand, that observation belongs to
+    an episode that has ended, so one transition is wrong at every call.
+    Fix: Delete the reset. `learn` resets the environment where it must.
 
     Bad:
         from stable_baselines3 import PPO
@@ -366,14 +282,80 @@ def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) ->
         for iteration in range(610):
             model.learn(total_timesteps=16_384, reset_num_timesteps=False)
     """
-    origins = [run.environments.origin for run in training.runs if run.environments.origin is not None]
-    loops = {
-        id(script.loop(call))
-        for call, made in training.learn_calls
-        if made is not None
-        and script.loop(call) is not None
-        and training.value(argument_of(call, "reset_num_timesteps")) is False
-    }
-    for call, env in script.method_calls("reset"):
-        if id(script.loop(call)) in loops and training.environments(env).origin in origins:
-            yield Match("the environment is reset by hand between two calls of learn", script.place(call))
+
+    code = "L12"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for a reset of the model's environment in the loop that calls `learn`."""
+        environments: dict[ast.AST, list[ast.expr]] = {}
+        for call, owner in source.method_calls("learn"):
+            loop = source.loop(call)
+            model = model_of(source, owner)
+            continues = source.constant(argument_of(call, "reset_num_timesteps", 4)) is False
+            if loop is not None and model is not None and model.env is not None and continues:
+                environments.setdefault(loop, []).append(model.env)
+        for call, owner in source.method_calls("reset"):
+            loop = source.loop(call)
+            made = source.last_assignment(owner)
+            trained = environments.get(loop, []) if loop is not None else []
+            if made is not None and any(source.last_assignment(env) is made for env in trained):
+                yield Match("the environment is reset by hand between two calls of learn", source.place(call))
+
+
+class TargetUpdatedEveryStep(Rule):
+    """Compares DQN's `target_update_interval` with the number of environments.
+
+    Why: The interval is counted in steps and divided by the number of environments. Below one call, the target network
+    follows every step.
+    Fix: A larger `target_update_interval`.
+
+    Bad:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.env_util import make_vec_env
+        env = make_vec_env("CartPole-v1", n_envs=4)
+        DQN("MlpPolicy", env, buffer_size=1_000, target_update_interval=2).learn(100_000)
+
+    Good:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.env_util import make_vec_env
+        env = make_vec_env("CartPole-v1", n_envs=4)
+        DQN("MlpPolicy", env, buffer_size=1_000, target_update_interval=1_000).learn(100_000)
+    """
+
+    code = "L15"
+    severity = Severity.WARNING
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Compare the interval with the steps of one call."""
+        interval = model.count("target_update_interval")
+        if model.algorithm not in {"DQN", "QRDQN"} or interval is None or model.n_envs < 2 or interval >= model.n_envs:
+            return
+        text = f"target_update_interval={interval:,} with {model.n_envs} environments updates the target at every call"
+        yield Match(text, model.place, {"interval": interval, "n_envs": model.n_envs})
+
+
+class SmallNetworkOnGpu(Rule):
+    """Finds on-policy runs with `MlpPolicy` on a GPU.
+
+    Why: The networks are small, and actions are computed step by step. Moving every step to the GPU costs more than it
+    saves.
+    Fix: `device="cpu"`.
+
+    Bad (device=cuda):
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", "CartPole-v1", device="cuda").learn(100_000)
+
+    Good:
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", "CartPole-v1", device="cpu").learn(100_000)
+    """
+
+    code = "L16"
+    severity = Severity.INFO
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Look at the device of PPO and A2C with the policy for vectors."""
+        is_small = model.algorithm in {"A2C", "PPO"} and model.policy in {"ActorCriticPolicy", "MlpPolicy"}
+        if is_small and model.device.startswith("cuda"):
+            yield Match(f"{model.algorithm} with MlpPolicy is on {model.device}", model.place)

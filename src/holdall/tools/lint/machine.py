@@ -1,0 +1,66 @@
+"""The machine that rules compare a configuration with, and sizes in words."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from holdall.machine import control_groups, disk
+from holdall.threads import usable_cores
+
+_UNITS = ((10**9, "GB", 2**30, "GiB"), (10**6, "MB", 2**20, "MiB"), (10**3, "kB", 2**10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Limits of a machine. None stands for an unknown limit."""
+
+    cores: int
+    ram_bytes: int
+    limit_bytes: int
+    """The smallest of RAM and all control groups, or the budget of the user."""
+    limit_name: str
+    vram_bytes: int | None = None
+    disk_bytes: int | None = None
+    python: tuple[int, int] = (3, 11)
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether a control group allows less memory than the machine has."""
+        return self.limit_bytes < self.ram_bytes and self.limit_name.startswith("control group")
+
+
+def detect_machine(budget_bytes: int | None = None, vram_bytes: int | None = None) -> Machine:
+    """Describe this machine. `budget_bytes` and `vram_bytes` replace what is detected."""
+    ram_bytes = int(psutil.virtual_memory().total)
+    if budget_bytes is None:
+        limits = [(ram_bytes, "RAM"), *((group.total_bytes, group.name) for group in control_groups())]
+    else:
+        limits = [(budget_bytes, "the budget")]
+    limit_bytes, limit_name = min(limits)
+    free_disk = disk(Path.cwd())
+    return Machine(
+        cores=usable_cores(),
+        ram_bytes=max(ram_bytes, limit_bytes),
+        limit_bytes=limit_bytes,
+        limit_name=limit_name,
+        vram_bytes=vram_bytes,
+        disk_bytes=None if free_disk is None else free_disk.free_bytes,
+        python=sys.version_info[:2],
+    )
+
+
+def format_size(count: float) -> str:
+    """Write bytes in decimal and in binary units: `42.63 GB (39.70 GiB)`."""
+    for size, name, binary, binary_name in _UNITS:
+        if abs(count) >= size:
+            return f"{count / size:,.2f} {name} ({count / binary:,.2f} {binary_name})"
+    return f"{count:,.0f} B"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Write a share in per cent: `83 %`."""
+    return f"{100 * part / whole:.0f} %"

@@ -1,0 +1,286 @@
+"""Rules about vector environments: their processes, and how they reset."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdall.tools.lint.finding import Severity
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.source import Function, Source, argument_of, has_unpacked_arguments, names_in
+from holdall.tools.lint.subjects import TrainedModel
+from holdall.units import counted
+
+_ADDERS = ("add", "add_transition", "append", "extend", "push", "put", "store")
+_FINAL_KEYS = frozenset({"final_obs", "_final_obs", "final_observation", "_final_observation"})
+_VALID_INDEX = 7
+"""Index of the argument `valid` of `ReplayMemory.add`."""
+_VECTOR_CLASSES = ("SyncVectorEnv", "AsyncVectorEnv")
+_MAX_WRAPPERS = 20
+
+
+class NoMainGuard(Rule):
+    """Finds environment processes that are started while the module is imported.
+
+    Why: With spawn and forkserver, which is Stable-Baselines3's default, every process imports the script again, gets
+    to the same line and would start processes itself. Python stops it with a RuntimeError.
+    Fix: Put the code that starts processes under `if __name__ == "__main__":`.
+
+    Bad:
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+        env = make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv)
+
+    Good:
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        def main():
+            return make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv)
+
+        if __name__ == "__main__":
+            main()
+    """
+
+    code = "M12"
+    severity = Severity.ERROR
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for SubprocVecEnv at the module's level, and in functions that the module's level calls."""
+        imported = _functions_run_by_import(source)
+        for call in _subprocess_calls(source):
+            owner = source.function(call)
+            is_run = not _is_conditional(source, call) if owner is None else owner.name in imported
+            if is_run:
+                text = "processes are started outside `if __name__ == '__main__':`, so each of them would start more"
+                yield Match(text, source.place(call))
+
+
+def _subprocess_calls(source: Source) -> Iterator[ast.Call]:
+    """Yield the calls that start environment processes by spawn or forkserver."""
+    for call in source.calls:
+        made = (call.func, argument_of(call, "vec_env_cls"))
+        if not any(source.dotted(node).endswith("SubprocVecEnv") for node in made):
+            continue
+        method = argument_of(call, "start_method", 1 if source.dotted(call.func).endswith("SubprocVecEnv") else None)
+        # A method that is not a literal may be fork.
+        is_plain = method is None and argument_of(call, "vec_env_kwargs") is None and not has_unpacked_arguments(call)
+        if is_plain or source.constant(method) in {"spawn", "forkserver"}:
+            yield call
+
+
+def _is_conditional(source: Source, node: ast.AST) -> bool:
+    """Return whether importing the module may leave a node out: it is in a condition, class or function."""
+    guards = ast.If | ast.ClassDef | ast.Lambda | Function
+    return any(isinstance(parent, guards) for parent in source.ancestors(node))
+
+
+def _functions_run_by_import(source: Source) -> set[str]:
+    """Return the functions that importing the module calls, directly or through others."""
+    callees: dict[str | None, set[str]] = {}
+    for call in source.calls:
+        if not isinstance(call.func, ast.Name) or call.func.id not in source.functions:
+            continue
+        owner = source.function(call)
+        if owner is not None:
+            callees.setdefault(owner.name, set()).add(call.func.id)
+        elif not _is_conditional(source, call):
+            callees.setdefault(None, set()).add(call.func.id)
+    reached = set(callees.get(None, ()))
+    while True:
+        more = {name for caller in reached for name in callees.get(caller, ())} - reached
+        if not more:
+            return reached
+        reached |= more
+
+
+class MoreProcessesThanCores(Rule):
+    """Compares the number of environment processes with the cores.
+
+    Why: Each environment of a SubprocVecEnv is a process. Beyond the number of cores, processes take turns, and each of
+    them takes memory.
+    Fix: As many environments as there are cores, or several in one process with DummyVecEnv.
+
+    Bad (cores=1):
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        if __name__ == "__main__":
+            env = make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv)
+            PPO("MlpPolicy", env).learn(10_000)
+
+    Good (cores=1):
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+
+        if __name__ == "__main__":
+            env = make_vec_env("CartPole-v1", n_envs=2)
+            PPO("MlpPolicy", env).learn(10_000)
+    """
+
+    code = "L19"
+    severity = Severity.WARNING
+
+    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+        """Compare the number of processes with the usable cores."""
+        if not model.is_subprocess or model.n_envs <= machine.cores:
+            return
+        processes = counted(model.n_envs, "environment process", "environment processes")
+        text = f"{processes} on {counted(machine.cores, 'core')}"
+        yield Match(text, model.place, {"processes": model.n_envs, "cores": machine.cores})
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A call of a vector environment's `step` in a loop, and the names of its results."""
+
+    loop: ast.AST
+    mode: str
+    obs: str
+    reward: str
+    flags: frozenset[str]
+
+
+class AutoresetIgnored(Rule):
+    """Finds loops that add the steps of a Gymnasium vector environment and ignore how it resets.
+
+    Why: By default, an environment whose episode ended is only reset in the next step. That step is no transition: its
+    action has no effect, and it joins the last observation of one episode to the first one of another. With
+    `AutoresetMode.SAME_STEP` the observation at an end is the next episode's first one, and the true one is in
+    `info["final_obs"]`. In both cases values are learned across episodes.
+    Fix: `holdall.Recorder(envs, memory)` steps the environments and adds the right transitions in every mode. By hand:
+    mark the environments that ended in the step before (`memory.add(..., valid=~ended_before)`), or use
+    `info["final_obs"]`.
+
+    Bad:
+        import gymnasium as gym
+        import holdall
+
+        envs = gym.make_vec("CartPole-v1", num_envs=4)
+        memory = holdall.ReplayMemory(envs.single_observation_space, envs.single_action_space, 50_000, 4)
+        obs, _ = envs.reset()
+        for step in range(10_000):
+            action = envs.action_space.sample()
+            next_obs, reward, terminated, truncated, _ = envs.step(action)
+            memory.add(obs, action, reward, next_obs, terminated, truncated)
+            obs = next_obs
+
+    Good:
+        import gymnasium as gym
+        import holdall
+
+        envs = gym.make_vec("CartPole-v1", num_envs=4)
+        memory = holdall.ReplayMemory(envs.single_observation_space, envs.single_action_space, 50_000, 4)
+        recorder = holdall.Recorder(envs, memory)
+        for step in range(10_000):
+            recorder.step(envs.action_space.sample())
+    """
+
+    code = "L20"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for loops that step a vector environment and add its results without a look at ended episodes."""
+        if not source.strings.isdisjoint(_FINAL_KEYS):
+            return
+        for step in _vector_steps(source):
+            if step.mode == "next_step" and _carries_flags(source, step):
+                continue
+            for call in _additions(source, step):
+                what = ast.unparse(call.func)
+                if step.mode == "next_step":
+                    text = f"{what} gets the step after an episode's end as a transition, but it was only a reset"
+                else:
+                    text = f"{what} gets the next episode's first observation at an end, not info['final_obs']"
+                yield Match(f"{text}; holdall.Recorder(envs, memory) adds the right transitions", source.place(call))
+
+
+def _vector_steps(source: Source) -> Iterator[_Step]:
+    """Yield the steps of vector environments in loops whose five results are named."""
+    for call, env in source.method_calls("step"):
+        loop = source.loop(call)
+        statement = source.parent(call)
+        if loop is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            continue
+        match statement.targets[0]:
+            case ast.Tuple(elts=[ast.Name(id=obs), ast.Name(id=reward), ast.Name(id=ended), ast.Name(id=cut), _]):
+                mode = _autoreset_mode(source, env)
+                if mode in {"next_step", "same_step"}:
+                    yield _Step(loop, mode, obs, reward, frozenset({ended, cut}))
+
+
+def _autoreset_mode(source: Source, node: ast.expr | None) -> str:
+    """Return `next_step`, `same_step` or `disabled` for a Gymnasium vector environment; empty if it is unknown."""
+    for _ in range(_MAX_WRAPPERS):
+        call = source.resolve(node)
+        if not isinstance(call, ast.Call):
+            return ""
+        name = source.dotted(call.func)
+        is_vector = name.startswith("gymnasium.") and name.rpartition(".")[2] in _VECTOR_CLASSES
+        if is_vector or name == "gymnasium.make_vec":
+            return _read_mode(source, call)
+        if not name.startswith("gymnasium.wrappers."):
+            return ""
+        node = argument_of(call, "env", 0)
+    return ""
+
+
+def _read_mode(source: Source, call: ast.Call) -> str:
+    if has_unpacked_arguments(call):
+        return ""
+    mode = argument_of(call, "autoreset_mode")
+    kwargs = source.resolve(argument_of(call, "vector_kwargs"))
+    if mode is None and kwargs is not None:
+        if not isinstance(kwargs, ast.Dict):
+            return ""
+        modes = [
+            value
+            for key, value in zip(kwargs.keys, kwargs.values, strict=True)
+            if source.constant(key) == "autoreset_mode"
+        ]
+        mode = modes[0] if modes else None
+    if mode is None:
+        return "next_step"
+    word = source.dotted(mode).rpartition(".")[2] or str(source.constant(mode))
+    return {"nextstep": "next_step", "samestep": "same_step"}.get(word.lower().replace("_", ""), "")
+
+
+def _carries_flags(source: Source, step: _Step) -> bool:
+    """Return whether the loop reads the flags of the previous step, or something computed from them."""
+    derived = set(step.flags)
+    known = 0
+    while known != len(derived):  # done = terminated | truncated; resetting = done
+        known = len(derived)
+        for node in ast.walk(step.loop):
+            if isinstance(node, ast.Assign) and names_in(node.value) & derived:
+                derived |= {name for target in node.targets for name in names_in(target)}
+    names = [node for node in ast.walk(step.loop) if isinstance(node, ast.Name)]
+    for name in derived - {step.obs, step.reward}:
+        uses = [node for node in names if node.id == name]
+        stores = [node for node in uses if isinstance(node.ctx, ast.Store)]
+        statements = {parent for node in stores for parent in source.ancestors(node) if isinstance(parent, ast.Assign)}
+        first = min(((node.lineno, node.col_offset) for node in stores), default=(0, 0))
+        for use in uses:
+            is_own = any(parent in statements for parent in source.ancestors(use))
+            if isinstance(use.ctx, ast.Load) and (use.lineno, use.col_offset) < first and not is_own:
+                return True
+    return False
+
+
+def _additions(source: Source, step: _Step) -> Iterator[ast.Call]:
+    """Yield the calls in a loop that add the observations and rewards of every step to something."""
+    for name in _ADDERS:
+        for call, _ in source.method_calls(name):
+            around = list(source.ancestors(call))
+            if step.loop not in around:
+                continue
+            inner = around[: around.index(step.loop)]
+            if any(isinstance(node, ast.If | ast.IfExp) for node in inner):
+                continue
+            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            used = {used for argument in given for used in names_in(argument)}
+            if {step.obs, step.reward} <= used and argument_of(call, "valid", _VALID_INDEX) is None:
+                yield call

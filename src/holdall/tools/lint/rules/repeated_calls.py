@@ -1,0 +1,134 @@
+"""Rules about calls that do no harm once and cost time in every step of a training."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from holdall.tools.lint.finding import Severity
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.source import Source
+
+_MIN_RARE_PERIOD = 10_000
+"""A call is rare if a condition such as `step % 50_000 == 0` lets this many rounds of a loop pass between two calls."""
+_STEP_METHODS = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
+"""Beginnings of names of methods that a training calls once per step or update."""
+_TIMERS = ("time.perf_counter", "time.time", "time.monotonic", "torch.cuda.Event")
+
+
+class EmptyCacheInLoop(Rule):
+    """Finds `torch.cuda.empty_cache()` in a loop, or in a function that a loop calls.
+
+    Why: The call returns the allocator's free blocks to the driver, and the next step requests them again. That is
+    slower and gives this process no more memory. The call waits for the GPU, and it never frees memory of the host.
+    Fix: Delete the call. If the GPU is short of memory, use a smaller batch.
+
+    Bad:
+        import torch
+        for step in range(1000):
+            train()
+            torch.cuda.empty_cache()
+
+    Good:
+        import torch
+        for step in range(1000):
+            train()
+        torch.cuda.empty_cache()
+    """
+
+    code = "P02"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for repeated calls."""
+        yield from _find_repeated(source, "torch.cuda.empty_cache")
+
+
+class CollectInLoop(Rule):
+    """Finds `gc.collect()` in a loop, or in a function that a loop calls.
+
+    Why: Tensors and arrays are freed with their last reference, without the collector. The collector only finds
+    reference cycles, and it visits every object of the process to do so.
+    Fix: Delete the call. Where memory grows, look for the reference that keeps objects alive.
+
+    Bad:
+        import gc
+        for step in range(1000):
+            train()
+            gc.collect()
+
+    Good:
+        import gc
+        for step in range(1000):
+            train()
+        gc.collect()
+    """
+
+    code = "P06"
+    severity = Severity.INFO
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for repeated calls."""
+        yield from _find_repeated(source, "gc.collect")
+
+
+class SynchronizeInLoop(Rule):
+    """Finds `torch.cuda.synchronize()` in a loop, or in a function that a loop calls.
+
+    Why: The host waits until the GPU has finished all its work, and the GPU then waits for the host. No memory is
+    freed.
+    Fix: Delete the call, except around a measurement of time.
+
+    Bad:
+        import torch
+        for step in range(1000):
+            train()
+            torch.cuda.synchronize()
+
+    Good:
+        import torch
+        for step in range(1000):
+            train()
+        torch.cuda.synchronize()
+    """
+
+    code = "P09"
+    severity = Severity.INFO
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for repeated calls in files that measure no time."""
+        if not any(source.calls_of(*_TIMERS)):
+            yield from _find_repeated(source, "torch.cuda.synchronize")
+
+
+def _find_repeated(source: Source, name: str) -> Iterator[Match]:
+    """Yield the calls of the function `name` that are repeated often."""
+    for call in source.calls_of(name):
+        where = _describe_repetition(source, call)
+        if where and not _is_rare(source, call):
+            yield Match(f"{name}() {where}", source.place(call))
+
+
+def _describe_repetition(source: Source, node: ast.AST) -> str:
+    """Say what repeats a node; empty if nothing does."""
+    if source.loop(node) is not None:
+        return "in a loop"
+    owner = source.function(node)
+    if owner is None:
+        return ""
+    if owner.name.startswith(_STEP_METHODS):
+        return f"in {owner.name}, which runs at every update"
+    for call in source.calls:
+        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        if name == owner.name and source.loop(call) is not None:
+            return f"in {owner.name}, which a loop calls"
+    return ""
+
+
+def _is_rare(source: Source, node: ast.AST) -> bool:
+    """Return whether a condition with a modulo lets the node run only once in thousands of rounds."""
+    tests = [parent.test for parent in source.ancestors(node) if isinstance(parent, ast.If)]
+    parts = [part for test in tests for part in ast.walk(test) if isinstance(part, ast.BinOp)]
+    periods = [source.whole_number(part.right) for part in parts if isinstance(part.op, ast.Mod)]
+    return any(period is not None and period >= _MIN_RARE_PERIOD for period in periods)

@@ -1,3 +1,0 @@
-"""Where runs are read from: Python scripts, hyperparameter files, live models."""
-
-from __future__ import annotations

@@ -1,0 +1,360 @@
+"""The memory that a run needs, part by part, and whether it fits.
+
+In:  what a probe measured, the run's buffer, and the limits of a machine.  Out: parts, their sum, and a verdict.
+
+A part is exact, or measured, or an estimate. The bound of a run is its exact parts plus the other parts and `MARGIN` of
+them, plus `ROOM_BYTES`. "fits" is said only if the bound is below the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from holdall.machine import Limit
+from holdall.store.tuning import Tuning
+from holdall.tools.probe.snapshot import StoredSteps
+from holdall.units import counted
+
+MARGIN = 0.15
+"""Share by which a part that is not exact may be larger than it was measured."""
+ROOM_BYTES = 32 * 2**20
+_OPTIMIZER_COPIES = 3
+"""Gradients and the two moments of Adam, as multiples of the weights."""
+_HARD_LIMIT_ROOM_BYTES = 64 * 2**20
+"""Bytes by which a process may grow beyond a memory's budget."""
+_MAX_COUNT = 1 << 40
+
+
+class FitVerdict(IntEnum):
+    """Whether a run fits; the value is the command's exit code."""
+
+    FITS = 0
+    TIGHT = 1
+    DOES_NOT_FIT = 2
+
+    def __str__(self) -> str:
+        return {0: "fits", 1: "tight", 2: "does not fit"}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One thing that takes memory at the peak."""
+
+    name: str
+    nbytes: int
+    source: str
+    """`exact`, `measured` or `estimate`."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the upper bound."""
+        return self.nbytes if self.source == "exact" else int(self.nbytes * (1 + MARGIN))
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The buffer of a run, in the layout of its library."""
+
+    name: str
+    """Variable or attribute, such as `model.replay_buffer`."""
+    library: str
+    """Whose layout this is, such as `SB3`."""
+    rows: int
+    """Vectorised steps that fit."""
+    n_envs: int
+    row_bytes: float
+    """Bytes of one vectorised step of all environments."""
+    fixed_bytes: int = 0
+    """Bytes that do not depend on the number of rows."""
+    copied_row_bytes: float = 0.0
+    """Bytes per row of the largest array, which is copied while a rollout is flattened; 0 if nothing is copied."""
+    is_rollout: bool = False
+    is_exact: bool = True
+    max_rows: int | None = None
+    """Rows that the run fills before it ends; None: all."""
+
+    @property
+    def transitions(self) -> int:
+        """Return the transitions that fit."""
+        return self.rows * self.n_envs
+
+    @property
+    def filled_rows(self) -> int:
+        """Return the rows that are filled when the run ends."""
+        return self.rows if self.max_rows is None or self.is_rollout else min(self.rows, self.max_rows)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return the bytes of the whole buffer."""
+        return round(self.rows * self.row_bytes) + self.fixed_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes in RAM when the run ends. Pages that were never written cost nothing."""
+        return round(self.filled_rows * self.row_bytes) + self.fixed_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Return the bytes of the copy that flattening a rollout makes."""
+        return round(self.rows * self.copied_row_bytes)
+
+    def resized(self, size: int) -> Experience:
+        """Return the buffer with another capacity in transitions, or other steps of a rollout."""
+        rows = size if self.is_rollout else max(size // self.n_envs, 1)
+        return replace(self, rows=rows)
+
+    @property
+    def size(self) -> int:
+        """Return what users set: transitions of a replay buffer, or steps of a rollout."""
+        return self.rows if self.is_rollout else self.transitions
+
+
+@dataclass(frozen=True, slots=True)
+class HoldallUse:
+    """Settings of holdall's memory in a run."""
+
+    budget_bytes: int | None = None
+    """A hard limit; None: no limit in bytes."""
+    is_auto: bool = False
+    """Whether the budget is "auto": as much raw data as a quarter of the free memory holds."""
+    prefer: str = "balanced"
+    spill_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunNeeds:
+    """Everything that decides how much memory a run needs. Every answer of a plan is computed by these methods."""
+
+    experience: Experience
+    base_bytes: int
+    """Interpreter, libraries, environments and weights, measured."""
+    process_bytes: int = 0
+    """Unique bytes of worker processes, measured."""
+    processes: int = 0
+    update_bytes: int = 0
+    """Growth of the process at the peak of an update, without what stays."""
+    settled_bytes: int = 0
+    """Growth that stays between updates: gradients, optimizer state, heap."""
+    update_source: str = "estimate"
+    batch_size: int = 0
+    """Transitions in one update; 0 if that is unknown."""
+    measured_batch_size: int = 0
+    stored: StoredSteps | None = None
+    """What holdall's memory takes; None if it was not measured."""
+    holdall: HoldallUse | None = None
+    """Settings of holdall's memory, if the run uses it."""
+    others: tuple[MemoryPart, ...] = ()
+    """Further buffers and large arrays."""
+    free_bytes: int = 0
+    """Free memory of the machine, which an "auto" budget depends on."""
+
+    # ---------------------------------------------------------------- parts
+
+    def parts(self, use: HoldallUse | None) -> list[MemoryPart]:
+        """Return the parts at the peak, with holdall's memory if `use` is given, else with the library's buffer."""
+        parts = [MemoryPart("interpreter, libraries, environments, weights", self.base_bytes, "measured")]
+        if self.processes:
+            name = counted(self.processes, "worker process", "worker processes")
+            parts.append(MemoryPart(name, self.process_bytes, "measured"))
+        parts += self.others
+        parts.append(self._buffer(use))
+        update = self._scaled(self.update_bytes)
+        copied = 0 if use is not None else self.experience.copied_bytes
+        if copied > update:
+            parts.append(MemoryPart("copy of the rollout's largest array", copied, "exact"))
+        elif update:
+            parts.append(MemoryPart("batch and activations of an update", update, self._update_source))
+        if self.settled_bytes:
+            parts.append(MemoryPart("gradients, optimizer, heap", self.settled_bytes, self.update_source))
+        return parts
+
+    @property
+    def _update_source(self) -> str:
+        return self.update_source if self.batch_size == self.measured_batch_size else "estimate"
+
+    def _scaled(self, nbytes: int) -> int:
+        """Return the bytes of an update with the run's batch size."""
+        if not self.batch_size or not self.measured_batch_size:
+            return nbytes
+        return nbytes * self.batch_size // self.measured_batch_size
+
+    def _buffer(self, use: HoldallUse | None) -> MemoryPart:
+        experience = self.experience
+        kind = "rollout buffer" if experience.is_rollout else "replay buffer"
+        if use is None:
+            source = "exact" if experience.is_exact else "estimate"
+            return MemoryPart(f"{kind} ({experience.library})", experience.resident_bytes, source)
+        source = "measured" if self.stored is not None and self.stored.steps else "estimate"
+        return MemoryPart(f"{kind} (holdall)", self.holdall_bytes(use), source)
+
+    def holdall_bytes(self, use: HoldallUse) -> int:
+        """Return the RAM that holdall's memory takes for the filled transitions."""
+        stored = self.stored
+        if stored is None:
+            return self.experience.resident_bytes
+        transitions = self.experience.filled_rows * self.experience.n_envs
+        raw = round(stored.raw_bytes * transitions)
+        if self.experience.is_rollout:
+            return raw + stored.working_bytes
+        compressed = min(self._compressed_bytes(stored, transitions), raw)
+        if use.is_auto:
+            kept_raw = min(raw, self.free_bytes // Tuning().auto_raw_divisor)
+            share = 1 - kept_raw / raw if raw else 0.0
+            compressed = kept_raw + round(compressed * share)
+        total = compressed + stored.working_bytes
+        if use.budget_bytes is None:
+            return total
+        return min(total, use.budget_bytes + min(stored.working_bytes, _HARD_LIMIT_ROOM_BYTES))
+
+    def _compressed_bytes(self, stored: StoredSteps, transitions: int) -> int:
+        """Return the bytes of compressed transitions, and of the raw segments that are being filled and compressed."""
+        if stored.compressed_bytes is None:
+            return round(stored.raw_bytes * transitions)
+        tuning = Tuning()
+        each = stored.worst_bytes or stored.compressed_bytes
+        segment = min(tuning.block_bytes, round(stored.raw_bytes * transitions) // tuning.segments_per_capacity)
+        return round(each * transitions) + (1 + tuning.min_queued_segments) * segment
+
+    def disk_bytes(self, use: HoldallUse) -> int:
+        """Return the bytes that holdall's memory writes to `spill_dir`."""
+        if use.budget_bytes is None or use.spill_dir is None or self.stored is None:
+            return 0
+        transitions = self.experience.filled_rows * self.experience.n_envs
+        return max(self._compressed_bytes(self.stored, transitions) - use.budget_bytes, 0)
+
+    def held_transitions(self, use: HoldallUse) -> int:
+        """Return the transitions that holdall's memory can hold: fewer than asked for if the budget is too small."""
+        asked = self.experience.transitions
+        if use.budget_bytes is None or use.spill_dir is not None or self.stored is None:
+            return asked
+        each = self.stored.compressed_bytes or self.stored.raw_bytes
+        room = use.budget_bytes - use.budget_bytes // Tuning().staging_divisor
+        return min(asked, int(room / max(each, 1e-9)))
+
+    # ---------------------------------------------------------------- sums and changes
+
+    def need_bytes(self, use: HoldallUse | None) -> int:
+        """Return the bytes at the peak."""
+        return sum(part.nbytes for part in self.parts(use))
+
+    def most_bytes(self, use: HoldallUse | None) -> int:
+        """Return the upper bound of the bytes at the peak."""
+        return sum(part.most_bytes for part in self.parts(use)) + ROOM_BYTES
+
+    def verdict(self, use: HoldallUse | None, limit_bytes: int) -> FitVerdict:
+        """Compare the need and its bound with a limit."""
+        if self.need_bytes(use) > limit_bytes:
+            return FitVerdict.DOES_NOT_FIT
+        return FitVerdict.FITS if self.most_bytes(use) <= limit_bytes else FitVerdict.TIGHT
+
+    def resized(self, size: int) -> RunNeeds:
+        """Return the run with another capacity, or other steps of a rollout."""
+        return replace(self, experience=self.experience.resized(size))
+
+    def with_batch(self, batch_size: int) -> RunNeeds:
+        """Return the run with another batch size."""
+        return replace(self, batch_size=batch_size)
+
+    def with_envs(self, n_envs: int) -> RunNeeds:
+        """Return the run with another number of environments. A replay buffer keeps its capacity."""
+        before = self.experience
+        times = n_envs / before.n_envs
+        rows = before.rows if before.is_rollout else max(before.transitions // n_envs, 1)
+        max_rows = before.max_rows
+        if max_rows is not None:
+            max_rows = round(max_rows / times)
+        experience = replace(
+            before,
+            rows=rows,
+            n_envs=n_envs,
+            row_bytes=before.row_bytes * times,
+            copied_row_bytes=before.copied_row_bytes * times,
+            max_rows=max_rows,
+        )
+        processes = round(self.processes * times)
+        return replace(
+            self, experience=experience, processes=processes, process_bytes=round(self.process_bytes * times)
+        )
+
+    def largest_size(self, use: HoldallUse | None, limit_bytes: int) -> int:
+        """Return the largest capacity, or rollout, that fits; 0 if none does."""
+        return largest_count(lambda size: self.resized(size).verdict(use, limit_bytes) is FitVerdict.FITS)
+
+
+def largest_count(fits: Callable[[int], bool], top: int = _MAX_COUNT) -> int:
+    """Return the largest number up to `top` for which `fits` holds, if it holds for all smaller ones; 0 for none."""
+    if not fits(1):
+        return 0
+    good = 1
+    while good < top and fits(min(2 * good, top)):
+        good = min(2 * good, top)
+    bad = min(2 * good, top + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def is_unlimited(count: int) -> bool:
+    """Return whether a result of `largest_count` means that nothing limits the number."""
+    return count >= _MAX_COUNT
+
+
+def estimate_settled(parameter_bytes: int) -> int:
+    """Return what gradients and an Adam optimizer take for some weights."""
+    return _OPTIMIZER_COPIES * parameter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LimitCheck:
+    """One need against one limit."""
+
+    what: str
+    need_bytes: int
+    most_bytes: int
+    limit: Limit
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Compare the two."""
+        if self.need_bytes > self.limit.free_bytes:
+            return FitVerdict.DOES_NOT_FIT
+        return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return {
+            "what": self.what,
+            "need_bytes": self.need_bytes,
+            "most_bytes": self.most_bytes,
+            "limit": self.limit.name,
+            "free_bytes": self.limit.free_bytes,
+            "verdict": str(self.verdict),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """What there is to fit into."""
+
+    memory: tuple[Limit, ...]
+    """Bounds on host memory, the smallest first."""
+    gpu: Limit | None = None
+    disk: Limit | None = None
+    mapping_bytes: int | None = None
+    """The most that one array may ask for; None if the kernel does not check it."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Return the host memory that the run may take."""
+        return self.memory[0].free_bytes
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return plain data, ready for JSON."""
+        return [asdict(limit) for limit in self.memory]

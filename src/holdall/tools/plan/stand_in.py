@@ -1,0 +1,215 @@
+"""A stand-in for a training script: it builds the model that some settings describe, and calls `learn`.
+
+`holdall plan --algo sac --obs ...` and `holdall plan run.toml` run this module as a command of their own, so that such
+a run is planned exactly as a script is: by a probe. Without an environment, observations are noise, which overlaps as
+stacked frames do and cannot be compressed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from holdall.errors import ArgumentError
+from holdall.tools.plan.config import parse_count, read_observation
+from holdall.tools.plan.environments import has_images, make_single_env, parse_space, space_from_dict, space_to_dict
+from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
+
+_MAX_ROWS = 10_000
+"""Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
+_ENDLESS = 10**12
+_COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
+_TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "env")
+_SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall")
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What the stand-in is started with, and what the plan changes afterwards."""
+
+    arguments: dict[str, Any]
+    changes: dict[str, int]
+    name: str
+    notes: tuple[str, ...]
+
+
+def describe_run(settings: Mapping[str, Any]) -> StandIn:
+    """Check settings, and return the stand-in for them."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    algo = str(given.get("algo", "")).lower()
+    if algo not in ALGORITHMS:
+        own = {name.lower() for name, one in ALGORITHM_CLASSES.items() if not one.has_plain_buffer}
+        rule = "has a buffer class of its own; plan its script instead: holdall plan -- python train.py. Known here:"
+        rule = rule if algo in own else "must be one of"
+        raise ArgumentError(f"algo ({algo or None}) {rule} {', '.join(ALGORITHMS)}. Name it with --algo.")
+    algorithm = ALGORITHMS[algo]
+    if algorithm.on_policy and "capacity" in given:
+        raise ArgumentError(
+            f"capacity ({given['capacity']}) is that of a replay buffer, and {algo} has none. It collects rollouts of "
+            "--n-steps for each environment."
+        )
+    counts = {name: parse_count(given[name], name) for name in _COUNTS if name in given}
+    for given_name, count in counts.items():
+        if count < 1:
+            raise ArgumentError(f"{given_name} ({count}) must be at least 1.")
+    arguments: dict[str, Any] = {"algo": algo} | counts
+    arguments |= {name: str(given[name]) for name in _TEXTS if name in given}
+    arguments |= {name: given[name] for name in (*_SWITCHES, "policy_kwargs") if name in given}
+    notes = []
+    if "env" in arguments:
+        _check(arguments, spaces.Box(0, 1, (1,)), spaces.Discrete(2) if "dqn" in algo else spaces.Box(0, 1, (1,)))
+    else:
+        observation, action = _read_spaces(given)
+        _check(arguments, observation, action)
+        arguments |= {"observation": space_to_dict(observation), "action": space_to_dict(action)}
+        notes.append("The observations are made up, so the environment itself and compression are not counted")
+    num_envs = counts.get("num_envs", 1)
+    changes = {"n_envs": num_envs}
+    if algorithm.on_policy:
+        steps = counts.get("n_steps", algorithm.n_steps)
+        least = -(-counts.get("batch_size", algorithm.batch_size or 1) // num_envs)
+        arguments["n_steps"] = max(min(steps, _MAX_ROWS), min(least, steps))
+        changes["n_steps"] = steps
+    else:
+        capacity = counts.get("capacity", int(algorithm.defaults["buffer_size"]))
+        arguments["capacity"] = min(capacity, max(_MAX_ROWS, 2 * num_envs))
+        changes["buffer_size"] = capacity
+    return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes))
+
+
+def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """Return the spaces of observations and actions that were written as text."""
+    if "obs" not in given:
+        raise ArgumentError("obs is missing. Write --obs 84x84x4:uint8, or name the environment with --env.")
+    if "action" not in given:
+        raise ArgumentError("action is missing. Write --action 8 or --action 'discrete(4)', or name an --env.")
+    action = parse_space(str(given["action"]), "action")
+    if isinstance(action, spaces.Box):  # Algorithms refuse actions without finite bounds.
+        action = spaces.Box(-1.0, 1.0, action.shape, np.float32)
+    return read_observation(given["obs"]), action
+
+
+def _check(arguments: Mapping[str, Any], observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
+    """Refuse settings that Stable-Baselines3 refuses, or that are misspelt."""
+    for name in _SWITCHES:
+        if not isinstance(arguments.get(name, False), bool):
+            raise ArgumentError(f"{name} ({arguments[name]!r}) must be true or false.")
+    if not isinstance(arguments.get("policy_kwargs", {}), Mapping):
+        given = arguments["policy_kwargs"]
+        raise ArgumentError(f"policy_kwargs ({given!r}) must be a table, such as net_arch = [256, 256].")
+    names = {one.name for one in fields(Spec)}
+    chosen = {name: value for name, value in arguments.items() if name in names}
+    Spec(observation=observation, action=action, **chosen).layout()
+
+
+class NoiseEnv(gym.Env[Any, Any]):
+    """An environment that has spaces, and observations of noise."""
+
+    def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return noise."""
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Return noise, and never end."""
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+def build_model(arguments: Mapping[str, Any]) -> Any:
+    """Return the model that the arguments describe."""
+    algorithm = ALGORITHMS[arguments["algo"]]
+    env = _build_env(arguments)
+    options: dict[str, Any] = {"device": _choose_device(arguments.get("device", "auto"))}
+    for ours, theirs in {"capacity": "buffer_size", "n_steps": "n_steps"}.items():
+        if ours in arguments:
+            options[theirs] = arguments[ours]
+    if "policy_kwargs" in arguments:
+        options["policy_kwargs"] = _read_policy_kwargs(arguments["policy_kwargs"])
+    if "batch_size" in arguments and algorithm.batch_size is not None:
+        options["batch_size"] = arguments["batch_size"]
+    if not algorithm.on_policy:
+        options |= _choose_buffer(arguments)
+    elif arguments.get("uses_holdall"):
+        options["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
+    kind = getattr(importlib.import_module(algorithm.package), algorithm.name)
+    return kind(arguments.get("policy") or _choose_policy(env.observation_space), env, **options)
+
+
+def _read_policy_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a policy. Classes of torch are written as their names."""
+    torch = importlib.import_module("torch")
+    kwargs = dict(given)
+    for name, module in {"activation_fn": torch.nn, "optimizer_class": torch.optim}.items():
+        if isinstance(kwargs.get(name), str):
+            kwargs[name] = getattr(module, kwargs[name])
+    return kwargs
+
+
+def _choose_device(wanted: str) -> str:
+    """Return the device, or the CPU where there is no GPU."""
+    torch = importlib.import_module("torch")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        return "cpu"
+    return wanted
+
+
+def _choose_buffer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if arguments.get("optimize_memory_usage"):
+        options["optimize_memory_usage"] = True
+    if arguments.get("handle_timeout_termination") is False:
+        options["replay_buffer_kwargs"] = {"handle_timeout_termination": False}
+    name = arguments.get("buffer_class")
+    if arguments.get("uses_holdall"):
+        options["replay_buffer_class"] = importlib.import_module("holdall.sb3").ReplayBuffer
+    elif name:
+        module = "stable_baselines3.her" if name == "HerReplayBuffer" else "stable_baselines3.common.buffers"
+        options["replay_buffer_class"] = getattr(importlib.import_module(module), name)
+    return options
+
+
+def _choose_policy(observation: spaces.Space[Any]) -> str:
+    if isinstance(observation, spaces.Dict):
+        return "MultiInputPolicy"
+    return "CnnPolicy" if has_images(observation) else "MlpPolicy"
+
+
+def _build_env(arguments: Mapping[str, Any]) -> Any:
+    vec_env = importlib.import_module("stable_baselines3.common.vec_env")
+    monitor = importlib.import_module("stable_baselines3.common.monitor")
+    makers = [partial(_make_env, dict(arguments), monitor.Monitor)] * arguments.get("num_envs", 1)
+    if arguments.get("vec_env", "dummy") == "dummy":
+        env = vec_env.DummyVecEnv(makers)
+    else:
+        env = vec_env.SubprocVecEnv(makers, start_method=arguments.get("start_method") or None)
+    frames = arguments.get("frame_stack", 1)
+    return env if frames == 1 else vec_env.VecFrameStack(env, frames)
+
+
+def _make_env(arguments: dict[str, Any], wrap: Callable[[Any], Any]) -> Any:
+    if "env" in arguments:
+        return wrap(make_single_env(arguments["env"], arguments.get("wrapper", "")))
+    return wrap(NoiseEnv(space_from_dict(arguments["observation"]), space_from_dict(arguments["action"])))
+
+
+def main() -> None:
+    """Build the model of the JSON in the first argument, and call `learn`."""
+    arguments = json.loads(sys.argv[1])
+    build_model(arguments).learn(arguments.get("total_timesteps", _ENDLESS))
+
+
+if __name__ == "__main__":
+    main()

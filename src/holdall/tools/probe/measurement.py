@@ -1,0 +1,276 @@
+"""What one real update and a few hundred real steps take, measured in the command's process.
+
+A model of Stable-Baselines3 is measured when it is about to learn: its environments play random actions, the steps are
+added to its buffer, and `train` runs once or twice with the real batch size. Other commands continue by themselves to
+the end of their first update, and the hook records the experience that they add.
+
+The steps are then added to memories of holdall, if holdall is installed where the command runs, so that sharing and
+compression are those of this data. The command is stopped afterwards, so nothing that is changed here matters to it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .snapshot import MeasuredUpdate, StoredSteps
+
+MAX_TRANSITIONS = 1000
+_UPDATES = 2
+_PLAY_SHARE = 0.4
+"""Share of the measuring time that environments may play."""
+_MAX_BATCH_SHARE = 1 / 32
+"""Share of the free memory that the observations of one batch may take as float32. Larger batches are cut."""
+
+Step = tuple[Any, Any, Any, Any, Any, Any]
+"""obs, action, reward, next_obs, terminated, truncated; leading axis: environments."""
+Recorded = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def measure_model(model: Any, measure_s: float) -> dict[str, Any]:
+    """Return `update`, `stored` and `notes` of a snapshot, for a model of Stable-Baselines3."""
+    facts: dict[str, Any] = {"notes": ()}
+    try:
+        steps = _play(model, measure_s * _PLAY_SHARE)
+    except Exception as error:
+        return {"notes": (f"The environments could not be played: {error!r}.",)}
+    try:
+        facts["update"] = _measure_update(model, steps)
+    except Exception as error:
+        facts["notes"] += (f"An update could not be measured: {error!r}.",)
+    return facts | _store(steps, facts["notes"], is_rollout=hasattr(model, "rollout_buffer"))
+
+
+def measure_recorded(recorded: list[Recorded], resident_bytes: int) -> dict[str, Any]:
+    """Return `update`, `stored` and `notes` of a snapshot, for a command that made its first update by itself.
+
+    Args:
+        recorded: Calls that added experience.
+        resident_bytes: Resident set before the update; 0 if there was no update.
+    """
+    facts: dict[str, Any] = {"notes": ()}
+    if resident_bytes:
+        peak = max(read_status("VmHWM") - resident_bytes, 0)
+        kept = max(read_status("VmRSS") - resident_bytes, 0)
+        facts["update"] = MeasuredUpdate(0, peak, kept, *_read_gpu())
+    steps = [step for step in map(_read_call, recorded) if step is not None]
+    if not steps:
+        return facts
+    return facts | _store(steps, facts["notes"], is_rollout=False)
+
+
+def read_status(name: str) -> int:
+    """Return a figure of /proc/self/status in bytes; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(found[0]) * 1024 if found else 0
+
+
+# ---------------------------------------------------------------- playing
+
+
+def _play(model: Any, play_s: float) -> list[Step]:
+    """Play random actions in the model's environments, as its buffer would receive them."""
+    import numpy as np  # noqa: PLC0415  Stable-Baselines3 has imported it.
+
+    env = model.env
+    normalizer = getattr(model, "_vec_normalize_env", None)
+
+    def get_observation(seen: Any) -> Any:
+        return _copy(seen if normalizer is None else normalizer.get_original_obs())
+
+    steps: list[Step] = []
+    deadline = time.monotonic() + play_s
+    obs = get_observation(env.reset())
+    while len(steps) * env.num_envs < MAX_TRANSITIONS and (time.monotonic() < deadline or len(steps) < 2):
+        actions = np.array([env.action_space.sample() for _ in range(env.num_envs)])
+        seen, rewards, dones, infos = env.step(actions)
+        following = get_observation(seen)
+        next_obs = _put_final_observations(following, dones, infos)
+        truncated = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos])
+        ended = np.asarray(dones, bool)
+        steps.append((obs, actions, np.asarray(rewards, np.float32), next_obs, ended & ~truncated, ended & truncated))
+        obs = following
+    return steps
+
+
+def _put_final_observations(following: Any, dones: Any, infos: Any) -> Any:
+    """Return the observations after a step, with the final ones of the episodes that ended."""
+    result = _copy(following)
+    for lane, info in enumerate(infos):
+        final = info.get("terminal_observation") if dones[lane] else None
+        if final is None:
+            continue
+        if isinstance(result, dict):
+            for key, value in final.items():
+                result[key][lane] = value
+        else:
+            result[lane] = final
+    return result
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value.copy()
+
+
+def copy_arrays(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of a call with copies of the arrays in them. The first argument is the buffer itself."""
+    return (arguments[0], *(_copy_argument(value) for value in arguments[1:]))
+
+
+def _copy_argument(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy_argument(item) for key, item in value.items()}
+    return value.copy() if type(value).__name__ == "ndarray" else value
+
+
+# ---------------------------------------------------------------- updates
+
+
+def _measure_update(model: Any, steps: list[Step]) -> MeasuredUpdate:
+    """Run the model's own `train`, and return how much the process grew."""
+    from stable_baselines3.common.logger import Logger  # noqa: PLC0415  The command has imported it.
+
+    model.set_logger(Logger(None, []))
+    model._current_progress_remaining = 1.0
+    batch_size = _cut_batch(model, steps)
+    if hasattr(model, "replay_buffer"):
+        for obs, actions, rewards, next_obs, terminated, truncated in steps:
+            infos = [{"TimeLimit.truncated": bool(cut)} for cut in truncated]
+            ended = terminated | truncated
+            model.replay_buffer.add(obs, next_obs, _scale(model, actions), rewards, ended, infos)
+        train = _Training(model, batch_size).train_off_policy
+    else:
+        train = _Training(model, batch_size, steps).train_on_policy
+    peak = 0
+    before = read_status("VmRSS")
+    for _ in range(_UPDATES):
+        _reset_peak()
+        train()
+        peak = max(peak, read_status("VmHWM") - before)
+    kept = max(read_status("VmRSS") - before, 0)
+    return MeasuredUpdate(batch_size, max(peak, 0), kept, *_read_gpu())
+
+
+def _scale(model: Any, actions: Any) -> Any:
+    """Return actions as the replay buffer stores them: scaled to [-1, 1] if they are continuous."""
+    return model.policy.scale_action(actions) if hasattr(model.action_space, "low") else actions
+
+
+def _cut_batch(model: Any, steps: list[Step]) -> int:
+    """Return the real batch size, or a smaller one if a batch might not fit in memory."""
+    wanted = int(getattr(model, "batch_size", 0) or model.n_steps * model.n_envs)
+    obs = steps[0][0]
+    arrays = list(obs.values()) if isinstance(obs, dict) else [obs]
+    row_bytes = sum(4 * int(array[0].size) for array in arrays)
+    free = _read_free_memory()
+    most = max(int(free * _MAX_BATCH_SHARE) // max(row_bytes, 1), 2)
+    return min(wanted, most)
+
+
+def _read_free_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 2**33
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 2**33)
+
+
+class _Training:
+    """Calls of `train` that need no `learn`."""
+
+    def __init__(self, model: Any, batch_size: int, steps: list[Step] | None = None) -> None:
+        self._model = model
+        self._batch_size = batch_size
+        self._steps = steps or []
+
+    def train_off_policy(self) -> None:
+        """Make one update from the replay buffer."""
+        self._model.train(gradient_steps=1, batch_size=self._batch_size)
+
+    def train_on_policy(self) -> None:
+        """Make one update from a small rollout that has one batch."""
+        import numpy as np  # noqa: PLC0415  Stable-Baselines3 has imported it.
+        import torch  # noqa: PLC0415  likewise
+
+        model = self._model
+        n_envs = model.n_envs
+        rows = max(math.ceil(self._batch_size / n_envs), 1)
+        kind = type(model.rollout_buffer)
+        buffer = kind(
+            rows,
+            model.observation_space,
+            model.action_space,
+            device=model.device,
+            gae_lambda=model.gae_lambda,
+            gamma=model.gamma,
+            n_envs=n_envs,
+        )
+        zeros = torch.zeros(n_envs)
+        for row in range(rows):
+            obs, actions, rewards, *_ = self._steps[row % len(self._steps)]
+            buffer.add(obs, actions.reshape(n_envs, -1), rewards, np.zeros(n_envs), zeros, zeros)
+        buffer.compute_returns_and_advantage(last_values=zeros, dones=np.zeros(n_envs))
+        model.rollout_buffer = buffer
+        if hasattr(model, "batch_size"):
+            model.batch_size = self._batch_size
+            model.n_epochs = 1
+        model.train()
+
+
+def _reset_peak() -> None:
+    """Start a new peak of the resident set."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def _read_gpu() -> tuple[int, int]:
+    """Return the most that torch's allocator handed out on the GPU, and what it keeps."""
+    import sys  # noqa: PLC0415  Only here.
+
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0, 0
+    return int(torch.cuda.max_memory_allocated()), int(torch.cuda.max_memory_reserved())
+
+
+# ---------------------------------------------------------------- storing
+
+
+def _read_call(call: Recorded) -> Step | None:
+    """Return the step that a recorded call added; None if the call's arguments are not known here."""
+    method, arguments, options = call
+    if options:
+        return None
+    import numpy as np  # noqa: PLC0415  Whoever adds experience has imported it.
+
+    package = method.__module__.partition(".")[0]
+    if method.__name__ == "add" and package in {"stable_baselines3", "cleanrl_utils"} and len(arguments) == 7:
+        _, obs, next_obs, action, reward, done, _ = arguments
+        terminated = np.asarray(done, bool).reshape(-1)
+        return obs, action, np.asarray(reward, np.float32).reshape(-1), next_obs, terminated, np.zeros_like(terminated)
+    if method.__name__ == "append" and package == "holdall" and len(arguments) >= 7:
+        step: Step = arguments[1:7]
+        return step
+    return None
+
+
+def _store(steps: list[Step], notes: tuple[str, ...], *, is_rollout: bool) -> dict[str, Any]:
+    """Return `stored` and `notes`."""
+    try:
+        from holdall.tools.probe.stored import measure_steps  # noqa: PLC0415  Only where holdall is installed.
+    except ImportError:
+        return {"notes": (*notes, "holdall is not installed where the command runs, so its need was not measured.")}
+    try:
+        stored: StoredSteps = StoredSteps(**measure_steps(steps, is_rollout=is_rollout))
+    except Exception as error:
+        return {"notes": (*notes, f"The steps could not be stored in a memory of holdall: {error!r}.")}
+    return {"stored": stored, "notes": notes}

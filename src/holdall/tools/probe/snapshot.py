@@ -1,0 +1,300 @@
+"""What a command had built when it was stopped: dataclasses of plain values, and their JSON.
+
+A report is written by the command's process and read by holdall's. Reading one creates these dataclasses and nothing
+else, so a report cannot run code.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+Plain = dict[str, Any]
+"""Settings by name: numbers, strings, booleans, None, and lists and dicts of these."""
+
+
+@dataclass(frozen=True)
+class FoundArray:
+    """A NumPy, torch or JAX array."""
+
+    name: str
+    """Attribute or variable, such as `observations` or `next_observations.image`."""
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    device: str = "cpu"
+    is_on_disk: bool = False
+    """Whether a file backs the array, as in `numpy.memmap`."""
+    resident_bytes: int = 0
+    """Bytes of the array's pages that are in RAM. Pages that were never written are not."""
+
+
+@dataclass(frozen=True)
+class FoundBuffer:
+    """An object that keeps experience: a buffer of a library, or the owner of large arrays, a deque or a list."""
+
+    owner: str
+    """Where the object was found, such as `model.replay_buffer`."""
+    class_name: str
+    kind: str
+    """`replay`, `rollout`, `arrays`, `deque` or `list`."""
+    nbytes: int
+    """Bytes when the buffer is full. Of a list without a known capacity: bytes now."""
+    rows: int | None
+    """Vectorised steps, or items of a deque, that fit. None: unknown."""
+    n_envs: int
+    nbytes_now: int
+    """Bytes that are allocated now. Untouched pages of an array count."""
+    items_now: int
+    """Rows or items that are filled."""
+    arrays: tuple[FoundArray, ...] = ()
+    is_exact: bool = True
+    """Whether `nbytes` is exact. False: computed from sampled items, or the capacity is unknown."""
+    settings: Plain = field(default_factory=dict)
+    """Plain attributes of the object, such as `optimize_memory_usage`."""
+
+    @property
+    def transitions(self) -> int | None:
+        """Return the transitions that fit; None if that is unknown."""
+        return None if self.rows is None else self.rows * self.n_envs
+
+    @property
+    def bytes_on(self) -> dict[str, int]:
+        """Return the bytes by device. Arrays in files are counted under `disk`."""
+        if not self.arrays:
+            return {"cpu": self.nbytes}
+        sizes: dict[str, int] = {}
+        for array in self.arrays:
+            place = "disk" if array.is_on_disk else array.device
+            sizes[place] = sizes.get(place, 0) + array.nbytes
+        rest = self.nbytes - sum(sizes.values())
+        sizes["cpu"] = sizes.get("cpu", 0) + rest
+        return sizes
+
+
+@dataclass(frozen=True)
+class FoundMemory:
+    """A memory of holdall, by itself or inside one of holdall's buffers."""
+
+    owner: str
+    class_name: str
+    """The buffer's class if a buffer contains the memory, such as `holdall.sb3.replay.ReplayBuffer`."""
+    capacity: int
+    n_envs: int
+    budget: str | int | None
+    """As passed: `"8GiB"`, bytes, `"auto"` or None."""
+    prefer: str
+    spill_dir: str | None
+    store_device: str | None
+    transitions: int
+    held_bytes: int
+    disk_bytes: int
+    plain_bytes: int
+    """Bytes that a plain layout takes for the transitions that are held."""
+
+
+@dataclass(frozen=True)
+class FoundCallback:
+    """A callback of Stable-Baselines3."""
+
+    class_name: str
+    settings: Plain
+    is_passed: bool
+    """Whether `learn` was given the callback, directly or inside another callback."""
+    shares_env: bool = False
+    """Whether the callback evaluates on the environment that a model is trained on."""
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model of Stable-Baselines3 or sb3-contrib."""
+
+    class_name: str
+    policy_class: str
+    settings: Plain
+    """Plain attributes, such as `batch_size` and `learning_starts`; schedules as their first value."""
+    n_envs: int
+    device: str
+    observation_space: Plain | None
+    action_space: Plain | None
+    total_timesteps: int | None
+    """Argument of `learn`; None if the command was stopped elsewhere."""
+    parameter_bytes: int
+    buffer_owner: str
+    """`owner` of the buffer or memory that belongs to this model; empty if there is none."""
+    base_class: str = ""
+    """The class of Stable-Baselines3 or sb3-contrib that the model's class is, or derives from."""
+    environment: FoundEnvironment | None = None
+    """The environment that the model is trained on."""
+
+    @property
+    def algorithm(self) -> str:
+        """Return the name of the algorithm, such as `SAC`, also for a subclass of it."""
+        return (self.base_class or self.class_name).rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class FoundEnvironment:
+    """One environment or vector environment, with its wrappers."""
+
+    class_names: tuple[str, ...]
+    """The outermost wrapper first."""
+    env_id: str
+    n_envs: int
+    observation_space: Plain | None
+    action_space: Plain | None
+    settings: Plain
+    """Plain attributes of all wrappers, such as `n_stack`; outer wrappers have precedence."""
+    start_method: str = ""
+    """How worker processes start; empty if there are none."""
+
+
+@dataclass(frozen=True)
+class FoundOptimizer:
+    """An optimizer of torch."""
+
+    class_name: str
+    parameter_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class FoundThread:
+    """A thread of the process that reported."""
+
+    name: str
+    is_daemon: bool
+
+
+@dataclass(frozen=True)
+class FoundProcess:
+    """A process of the command, read from outside."""
+
+    pid: int
+    name: str
+    unique_bytes: int
+    proportional_bytes: int
+    is_reporter: bool
+
+
+@dataclass(frozen=True)
+class FailedAllocation:
+    """An allocation that failed."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    library: str
+    is_exact: bool
+    """False where the library's message has a rounded size."""
+
+
+@dataclass(frozen=True)
+class StoredSteps:
+    """What a memory of holdall takes for steps of this run."""
+
+    steps: int
+    """Transitions that were played or recorded."""
+    raw_bytes: float
+    """Per transition, every slice once."""
+    compressed_bytes: float | None
+    """Per transition; None if nothing was compressed."""
+    worst_bytes: float | None
+    """Per transition, the largest of several trials."""
+    working_bytes: int
+    """Bytes of the process that belong to no transition: batches, tables, codecs."""
+    findings: dict[str, str] = field(default_factory=dict)
+    """What the memory says about each field."""
+
+
+@dataclass(frozen=True)
+class MeasuredUpdate:
+    """One real update, measured in the command's process."""
+
+    batch_size: int
+    peak_bytes: int
+    """Growth of the resident set at the peak of the update."""
+    kept_bytes: int
+    """Growth that stayed after the update."""
+    gpu_peak_bytes: int = 0
+    gpu_reserved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a command had built when it was stopped."""
+
+    stopped_by: str
+    """What stopped the command, in words."""
+    trigger: str
+    """Name of the trigger, `error`, `exit`, `timeout`, `memory` or `killed`."""
+    after_s: float = 0.0
+    """Seconds from the start of the command to the stop."""
+    error: str | None = None
+    """Traceback or message, if the command failed."""
+    allocation: FailedAllocation | None = None
+    models: tuple[FoundModel, ...] = ()
+    callbacks: tuple[FoundCallback, ...] = ()
+    buffers: tuple[FoundBuffer, ...] = ()
+    memories: tuple[FoundMemory, ...] = ()
+    arrays: tuple[FoundArray, ...] = ()
+    """Large arrays that belong to no buffer."""
+    environments: tuple[FoundEnvironment, ...] = ()
+    optimizers: tuple[FoundOptimizer, ...] = ()
+    threads: tuple[FoundThread, ...] = ()
+    processes: tuple[FoundProcess, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of Python and of the libraries that were imported."""
+    env_steps: int = 0
+    resident_bytes: int = 0
+    """Resident set of the process that reported, before it looked at its objects."""
+    peak_bytes: int = 0
+    update: MeasuredUpdate | None = None
+    stored: StoredSteps | None = None
+    notes: tuple[str, ...] = ()
+    """What could not be read or measured, in words."""
+    output: str = ""
+    """The last lines that the command printed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the command was about to train when it was stopped."""
+        return self.trigger not in {"error", "exit", "timeout", "memory", "killed"}
+
+    def as_json(self) -> str:
+        """Return the snapshot as JSON."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Snapshot:
+        """Read a snapshot that `as_json` wrote. Raise ValueError or TypeError if the text is another thing."""
+        return _read(cls, json.loads(text))
+
+
+def _read(cls: type[T], data: Any) -> T:
+    """Return an instance of the dataclass `cls`. Unknown names are ignored."""
+    if not isinstance(data, dict):
+        raise TypeError(f"{cls.__name__} must be an object, not {type(data).__name__}")
+    hints = typing.get_type_hints(cls)
+    names = [one.name for one in fields(cls) if one.name in data]  # type: ignore[arg-type]
+    return cls(**{name: _convert(hints[name], data[name]) for name in names})
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """Return a JSON value as the type that an annotation names."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
+        return _convert(choices[0], value) if len(choices) == 1 else value
+    if is_dataclass(hint):
+        return _read(typing.cast("type[Any]", hint), value)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, one) for one in value)
+    return value

@@ -1,0 +1,1 @@
+"""The folder that a probed command finds on its PYTHONPATH."""

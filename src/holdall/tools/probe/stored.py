@@ -1,0 +1,227 @@
+"""What holdall's memory takes for some steps of a run: a real memory is filled with them, and its report is read.
+
+In:  steps that an environment made.  Out: bytes per transition, raw and compressed, and what a memory takes besides.
+Every figure comes from a real memory's report or from the process. This module runs in a process of its own or in the
+probed command, never in a training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.machine import held_bytes
+from holdall.memory import ReplayMemory
+from holdall.report import MemoryReport
+from holdall.rollout import RolloutMemory
+from holdall.tools.probe.snapshot import StoredSteps
+
+_SEGMENTS = 4
+"""Segments of a memory that measures compression. All but the last are compressed."""
+_SEGMENTS_OF_A_CAPACITY = 16
+_TRIALS = 2
+_SETTLE_S = 30.0
+_NOISE_BYTES = 48 * 2**20
+_NOISE_TICKS = 256
+
+StepArrays = tuple[Any, Any, Any, Any, Any, Any]
+"""obs, action, reward, next_obs, terminated, truncated; leading axis: environments."""
+
+
+class _Filled(NamedTuple):
+    """What a memory reports after it was filled."""
+
+    bytes_per_transition: float
+    working_bytes: int
+    findings: dict[str, str]
+
+
+def measure_steps(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
+    """Fill memories with `steps`. Return the fields of a `StoredSteps`."""
+    lanes = len(np.asarray(steps[0][2]).reshape(-1))
+    steps = [_with_lanes(step, lanes) for step in steps]
+    observation = _read_space(steps[0][0])
+    action = _read_space(np.asarray(steps[0][1]))
+    if is_rollout:
+        raw = _fill_rollout(observation, action, lanes, steps)
+        found = StoredSteps(len(steps) * lanes, raw.bytes_per_transition, None, None, 0, raw.findings)
+        return asdict(found)
+    sealed = []
+    if len(steps) >= 16 * _SEGMENTS:
+        sealed = [_fill_replay(observation, action, lanes, steps, prefer) for _ in range(_TRIALS)]
+    raw = _fill_replay(observation, action, lanes, steps, None)
+    sizes = [min(one.bytes_per_transition, raw.bytes_per_transition) for one in sealed]
+    found = StoredSteps(
+        steps=len(steps) * lanes,
+        raw_bytes=raw.bytes_per_transition,
+        compressed_bytes=min(sizes) if sizes else None,
+        worst_bytes=max(sizes) if sizes else None,
+        working_bytes=max([one.working_bytes for one in [raw, *sealed]]),
+        findings=raw.findings | (sealed[0].findings if sealed else {}),
+    )
+    return asdict(found)
+
+
+def measure_spaces(
+    observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int = 1, frame_stack: int = 1, *, is_rollout: bool
+) -> StoredSteps:
+    """Fill a memory with noise that overlaps as stacked frames do. Noise cannot be compressed: an upper bound."""
+    row_bytes = sum(array.nbytes for array in _leaves(_sample(np.random.default_rng(0), observation, lanes)))
+    ticks = int(np.clip(_NOISE_BYTES // max(row_bytes, 1), 16, _NOISE_TICKS))
+    steps = make_noise(observation, action, lanes, frame_stack)
+    found = measure_steps([next(steps) for _ in range(ticks)], is_rollout=is_rollout)
+    found |= {"steps": 0, "compressed_bytes": None, "worst_bytes": None}
+    return StoredSteps(**found)
+
+
+def make_noise(
+    observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int, frame_stack: int = 1
+) -> Iterator[StepArrays]:
+    """Yield made-up steps without end. Every new frame is noise, and the older frames of a stack are repeated."""
+    rng = np.random.default_rng(0)
+    obs = _sample(rng, observation, lanes)
+    while True:
+        next_obs = _shift(rng, observation, obs, frame_stack)
+        flags = np.zeros(lanes, np.bool_)
+        yield obs, _sample(rng, action, lanes), np.zeros(lanes, np.float32), next_obs, flags, flags
+        obs = next_obs
+
+
+def _fill_replay(
+    observation: spaces.Space[Any],
+    action: spaces.Space[Any],
+    lanes: int,
+    steps: Sequence[StepArrays],
+    prefer: str | None,
+) -> _Filled:
+    """Add all steps, and compare the report after a quarter of them with that after three quarters.
+
+    Args:
+        prefer: Preference of a memory that compresses everything; None: nothing is compressed.
+    """
+    ticks = len(steps)
+    capacity = ticks * lanes
+    settings: dict[str, Any] = {}
+    if prefer is not None:
+        settings = {"budget": None, "prefer": prefer}
+        capacity = ticks // _SEGMENTS * _SEGMENTS_OF_A_CAPACITY * lanes
+    first = ticks // _SEGMENTS
+    last = ticks // _SEGMENTS * (_SEGMENTS - 1)
+    readings = []
+    before = held_bytes().anonymous
+    with ReplayMemory(observation, action, capacity, lanes, **settings) as memory:
+        for tick, step in enumerate(steps[: last + 1]):
+            memory.add(*step)
+            if tick in {first, last}:
+                batch = memory.sample(max(first * lanes // 2, 1))
+                report = wait_until_compressed(memory)
+                readings.append((report.transitions, report.total_bytes))
+        working = held_bytes().anonymous - before - report.total_bytes
+        del batch
+        findings = {field.name: field.finding for field in report.fields}
+    return _Filled(_compare(readings), max(working, 0), findings)
+
+
+def _fill_rollout(
+    observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int, steps: Sequence[StepArrays]
+) -> _Filled:
+    """Do the same with a rollout, which stores no next observations."""
+    first = len(steps) // _SEGMENTS
+    last = len(steps) - 1
+    readings = []
+    estimate = np.zeros(lanes, np.float32)
+    with RolloutMemory(observation, action, len(steps), lanes) as memory:
+        for tick, (obs, actions, reward, _, terminated, truncated) in enumerate(steps):
+            ended = np.asarray(terminated) | np.asarray(truncated)
+            rewards = np.asarray(reward, np.float32)
+            memory.add(obs, actions, rewards, ended, np.zeros_like(ended), estimate, estimate)
+            if tick in {first, last}:
+                report = memory.report()
+                readings.append((report.transitions, report.total_bytes))
+        findings = {field.name: field.finding for field in report.fields}
+    return _Filled(_compare(readings), 0, findings)
+
+
+def _compare(readings: list[tuple[int, int]]) -> float:
+    """Return the bytes that one more transition takes."""
+    (held, taken), (held_later, taken_later) = readings[0], readings[-1]
+    return max(taken_later - taken, 0) / max(held_later - held, 1)
+
+
+def wait_until_compressed(memory: ReplayMemory) -> MemoryReport:
+    """Wait until nothing is left to compress, and return the report."""
+    end = time.monotonic() + _SETTLE_S
+    report = memory.report()
+    while report.backlog and time.monotonic() < end:
+        time.sleep(0.01)
+        report = memory.report()
+    return report
+
+
+# ---------------------------------------------------------------- arrays and spaces
+
+
+def _with_lanes(step: StepArrays, lanes: int) -> StepArrays:
+    """Return a step whose arrays all have a leading axis of environments."""
+    obs, action, reward, next_obs, terminated, truncated = step
+    flags = [np.asarray(flag, np.bool_).reshape(lanes) for flag in (terminated, truncated)]
+    has_axis = np.ndim(reward) > 0
+    actions = np.asarray(action) if has_axis else np.asarray(action)[None]
+    rewards = np.asarray(reward, np.float32).reshape(lanes)
+    return _lead(obs, has_axis), actions, rewards, _lead(next_obs, has_axis), flags[0], flags[1]
+
+
+def _lead(value: Any, has_axis: bool) -> Any:
+    if isinstance(value, dict):
+        return {key: _lead(item, has_axis) for key, item in value.items()}
+    return np.asarray(value) if has_axis else np.asarray(value)[None]
+
+
+def _read_space(value: Any) -> spaces.Space[Any]:
+    """Return a space with the shapes and dtypes of a batch of values."""
+    if isinstance(value, dict):
+        return spaces.Dict({key: _read_space(item) for key, item in value.items()})
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, array.shape[1:], array.dtype.type)
+    if array.dtype.kind == "b":
+        return spaces.Box(0, 1, array.shape[1:], array.dtype.type)
+    limits = np.iinfo(array.dtype)
+    return spaces.Box(limits.min, limits.max, array.shape[1:], array.dtype.type)
+
+
+def _leaves(value: Any) -> list[NDArray[Any]]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def _sample(rng: np.random.Generator, space: Any, lanes: int) -> Any:
+    """Return random values of a space, one per environment."""
+    if isinstance(space, spaces.Dict):
+        return {key: _sample(rng, child, lanes) for key, child in space.spaces.items()}
+    dtype = np.dtype(space.dtype)
+    shape = (lanes, *(space.shape or ()))
+    bits: NDArray[Any] = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
+    if dtype.kind == "b":
+        bits = bits & 1
+    return np.asarray(bits.view(dtype).reshape(shape))
+
+
+def _shift(rng: np.random.Generator, space: Any, old: Any, frames: int) -> Any:
+    """Return the next observations: the oldest frame is dropped, and a new one follows."""
+    if isinstance(space, spaces.Dict):
+        return {key: _shift(rng, child, old[key], frames) for key, child in space.spaces.items()}
+    fresh = _sample(rng, space, len(old))
+    if frames == 1 or old.ndim < 2:
+        return fresh
+    axis = 1 if old.ndim == 4 and old.shape[1] < old.shape[-1] else old.ndim - 1
+    width = old.shape[axis] // frames
+    moved = np.roll(old, -width, axis)
+    newest = (slice(None),) * axis + (slice(-width, None),)
+    moved[newest] = fresh[newest]
+    return moved

@@ -1,0 +1,188 @@
+"""The arithmetic of a plan: parts add up, bounds hold, and every recommendation fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from holdall.machine import Limit
+from holdall.tools.plan.needs import (
+    MARGIN,
+    ROOM_BYTES,
+    Experience,
+    FitVerdict,
+    HoldallUse,
+    MachineLimits,
+    RunNeeds,
+    largest_count,
+)
+from holdall.tools.plan.planner import PlanError, change_needs, find_change, plan_snapshot, write_model_code
+from holdall.tools.probe.snapshot import FoundArray, FoundBuffer, FoundMemory, FoundModel, Snapshot, StoredSteps
+from holdall.units import parse_bytes
+
+MIB = 2**20
+GIB = 2**30
+STORED = StoredSteps(1000, raw_bytes=20_000, compressed_bytes=2_000, worst_bytes=2_200, working_bytes=30 * MIB)
+REPLAY = Experience("model.replay_buffer", "SB3", rows=400_000, n_envs=1, row_bytes=42_628)
+NEEDS = RunNeeds(
+    REPLAY,
+    base_bytes=300 * MIB,
+    update_bytes=100 * MIB,
+    settled_bytes=50 * MIB,
+    update_source="measured",
+    batch_size=256,
+    measured_batch_size=256,
+    stored=STORED,
+    free_bytes=8 * GIB,
+)
+
+
+def _limits(free: int) -> MachineLimits:
+    return MachineLimits((Limit("test", free, free),))
+
+
+def test_exact_parts_have_no_margin_and_all_others_have_the_same() -> None:
+    assert NEEDS.need_bytes(None) == 450 * MIB + 400_000 * 42_628
+    assert (
+        NEEDS.most_bytes(None)
+        == int(300 * MIB * (1 + MARGIN))
+        + int(100 * MIB * (1 + MARGIN))
+        + int(50 * MIB * (1 + MARGIN))
+        + ROOM_BYTES
+        + 400_000 * 42_628
+    )
+
+
+def test_the_verdict_compares_need_and_bound() -> None:
+    assert NEEDS.verdict(None, NEEDS.most_bytes(None)) is FitVerdict.FITS
+    assert NEEDS.verdict(None, NEEDS.need_bytes(None)) is FitVerdict.TIGHT
+    assert NEEDS.verdict(None, NEEDS.need_bytes(None) - 1) is FitVerdict.DOES_NOT_FIT
+
+
+def test_a_buffer_that_never_fills_costs_what_is_written() -> None:
+    short = replace(NEEDS, experience=replace(REPLAY, max_rows=1000))
+    assert NEEDS.need_bytes(None) - short.need_bytes(None) == 399_000 * 42_628
+
+
+def test_a_rollout_of_several_environments_is_copied_once() -> None:
+    rollout = Experience("r", "SB3", 1000, 4, row_bytes=4e6, copied_row_bytes=3.9e6, is_rollout=True)
+    needs = replace(NEEDS, experience=rollout)
+    assert needs.need_bytes(None) == 350 * MIB + round(1000 * (4e6 + 3.9e6))
+    assert "copy" not in " ".join(part.name for part in needs.parts(HoldallUse()))
+
+
+def test_a_budget_bounds_holdalls_memory() -> None:
+    free = NEEDS.holdall_bytes(HoldallUse())
+    assert 400_000 * 2_000 < free < 400_000 * 2_200 + 30 * MIB + 64 * MIB
+    bounded = HoldallUse(budget_bytes=200 * MIB, spill_dir="disk")
+    assert NEEDS.holdall_bytes(bounded) == 200 * MIB + 30 * MIB
+    assert NEEDS.disk_bytes(bounded) > 0
+    assert NEEDS.held_transitions(bounded) == 400_000
+    assert NEEDS.held_transitions(HoldallUse(budget_bytes=200 * MIB)) < 110_000
+
+
+def test_auto_keeps_a_quarter_of_the_free_memory_raw() -> None:
+    assert NEEDS.holdall_bytes(HoldallUse(is_auto=True)) > 2 * GIB
+
+
+def test_the_largest_size_fits_and_the_next_does_not() -> None:
+    for use in (None, HoldallUse()):
+        size = NEEDS.largest_size(use, 8 * GIB)
+        assert NEEDS.resized(size).verdict(use, 8 * GIB) is FitVerdict.FITS
+        assert NEEDS.resized(size + 1).verdict(use, 8 * GIB) is not FitVerdict.FITS
+
+
+def test_more_environments_keep_the_capacity() -> None:
+    four = NEEDS.with_envs(4)
+    assert four.experience.transitions == 400_000
+    assert four.need_bytes(None) == NEEDS.need_bytes(None)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3, 17, 64, 1000])
+def test_largest_count_finds_the_bound(bound: int) -> None:
+    assert largest_count(lambda count: count <= bound) == bound
+
+
+def _snapshot(**changes: object) -> Snapshot:
+    observation = {"kind": "box", "shape": [3, 84, 84], "dtype": "uint8", "low": 0.0, "high": 255.0}
+    model = FoundModel(
+        "stable_baselines3.sac.sac.SAC",
+        "stable_baselines3.sac.policies.CnnPolicy",
+        {"batch_size": 256, "buffer_size": 400_000},
+        1,
+        "cpu",
+        observation,
+        {"kind": "box", "shape": [8], "dtype": "float32", "low": -1.0, "high": 1.0},
+        None,
+        10 * MIB,
+        "model.replay_buffer",
+    )
+    array = FoundArray("observations", (400_000, 1, 42_628), "uint8", 400_000 * 42_628)
+    buffer = FoundBuffer(
+        "model.replay_buffer",
+        "stable_baselines3.common.buffers.ReplayBuffer",
+        "replay",
+        400_000 * 42_628,
+        400_000,
+        1,
+        400_000 * 42_628,
+        0,
+        (array,),
+    )
+    facts = {"models": (model,), "buffers": (buffer,), "resident_bytes": 300 * MIB, "stored": STORED}
+    return Snapshot("learn", "learn", **(facts | changes))  # type: ignore[arg-type]
+
+
+def test_advice_that_is_followed_is_planned_as_fitting() -> None:
+    limits = _limits(3 * GIB)
+    plan = plan_snapshot(_snapshot(), None, limits)
+    assert plan.verdict is FitVerdict.DOES_NOT_FIT
+    assert plan.change is not None
+    assert "holdall" in plan.change.title
+    assert "replay_buffer_class=ReplayBuffer" in plan.code
+    memory = FoundMemory(
+        "model.replay_buffer", "holdall.sb3.replay.ReplayBuffer", 400_000, 1, None, "balanced", None, None, 0, 0, 0, 0
+    )
+    followed = plan_snapshot(_snapshot(buffers=(), memories=(memory,)), None, limits)
+    assert followed.verdict is FitVerdict.FITS
+    assert followed.needs.holdall == HoldallUse()
+    assert followed.needs.experience.row_bytes == 2 * 3 * 84 * 84 + 8 * 4 + 3 * 4
+
+
+def test_a_budget_with_a_disk_tier_is_suggested_where_compression_is_not_enough() -> None:
+    limits = _limits(1300 * MIB)
+    plan = plan_snapshot(_snapshot(), None, limits)
+    assert plan.change is not None
+    assert plan.change.use is not None
+    assert plan.change.use.budget_bytes is not None
+    budget = plan.code.partition('"budget": "')[2].partition('"')[0]
+    assert parse_bytes(budget, "budget") <= 1300 * MIB
+    memory = FoundMemory(
+        "model.replay_buffer", "holdall.sb3.ReplayBuffer", 400_000, 1, budget, "memory", "disk", None, 0, 0, 0, 0
+    )
+    assert plan_snapshot(_snapshot(buffers=(), memories=(memory,)), None, limits).verdict is FitVerdict.FITS
+
+
+def test_smaller_sizes_come_last() -> None:
+    needs = replace(NEEDS, stored=None)
+    change = find_change(_snapshot(stored=None), needs, _limits(8 * GIB))
+    assert change is not None
+    assert "capacity" in change.title
+    assert change.needs.experience.size < 400_000
+    code = write_model_code("SAC", "CnnPolicy", change.needs, None)
+    assert f"buffer_size={change.needs.experience.size:_}" in code
+
+
+def test_changes_that_do_not_apply_are_refused() -> None:
+    assert change_needs(NEEDS, "capacity", 100).experience.rows == 100
+    assert change_needs(NEEDS, "batch_size", 512).need_bytes(None) == NEEDS.need_bytes(None) + 100 * MIB
+    with pytest.raises(PlanError, match="n_steps"):
+        change_needs(NEEDS, "n_steps", 5)
+
+
+def test_a_command_without_a_buffer_cannot_be_planned() -> None:
+    with pytest.raises(PlanError, match="no buffer"):
+        plan_snapshot(Snapshot("the first step", "optimizer"), None, _limits(GIB))
+    with pytest.raises(PlanError, match="ValueError: no rom"):
+        plan_snapshot(Snapshot("error", "error", error="Traceback\nValueError: no rom"), None, _limits(GIB))
