@@ -1,9 +1,11 @@
 """Plan: check whether a training run fits in memory before it starts, what would fit, and what to change.
 
-config (options, a file, a live model) -> spec (a run and its buffer) and environments -> sb3_model and
-measure_memory (what is measured, in throwaway processes) -> phases (memory by phase, checks against limits) -> planner
-(the Plan, and what would fit). `holdall.cli.plan` shows it.
+    config       settings from options and files
+    stand_in     a script for a run that settings describe
+    planner      probes a command, and makes a Plan of what was found (`holdall.tools.probe`)
+    needs        the arithmetic: parts of the peak, bounds, verdicts
+    spec         algorithms, and the layouts of Stable-Baselines3's buffers in every version
+    environments spaces as text and as data, environments by their name
 
-Nothing is loaded here before it is used: lint needs only the layouts of buffers, and what a process has loaded counts
-among what it measures.
+`holdall.cli.plan` shows a Plan.
 """
