@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import available_bytes, begin_peak, held_bytes, peak_bytes
+from holdall.tools.malloc import map_blocks_from, return_free_heap
 from holdall.tools.plan.environments import make_single_env
 from holdall.tools.plan.phases import MAPPED_FROM, TrainingProbe, UpdateBytes
 from holdall.tools.plan.spec import Spec
-from holdall.tools.watch.reading import map_blocks_from, return_free_heap
 
 EPISODE_STEPS = 200
 _UPDATES = 40
