@@ -411,22 +411,30 @@ def test_the_commands_of_watch_md_about_a_process_end_with_it(process: subproces
     assert set(codes.values()) == {0}, {command: terminal.shown for command, terminal in started.items()}
     header, reading, *_ = started[f"holdall watch --json {PROCESS}"].shown.splitlines()
     assert json.loads(header)["pid"] == process.pid
-    assert json.loads(reading)["pss"] > 0
+    parts = json.loads(reading)["parts"]
+    assert sum(part["resident"] for part in parts) == json.loads(reading)["pss"] > 0
+    once = started[f"holdall watch --once {PROCESS}"].shown.decode()
+    assert re.search(r"\d+\.\d MiB \(peak \d+\.\d MiB\)", once)
 
 
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("place", range(2))
 def test_the_commands_of_watch_md_that_start_a_training_keep_its_exit_code(place: int, folder: Path) -> None:
     (folder / "train.py").write_text(
-        "import sys, time\ntime.sleep(0.5)\nprint('done')\nsys.exit(7)\n", encoding="utf-8"
+        "import sys, time\nprint('done', flush=True)\ntime.sleep(1.5)\nsys.exit(7)\n", encoding="utf-8"
     )
     starting = [words for words in _of_holdall("docs/watch.md") if "--" in words]
-    assert len(starting) == 3
+    assert len(starting) == 2
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         [*HOLDALL, *starting[place][1:]], capture_output=True, text=True, check=False, timeout=100, env=environment
     )
     assert done.returncode == 7, done.stdout + done.stderr
-    assert "done" in done.stdout
+    assert done.stdout.splitlines()[0] == "done"
+    assert re.search(r"^\d+\.\d MiB \(peak \d+\.\d MiB\)", done.stdout, re.MULTILINE)
+    if "--record" in starting[place]:
+        record = [json.loads(line) for line in (folder / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+        reading = record[1]
+        assert sum(part["resident"] for part in reading["parts"]) == reading["pss"] > 0
 
 
 @pytest.mark.nightly

@@ -25,12 +25,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(**changed: Any) -> AgentReport:
     words: dict[str, Any] = {
-        "pid": os.getpid(), "started": exchange.get_start_time(os.getpid()), "time": 1.5, "step": 7, "goal": 100,
-        "phase": "train", "regions": (Region("buffers", "replay.obs", 4096, 8192, 0.25, False),),
-        "held": (HeldField("replay.obs", 7, 0.5, 9), HeldField("replay.reward", 7, 0.5)), "heap_used": 1, "python_taken": 5, "gpu": {"reserved": 1}, "torch_threads": 2,
-        "spilled": {"place": 9}, "phases": {"train": PhasePeak(1, 2, 3.0)}, "events": ((1.0, "spilled"),),
+        "pid": os.getpid(),
+        "started": exchange.get_start_time(os.getpid()),
+        "time": 1.5,
+        "step": 7,
+        "goal": 100,
+        "phase": "train",
+        "regions": (Region("buffers", "replay.obs", 4096, 8192, 0.25, False),),
+        "held": (HeldField("replay.obs", 7, 0.5, 9), HeldField("replay.reward", 7, 0.5)),
+        "heap_used": 1,
+        "python_taken": 5,
+        "gpu": {"reserved": 1},
+        "torch_threads": 2,
+        "spilled": {"place": 9},
+        "phases": {"train": PhasePeak(1, 2, 3.0)},
+        "events": ((1.0, "spilled"),),
         "seconds_spent": 0.1,
-    }  # fmt: skip
+    }
     return AgentReport(**(words | changed))
 
 
@@ -66,13 +77,24 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("format", "holdall-agent-0"), ("pid", -1), ("time", "soon"), ("time", float("nan")), ("step", 1.5),
-        ("regions", [["buffers", "x", -5, 1, None, True]]), ("regions", [["kernel", "x", 5, 1, None, True]]),
-        ("regions", [["buffers", "x" * 1000, 5, 1, None, True]]), ("regions", 5), ("heap_used", [1]), ("python_taken", []), ("held", [["x", 1, 0.5]]),
-        ("gpu", []), ("phases", {"train": {}}), ("events", [[1.0]]),
+        ("format", "holdall-agent-0"),
+        ("pid", -1),
+        ("time", "soon"),
+        ("time", float("nan")),
+        ("step", 1.5),
+        ("regions", [["buffers", "x", -5, 1, None, True]]),
+        ("regions", [["kernel", "x", 5, 1, None, True]]),
+        ("regions", [["buffers", "x" * 1000, 5, 1, None, True]]),
+        ("regions", 5),
+        ("heap_used", [1]),
+        ("python_taken", []),
+        ("held", [["x", 1, 0.5]]),
+        ("gpu", []),
+        ("phases", {"train": {}}),
+        ("events", [[1.0]]),
         ("regions", [["buffers", "x", 1, 1 << 70, None, True]]),
     ],
-)  # fmt: skip
+)
 def test_words_that_make_no_sense_are_not_believed(folder: Path, key: str, value: Any) -> None:
     exchange.write_agent_report(told())
     file = folder / f"agent-{os.getpid()}.json"

@@ -57,15 +57,13 @@ def test_a_buffer_that_fills_is_told_with_its_end_and_its_size() -> None:
     assert "leak" not in names(judge(history))
 
 
-def test_the_size_of_a_full_buffer_is_said_once_pages_say_it() -> None:
-    """The first rows of small fields touch no new page; arrays that were written all over take no more."""
-
+def test_a_full_buffer_takes_what_was_allocated_for_it_however_few_pages_were_touched() -> None:
     def some(i: int, resident: int) -> AttributedPart:
         return AttributedPart("buffers", "replay.observations", resident, 10 * MIB, i / 1000)
 
-    assert "filling" not in names(judge(history_of(40, lambda i: [base(), some(i, MIB)])))
-    whole = named(judge(history_of(40, lambda i: [base(), some(i, 10 * MIB)])), "filling")
-    assert whole.evidence["final"] == 10 * MIB
+    for touched in (MIB, 10 * MIB):
+        filling = named(judge(history_of(40, lambda i, touched=touched: [base(), some(i, touched)])), "filling")  # type: ignore[misc]
+        assert filling.evidence["final"] == pytest.approx(10 * MIB)
 
 
 def test_a_full_buffer_and_a_rollout_that_begins_anew_do_not_fill() -> None:
@@ -87,7 +85,7 @@ def test_kept_heap_is_told_with_what_a_trim_would_return() -> None:
     kept = AttributedPart("heap_retained", "free", 128 * MIB, 128 * MIB)
     verdict = named(judge(history_of(3, lambda _: [base(), kept])), "retained heap")
     assert verdict.evidence["retained"] == 128 * MIB
-    assert "trim" in verdict.remedy
+    assert "heap_trim" in verdict.remedy
 
 
 def test_threads_are_told_with_what_their_stacks_take() -> None:
@@ -186,8 +184,8 @@ def test_a_buffer_is_never_foretold_more_than_was_allocated_for_it() -> None:
         return AttributedPart("buffers", "replay.camera", int(0.02 * i * 1000 * MIB), 1000 * MIB, i / 100, grows)
 
     fixed = named(judge(history_of(40, lambda i: [base(), ahead(i, grows=False)])), "filling")
-    assert fixed.evidence["final"] == 1000 * MIB
-    assert fixed.evidence["final_pss"] == 1300 * MIB
+    assert fixed.evidence["final"] == pytest.approx(1000 * MIB)
+    assert fixed.evidence["final_pss"] == pytest.approx(1300 * MIB)
     growing = named(judge(history_of(40, lambda i: [base(), ahead(i, grows=True)])), "filling")
     assert growing.evidence["final"] == pytest.approx(2000 * MIB, rel=0.01)
 

@@ -50,7 +50,7 @@ class Agent:
         self.pid = os.getpid()
         self._interval_s = interval_s
         self._networks_interval_s = networks_interval_s
-        self._next_publish = 0.0
+        self.next_publish = 0.0  # In seconds of `time.monotonic`.
         self._next_networks = 0.0
         self._arrays: dict[str, tuple[Any, FillFunction | None]] = {}
         self._models: list[Any] = []
@@ -109,7 +109,7 @@ class Agent:
     def publish_if_due(self) -> None:
         """Publish if it is time. A training loop calls this, always at the same place in a step."""
         self._is_called_by_loop = True
-        if time.monotonic() >= self._next_publish:
+        if time.monotonic() >= self.next_publish:
             self._publish()
 
     def publish(self) -> None:
@@ -125,8 +125,8 @@ class Agent:
                 exchange.remove_agent_report(self.pid)
 
     def _run(self) -> None:
-        while not self._ended.wait(max(self._next_publish - time.monotonic(), self._interval_s)):
-            late_s = time.monotonic() - self._next_publish
+        while not self._ended.wait(max(self.next_publish - time.monotonic(), self._interval_s)):
+            late_s = time.monotonic() - self.next_publish
             if not self._is_called_by_loop or late_s > _SILENT_INTERVALS * self._interval_s:
                 self._publish()
 
@@ -145,7 +145,7 @@ class Agent:
                 _LOG.debug("the agent could not report", exc_info=True)
             spent = time.thread_time() - begun
             self._seconds_spent += spent
-            self._next_publish = time.monotonic() + max(self._interval_s, spent / _MAX_SHARE_OF_TIME)
+            self.next_publish = time.monotonic() + max(self._interval_s, spent / _MAX_SHARE_OF_TIME)
         finally:
             self._publishing.release()
 

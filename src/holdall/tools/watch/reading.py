@@ -71,7 +71,6 @@ class MemoryReading:
     threads: int = 0
     torch_threads: int | None = None
     cores: int = 1
-    page_cache: int | None = None  # Of the control group.
     headroom: dict[str, int] | None = None  # Bytes left, by limit.
     spilled: int = 0  # Bytes that memories moved to disk.
     disk_free: int | None = None  # Bytes left where memories spill to.

@@ -21,8 +21,6 @@ Severity = Literal["error", "warning", "info"]
 
 _MIN_FILL_READINGS = 4
 _FULL_SHARE = 0.995
-_TOUCHED_SHARE = 0.9
-"""Touched share of arrays from which on their final size is known, though they take no new page."""
 _WARM_UP_SHARE = 0.25
 """Share of the history that is skipped, because a training allocates most objects at its beginning."""
 _MIN_LEAK_BYTES = 2 * 2**20
@@ -135,16 +133,14 @@ def _extrapolate(name: str, parts: list[AttributedPart], known: list[tuple[float
     _, share, resident = known[-1]
     if distance <= 0 or filled <= 0:
         return None
-    allocated = sum(part.allocated for part in parts)
-    if taken <= 0 and resident < _TOUCHED_SHARE * allocated:
-        return None  # Few rows touch no new page, so the final size is not known yet.
-    max_bytes: float = allocated
-    budgets = [part.budget for part in parts if part.budget is not None]
-    if any(part.grows for part in parts):
-        max_bytes = max(budgets, default=_NEVER)
-    slope = max(taken / distance, 0.0)
     left = (1.0 - share) * distance / filled
-    return FillingBuffer(name, share, resident, slope, left, max_bytes, has_budget=bool(budgets))
+    if any(part.grows for part in parts):
+        budgets = [part.budget for part in parts if part.budget is not None]
+        slope = max(taken / distance, 0.0)
+        return FillingBuffer(name, share, resident, slope, left, max(budgets, default=_NEVER), bool(budgets))
+    # Every page of an array of fixed size is touched when its last row is written.
+    allocated = sum(part.allocated for part in parts)
+    return FillingBuffer(name, share, resident, max(allocated - resident, 0) / left, left, allocated)
 
 
 def _group_buffers(reading: MemoryReading) -> dict[str, list[AttributedPart]]:
@@ -366,10 +362,7 @@ def _judge_retained_heap(newest: MemoryReading) -> Iterator[WatchVerdict]:
     kept = newest.of("heap_retained")
     if kept >= max(_MIN_RETAINED_BYTES, _MIN_RETAINED_SHARE * newest.pss):
         text = f"{format_bytes(kept)} of the heap are free, but the C library keeps them"
-        remedy = (
-            "psutil.heap_trim() in the training returns at most that. MALLOC_MMAP_THRESHOLD_=65536 "
-            "MALLOC_TRIM_THRESHOLD_=131072 at the start avoids it. torch.cuda.empty_cache() has no effect on it."
-        )
+        remedy = "It is used again, so it matters only if RAM is short. psutil.heap_trim() in the training returns it."
         yield WatchVerdict("retained heap", "info", text, remedy, {"retained": kept})
 
 
