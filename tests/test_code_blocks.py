@@ -51,7 +51,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "python": (2, "test_readme.py::test_python_blocks_of_the_readme_run"),
     },
     "docs/architecture.md": {"": (1, NO_CODE)},
-    "docs/bench.md": {"sh": (4, LOOKED_UP)},
+    "docs/bench.md": {"sh": (2, LOOKED_UP)},
     "docs/checkpoints.md": {
         "python": (6, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
         "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
@@ -437,13 +437,20 @@ def test_the_commands_of_watch_md_that_start_a_training_keep_its_exit_code(place
         assert sum(part["resident"] for part in reading["parts"]) == reading["pss"] > 0
 
 
-@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("folder")
-def test_the_quick_look_of_bench_md_runs() -> None:
+def test_the_quick_look_at_buffers_of_bench_md_shows_figures_of_both() -> None:
     (words,) = [words for words in _of_holdall("docs/bench.md") if "--rounds" in words]
-    done = subprocess.run([*HOLDALL, *words[1:]], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*HOLDALL, *words[1:]], capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "sb3" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "2,000 transitions" in done.stdout
+    for library in ("sb3", "holdall"):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(f" {library}")]
+        assert re.search(r"\d+\.\d [KM]iB +\d+ µs +\d+\.\d ms", row), row
+    assert done.stdout.count("all 2,000") == 2
 
 
 @pytest.mark.nightly
