@@ -217,7 +217,7 @@ def case_table(records: Sequence[dict[str, Any]], case: str) -> Table:
         is_text = number in {0, len(HEADINGS) - 1}
         # A narrow terminal breaks names and pairs of figures, and never a figure.
         is_figure = not is_text and heading != "save"
-        table.add_column(heading.strip("`"), justify="left" if is_text else "right", no_wrap=is_figure)
+        table.add_column(heading.strip("`"), justify="left" if is_text else "right", no_wrap=is_figure, overflow="fold")
     for row in table_rows(records, case):
         table.add_row(*row, style="" if row[-1].startswith("all") else "yellow")
     return table
