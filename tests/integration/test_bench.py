@@ -18,6 +18,7 @@ from holdall.cli import app
 from holdall.tools.bench.run import header, read_results, runs_of, write_line
 from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, make_settings
 
+PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
 BENCH = [sys.executable, "-m", "holdall", "bench", "profiles"]
 # Calibration counts the resident pages of shared libraries, and the page cache decides how many of them are resident.
 # A process that had only built a PPO model took 325 to 429 MiB in the same environment. The profile "fast" gets 40 % of
@@ -48,9 +49,9 @@ BOTH_BUFFERS = pytest.param(["sb3", "holdall"], marks=pytest.mark.nightly)
 @pytest.mark.parametrize("buffers", [["holdall"], BOTH_BUFFERS])
 def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    asked = ["--env", "CartPole-v1", "--algo", "dqn", "--profiles", "fast", "--seeds", "1", "--timesteps", "60"]
-    quick = ["--buffers", *buffers, "--limit", ROOMY_LIMIT, "--threads", "1", "--no-fill"]
-    command = [*BENCH, *asked, *quick, "--out", str(path), "--json"]
+    (line,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.endswith("# a quick look")]
+    asked = line.partition("#")[0].split()[3:]
+    command = [*BENCH, *asked, "--buffers", *buffers, "--threads", "1", "--out", str(path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]

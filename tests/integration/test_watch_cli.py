@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from holdall.cli import app
 from holdall.machine import LINUX
+from holdall.tools.watch.verdicts import suggest_memray
 
 HOLDALL = [sys.executable, "-m", "holdall"]
 MIB = 2**20
@@ -239,3 +241,18 @@ def test_a_terminal_that_knows_ascii_alone_gets_the_reading(environment: dict[st
     assert done.returncode == 0, done.stderr
     assert "libraries" in done.stdout
     assert done.stdout.isascii()
+
+
+def test_the_command_that_a_leak_verdict_names_finds_the_line(tmp_path: Path) -> None:
+    memray = pytest.importorskip("memray", reason="needs memray")
+    program = "import sys\nkept = []\nfor number in range(2_000):\n    kept.append(bytes(4_000))\nsys.exit(0)\n"
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    run, show = suggest_memray([sys.executable, "train.py", "0"]).split("; ")
+    for command in (run, show):
+        subprocess.run(shlex.split(command), cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "leak.html").stat().st_size > 0
+    records = memray.FileReader(tmp_path / "leak.bin").get_leaked_allocation_records(merge_threads=True)
+    largest = max(records, key=lambda record: record.size)
+    assert largest.size >= 2_000 * 4_000
+    _, file, line = largest.stack_trace(max_stacks=1)[0]
+    assert (Path(file).name, line) == ("train.py", 4)
