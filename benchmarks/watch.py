@@ -23,8 +23,8 @@ import psutil
 from process import commit, machine, versions
 
 from holdall.machine import held_bytes
-from holdall.tools.watch.agent_files import read_agent_report, trim_process
-from holdall.tools.watch.process_watcher import ProcessWatcher, latest_reading
+from holdall.tools.watch.exchange import read_agent_report, read_latest
+from holdall.tools.watch.watcher import Watcher
 from holdall.units import format_bytes
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def attributed(_: argparse.Namespace) -> list[Row]:
         command = [sys.executable, TRAININGS, model, "--steps", str(steps), "--size", "5000", "--pause"]
         with subprocess.Popen(command, **PIPES) as child:
             truth = json.loads(_last_line(child))
-            reading = ProcessWatcher(child.pid).read()
+            reading = Watcher(child.pid, 1.0).run_pass().reading
             child.communicate("\n")
         off = abs(reading.of("buffers") - truth["touched"]) / truth["touched"]
         rows.append(
@@ -155,10 +155,10 @@ class Foretold:
 
     def listen(self, pid: int) -> None:
         """Look at the newest verdicts on a process."""
-        found = latest_reading(pid)
-        steps = [verdict.evidence["step"] for verdict in (found or (None, []))[1] if verdict.name == "running out"]
-        if found is not None and found[0].step is not None and steps:
-            self.said.append((found[0].step, steps[0]))
+        latest = read_latest(pid) or {"reading": {"step": None}, "verdicts": []}
+        steps = [one["evidence"]["step"] for one in latest["verdicts"] if one["name"] == "running out"]
+        if latest["reading"]["step"] is not None and steps:
+            self.said.append((latest["reading"]["step"], steps[0]))
 
 
 def _foretold_row(case: str, foretold: Foretold, ended: int, *, died: bool, how: str) -> Row:
@@ -174,15 +174,13 @@ def note(_: argparse.Namespace) -> list[Row]:
     command = [sys.executable, str(HERE / "watch_search.py")]
     with subprocess.Popen(command, **PIPES) as child:
         told = json.loads(_last_line(child))
-        reading = ProcessWatcher(child.pid).read()
-        trimmed = trim_process(child.pid)
+        reading = Watcher(child.pid, 1.0).run_pass().reading
         child.communicate("\n")
     return [
         _row("note 003", "a search in one process", f"{format_bytes(reading.pss)} with {reading.threads} threads; "
              f"{100 * reading.attributed:.1f} % has a name", holds=reading.attributed >= 0.95,
              bar="an answer that sums up", attributed=reading.attributed, pss=reading.pss, peak=reading.peak,
              threads=reading.threads, torch_threads=reading.torch_threads, trials=told["trials"],
-             trimmed=trimmed.returned,
              parts=[[part.group, part.name, part.resident, part.allocated] for part in reading.parts])
     ]  # fmt: skip
 
@@ -283,7 +281,7 @@ def _taken_beside() -> tuple[float, float, int, int]:
 def _watchers(pid: int) -> list[psutil.Process]:
     try:
         children = psutil.Process(pid).children()
-        return [child for child in children if "holdall.tools.watch.watcher_process" in " ".join(child.cmdline())]
+        return [child for child in children if "holdall.tools.watch.watcher" in " ".join(child.cmdline())]
     except (psutil.Error, OSError):
         return []
 

@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 import holdall
 from holdall import watch
-from holdall.tools.watch.agent import agent
+from holdall.tools.watch.agent import get_agent
 
 FULL = 3
 MIB = 2**20
@@ -55,8 +55,8 @@ def main() -> int:
     growing = vram() if kind == "vram" else disk(Path(sys.argv[3]))
     with watch.start(interval_s=1.0):
         for step, is_full in enumerate(growing):
-            agent().step = step
-            agent().publish_if_due()
+            get_agent().step = step
+            get_agent().publish_if_due()
             if is_full:
                 counter.write_text(str(step), encoding="ascii")
                 return FULL

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdall import watch
-from holdall.tools.watch.agent import agent
+from holdall.tools.watch.agent import get_agent
 
 STATE, ACTIONS, STEPS, WORKERS, WIDTH, THREADS = 71, 7, 4096, 3, 768, 12
 TRIALS = 4
@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     with ThreadPoolExecutor(WORKERS) as workers:
         results = [trial(number, workers) for number in range(TRIALS)]
-        agent().publish()
+        get_agent().publish()
         print(json.dumps({"trials": len(results)}), flush=True)
         sys.stdin.readline()
 

@@ -12,7 +12,6 @@ import mmap
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +28,8 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
 from holdall.sb3 import ReplayBuffer, WatchCallback
-from holdall.tools.watch.reading import LEG_S, trace_growth
-from holdall.watch import MemoryGuard, start
+from holdall.tools.watch.guard import MemoryGuard
+from holdall.watch import start
 
 BYTES_OBJECT = 33  # what Python takes for an empty one
 
@@ -213,39 +212,12 @@ class Toggling(BaseCallback):
         if self._guard is not None:
             self._guard.stop()
         self._guard = MemoryGuard(agent, "warn") if watched else None
-        agent.due = time.monotonic() + (0.0 if watched else 1e6)
+        agent.next_publish = time.monotonic() + (0.0 if watched else 1e6)
         os.kill(beside, signal.SIGCONT if watched else signal.SIGSTOP)
 
     def _on_training_end(self) -> None:
         os.kill(self._watch.pid, signal.SIGCONT)
         self._watch.stop()
-
-
-class Tracing(BaseCallback):
-    """Notes the CPU time of a step, by turns without and with the trace that looks for a leak's line."""
-
-    def __init__(self, rounds: int) -> None:
-        super().__init__()
-        self._turns = 2 * rounds
-        self._trace = threading.Thread(target=time.sleep, args=(2.0,))  # what is made once is made before
-
-    def _on_training_start(self) -> None:
-        self._trace.start()
-        self._begun, self._steps, self._turn = (0.0, 0), 0, -1
-
-    def _on_step(self) -> bool:
-        self._steps += 1
-        if self._trace.is_alive():
-            return True
-        now = time.process_time()
-        if self._turn >= 0:
-            say(traced=self._turn % 2 == 1, cpu=(now - self._begun[0]) / (self._steps - self._begun[1]))
-        self._turn += 1
-        work: Any = trace_growth if self._turn % 2 else lambda _ended: time.sleep(3 * LEG_S)
-        self._trace = threading.Thread(target=work, args=(threading.Event(),))
-        self._begun = (time.process_time(), self._steps)
-        self._trace.start()
-        return self._turn < self._turns
 
 
 def main() -> None:
@@ -262,24 +234,21 @@ def main() -> None:
     parser.add_argument("--turn", type=float, default=12.0)
     parser.add_argument("--pause", action="store_true")
     parser.add_argument("--plain", action="store_true", help="without a callback of holdall's")
-    parser.add_argument("--traces", type=int, default=0, help="rounds without and with a trace")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     model = MODELS[wanted.model](wanted.seed, wanted.size)
     if wanted.rates:
         model.learn(10**9, callback=Toggling(wanted.turn, wanted.rates))
         return
-    if wanted.plain or wanted.traces:
-        model.learn(
-            10**9 if wanted.traces else wanted.steps, callback=Tracing(wanted.traces) if wanted.traces else None
-        )
+    if wanted.plain:
+        model.learn(wanted.steps)
         return
     watch = WatchCallback(0.5, record=wanted.record, verbose=0)
     model.learn(wanted.steps, callback=CallbackList([Leaking(wanted.leak, wanted.counter), watch]))
     if wanted.pause:
-        from holdall.tools.watch.agent import agent  # noqa: PLC0415  for the one look that both sides take
+        from holdall.tools.watch.agent import get_agent  # noqa: PLC0415  for the one look that both sides take
 
-        agent().publish()
+        get_agent().publish()
         touched = sum(touched_bytes(array) for array in buffer_arrays(model))
         say(touched=touched, nbytes=sum(array.nbytes for array in buffer_arrays(model)))
         sys.stdin.readline()

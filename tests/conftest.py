@@ -25,8 +25,8 @@ def _agent_ends_with_its_test() -> Iterator[None]:
     """An agent that a test had started in this process is not there in the next."""
     yield
     module = sys.modules.get("holdall.tools.watch.agent")
-    if module is not None and module._one is not None:
-        module._one.stop()
+    if module is not None:
+        module.stop_agent()
 
 
 @pytest.fixture(autouse=True)

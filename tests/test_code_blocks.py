@@ -49,7 +49,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "python": (2, "test_readme.py::test_python_blocks_of_the_readme_run"),
     },
     "docs/architecture.md": {"": (1, NO_CODE)},
-    "docs/bench.md": {"sh": (4, LOOKED_UP)},
+    "docs/bench.md": {"sh": (2, LOOKED_UP)},
     "docs/checkpoints.md": {
         "python": (3, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
         "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
@@ -424,31 +424,45 @@ def test_the_commands_of_watch_md_about_a_process_end_with_it(process: subproces
     assert set(codes.values()) == {0}, {command: terminal.shown for command, terminal in started.items()}
     header, reading, *_ = started[f"holdall watch --json {PROCESS}"].shown.splitlines()
     assert json.loads(header)["pid"] == process.pid
-    assert json.loads(reading)["pss"] > 0
+    parts = json.loads(reading)["parts"]
+    assert sum(part["resident"] for part in parts) == json.loads(reading)["pss"] > 0
+    once = started[f"holdall watch --once {PROCESS}"].shown.decode()
+    assert re.search(r"\d+\.\d MiB \(peak \d+\.\d MiB\)", once)
 
 
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("place", range(2))
 def test_the_commands_of_watch_md_that_start_a_training_keep_its_exit_code(place: int, folder: Path) -> None:
     (folder / "train.py").write_text(
-        "import sys, time\ntime.sleep(0.5)\nprint('done')\nsys.exit(7)\n", encoding="utf-8"
+        "import sys, time\nprint('done', flush=True)\ntime.sleep(1.5)\nsys.exit(7)\n", encoding="utf-8"
     )
     starting = [words for words in _of_holdall("docs/watch.md") if "--" in words]
-    assert len(starting) == 3
+    assert len(starting) == 2
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         [*HOLDALL, *starting[place][1:]], capture_output=True, text=True, check=False, timeout=100, env=environment
     )
     assert done.returncode == 7, done.stdout + done.stderr
-    assert "done" in done.stdout
+    assert done.stdout.splitlines()[0] == "done"
+    assert re.search(r"^\d+\.\d MiB \(peak \d+\.\d MiB\)", done.stdout, re.MULTILINE)
+    if "--record" in starting[place]:
+        record = [json.loads(line) for line in (folder / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+        reading = record[1]
+        assert sum(part["resident"] for part in reading["parts"]) == reading["pss"] > 0
 
 
-@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("folder")
-def test_the_quick_look_of_bench_md_runs() -> None:
+def test_the_quick_look_at_buffers_of_bench_md_shows_figures_of_both() -> None:
     (words,) = [words for words in _of_holdall("docs/bench.md") if "--rounds" in words]
-    done = subprocess.run([*HOLDALL, *words[1:]], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*HOLDALL, *words[1:]], capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "sb3" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "2,000 transitions" in done.stdout
+    for library in ("sb3", "holdall"):
+        assert re.search(rf"^ {library} .*\d [KM]iB +\d+ µs +\d+\.\d ms", done.stdout, re.MULTILINE), done.stdout
+    assert done.stdout.count("all 2,000") >= 2
 
 
 @pytest.mark.nightly

@@ -77,11 +77,10 @@ class _Files:
     limit: str
     usage: str
     reclaimable: str  # a line of memory.stat
-    cache: str  # another
 
 
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_cache")
-_V2 = _Files("memory.max", "memory.current", "inactive_file", "file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def memory_limits(budget_bytes: int | None = None, process: int | None = None) -> list[Limit]:
@@ -109,14 +108,6 @@ def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> li
         free = limit - usage + _stat(directory / "memory.stat", files.reclaimable)
         limits.append(Limit(f"control group {directory}", min(max(free, 0), limit), limit))
     return limits
-
-
-def page_cache(process: int) -> int | None:
-    """Return what files take in the cache of a process's control group; None where it has none of its own."""
-    for directory, files in _directories(Path(f"/proc/{process}")):
-        if (directory / "memory.stat").is_file():
-            return _stat(directory / "memory.stat", files.cache)
-    return None
 
 
 def largest_mapping(proc: Path = Path("/proc")) -> int | None:

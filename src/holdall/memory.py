@@ -34,7 +34,7 @@ from holdall.delivery import Delivery, Loader, new_delivery
 from holdall.device.store import DeviceStore
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
-from holdall.report import LIVING, MemoryReport
+from holdall.report import MemoryReport, PressureCheck, register
 from holdall.sampling import (
     Held,
     Sampler,
@@ -153,7 +153,7 @@ class ReplayMemory:
         self._deliveries: dict[str | None, Delivery] = {}
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self.store: Any = self._new_store()
-        LIVING.add(self)
+        register(self)
 
     def _new_store(self) -> Store | DeviceStore:
         """Return the empty store that the settings describe."""
@@ -679,6 +679,11 @@ class ReplayMemory:
             if error is None:
                 raise
             _LOG.warning("%s", abandoned)  # The error that ended the block is raised, not this one.
+
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Call `check` each time the memory grew by a segment. A memory on a device ignores it."""
+        if isinstance(self.store, Store):
+            self.store.pressure_check = check
 
     def after_fork(self) -> None:
         """Close the memory in a forked child. Called there, by its only thread."""

@@ -145,6 +145,11 @@ class MemoryReport:
         return "\n".join(lines)
 
 
+PressureCheck = Callable[[int], bool]
+"""Gets the bytes by which a memory grew. If it returns True, RAM is short, and the thread that adds waits until the
+memory has compressed and spilled what it was asked to."""
+
+
 class Tracked(Protocol):
     """A memory, as a watch and a fork see it."""
 
@@ -159,11 +164,30 @@ class Tracked(Protocol):
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field. Raise ClosedError after `close`."""
 
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Call `check` each time the memory grew by a segment."""
+
 
 LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
-"""The memories of this process. Each adds itself, and is removed when it is freed."""
+"""The memories of this process. Each adds itself with `register`, and is removed when it is freed."""
+_pressure_check: PressureCheck | None = None
 
-GrowthCheck = Callable[[int], bool]
-GROWTH_CHECKS: list[GrowthCheck] = []
-"""Guards of this process. A thread that added bytes calls them with the number of bytes. If one returns True, RAM is
-short, and the thread waits until the memory has compressed and spilled what it was asked to."""
+
+def register(memory: Tracked) -> None:
+    """Add a new memory to `LIVING`, and give it the pressure check of this process."""
+    LIVING.add(memory)
+    memory.set_pressure_check(_pressure_check)
+
+
+def set_pressure_check(check: PressureCheck | None) -> None:
+    """Give `check` to every memory of this process, and to every later one, in place of the one before."""
+    global _pressure_check  # noqa: PLW0603  A process has one limit on its RAM, so it has one check.
+    _pressure_check = check
+    for memory in list(LIVING):
+        memory.set_pressure_check(check)
+
+
+def clear_pressure_check(check: PressureCheck) -> None:
+    """Remove `check`. Do nothing if another check is in its place."""
+    if _pressure_check == check:
+        set_pressure_check(None)

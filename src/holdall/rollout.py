@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from holdall.batch import RolloutBatch
 from holdall.delivery.minibatches import new_minibatches
 from holdall.errors import ArgumentError, ClosedError
-from holdall.report import LIVING, FieldReport, MemoryReport
+from holdall.report import FieldReport, MemoryReport, PressureCheck, register
 from holdall.rollout_host import ESTIMATES, HostRollout
 from holdall.rollout_sequences import RolloutSequences
 from holdall.sampling import new_generator
@@ -116,7 +116,7 @@ class RolloutMemory:
         self._steps: _Steps = self._host
         self._now = _Progress()
         self._closed_reason = ""
-        LIVING.add(self)
+        register(self)
 
     def observe(self, obs: Any) -> None:
         """Write the observations of the next step. `add` then takes None for them.
@@ -261,6 +261,9 @@ class RolloutMemory:
             return
         self._host.fields.close()
         self._release(_CLOSED)
+
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Do nothing: a rollout has a fixed size."""
 
     def after_fork(self) -> None:
         """Close the memory in a forked child. Called there, by its only thread."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdall.tools.watch.process_watcher import ProcessWatcher
+from holdall.tools.watch.watcher import Watcher
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -21,13 +21,13 @@ pytestmark = [
 PROGRAM = """
 import json, sys
 import torch
-from holdall.tools.watch.agent import agent
+from holdall.tools.watch.agent import get_agent
 
 kept = [torch.ones(100_000_001, dtype=torch.uint8, device="cuda") for _ in range(3)]
 freed = torch.ones(500_000_000, dtype=torch.uint8, device="cuda")
 del freed
 torch.cuda.synchronize()
-agent().publish()
+get_agent().publish()
 print(json.dumps({"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}), flush=True)
 sys.stdin.readline()
 """
@@ -39,7 +39,7 @@ def test_requested_allocated_and_reserved_are_told_apart(tmp_path: Path, monkeyp
     with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as child:
         assert child.stdout is not None
         truth = json.loads(child.stdout.readline())
-        reading = ProcessWatcher(child.pid).read()
+        reading = Watcher(child.pid, 1.0).run_pass().reading
         child.communicate("\n")
     gpu = reading.gpu
     assert gpu is not None

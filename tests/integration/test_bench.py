@@ -1,4 +1,4 @@
-"""`holdall bench`, run as its users run it, at toy size: real processes, real trainings."""
+"""`holdall bench profiles`, run as its users run it, at toy size: real processes, real trainings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from holdall.cli import app
 from holdall.tools.bench.run import header, read_results, runs_of, write_line
-from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, settings_of
+from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, make_settings
 
-BENCH = [sys.executable, "-m", "holdall", "bench"]
+PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
+BENCH = [sys.executable, "-m", "holdall", "bench", "profiles"]
 # Calibration counts the resident pages of shared libraries, and the page cache decides how many of them are resident.
 # A process that had only built a PPO model took 325 to 429 MiB in the same environment. The profile "fast" gets 40 % of
 # this limit. With the pinned CPU build of torch, that is enough even if all 560 MiB of mapped libraries are resident.
@@ -28,7 +29,7 @@ ROOMY_LIMIT = "3GiB"
 def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills: bool = True, **changes: Any) -> None:
     """Write the header of a bench of which nothing was run yet: one small profile."""
     given: dict[str, Any] = {"buffers": ["sb3", "holdall"], "seeds": 1} | changes
-    settings = settings_of(env, algo, ["fast"], timesteps=60, limit="1GiB", fills=fills, threads=1, **given)
+    settings = make_settings(env, algo, ["fast"], timesteps=60, limit="1GiB", fills=fills, threads=1, **given)
     sizes = {"fast": ProfileSize(0.4, 2**29, 16, size, None, ("sb3", "holdall"))}
     calibration = Calibration(sizes, {"fast/sb3": 5.0, "fast/holdall": 5.0})
     with path.open("w") as file:
@@ -48,9 +49,9 @@ BOTH_BUFFERS = pytest.param(["sb3", "holdall"], marks=pytest.mark.nightly)
 @pytest.mark.parametrize("buffers", [["holdall"], BOTH_BUFFERS])
 def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    asked = ["--env", "CartPole-v1", "--algo", "dqn", "--profiles", "fast", "--seeds", "1", "--timesteps", "60"]
-    quick = ["--buffers", *buffers, "--limit", ROOMY_LIMIT, "--threads", "1", "--no-fill"]
-    command = [*BENCH, *asked, *quick, "--out", str(path), "--json"]
+    (line,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.endswith("# a quick look")]
+    asked = line.partition("#")[0].split()[3:]
+    command = [*BENCH, *asked, "--buffers", *buffers, "--threads", "1", "--out", str(path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
@@ -61,12 +62,14 @@ def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path
     runs = runs_of(records)
     assert [(run.profile, run.buffer, run.status) for run in runs] == [("fast", name, "done") for name in buffers]
     assert all(run.size == size["size"] > 0 for run in runs)
+    assert all(max(run.peaks.values()) < 0.4 * 3 * 2**30 for run in runs), "the profile is 40 % of the limit"
+    assert all((run.steps_per_second or 0.0) > 0 for run in runs)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("buffer", ["sb3", pytest.param("holdall", marks=pytest.mark.nightly)])
 def test_profiles_of_rollouts_get_a_size_that_fits_their_share(buffer: str) -> None:
-    settings = settings_of("CartPole-v1", "ppo", ["fast"], 60, 1, [buffer], ROOMY_LIMIT, threads=1)
+    settings = make_settings("CartPole-v1", "ppo", ["fast"], 60, 1, [buffer], ROOMY_LIMIT, threads=1)
     calibration = calibrate(settings, lambda what, share: None)
     size = calibration.sizes["fast"]
     assert size.fits == (buffer,)
@@ -141,7 +144,7 @@ def test_every_algorithm_runs_with_either_buffer(tmp_path: Path, algo: str, env:
     ],
 )
 def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:
-    told = CliRunner().invoke(app, ["bench", *words])
+    told = CliRunner().invoke(app, ["bench", "profiles", *words])
     assert told.exit_code == 1
     assert said in told.stderr
     assert told.stderr.count("\n") == 1

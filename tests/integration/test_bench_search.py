@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
-from holdall.tools.bench import settings
-from holdall.tools.bench.settings import Search, SearchSpace, TrialStopped, settings_of
+from holdall.tools.bench.search import Search, SearchSpace, TrialStopped, require_room
+from holdall.tools.bench.settings import make_settings
 
 pytest.importorskip("optuna", reason="needs the extra [search]")
 
-SETTINGS = settings_of("demo", "sac", ["balanced"], 60, 1, ["holdall"], "1GiB", threads=1)
+SETTINGS = make_settings("demo", "sac", ["balanced"], 60, 1, ["holdall"], "1GiB", threads=1)
 SMALL = SearchSpace((400, 500), (16,), (1, 2), (1,))
 
 
@@ -24,11 +23,7 @@ def nothing(what: str, share: float) -> None:
 
 
 @pytest.mark.timeout(900)  # processes that import torch, on whatever machine
-def test_trials_are_remembered_and_what_cannot_fit_is_never_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = {SETTINGS.env: settings._measure_plan(SETTINGS)}  # once: both searches have the same settings
-    monkeypatch.setattr(settings, "_measure_plan", lambda given: known[given.env])
+def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Path) -> None:
     storage = tmp_path / "study.journal"
     first = Search(SETTINGS, storage, SMALL)
     (one,) = first.run(1, nothing)
@@ -36,28 +31,30 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(
     assert one.is_best
     assert one.samples_per_second == pytest.approx(16 * (one.steps_per_second or 0.0))
     assert 400 <= one.capacity <= 500
-    assert "replay_buffer_class=ReplayBuffer" in first.code(one)
-    assert f"buffer_size={one.capacity:_}" in first.code(one)
+    assert (one.peak_bytes or 0) < 2**30
+    assert "replay_buffer_class=ReplayBuffer" in first.write_code(one)
+    assert f"buffer_size={one.capacity:_}" in first.write_code(one)
 
-    again = Search(SETTINGS, storage, SearchSpace((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
-    assert [found.number for found in again.trials()] == [one.number], "the storage remembers"
+    again = Search(SETTINGS, storage, SearchSpace((90_000_000, 90_000_001), (16,), (1, 2), (1,)), first.trial)
+    assert [found.number for found in again.list_trials()] == [one.number], "the storage remembers"
     (other,) = again.run(2, nothing)
     assert other.state == "pruned"
-    assert other.reason.startswith("not started: the plan says ")
+    assert other.reason.startswith("not started: it would take ")
 
+
+def test_a_trial_is_stopped_before_it_exceeds_the_limit() -> None:
     filling: dict[str, Any] = {"phase": "fill", "done": 30, "total": 100, "resident": 400 * 2**20}
-    first.settings = replace(SETTINGS, limit_bytes=2**29)
-    first._require_room(filling, base=380 * 2**20)
+    require_room(filling, 380 * 2**20, 2**29)
     with pytest.raises(TrialStopped, match=r"stopped at 400\.0 MiB: 633\.3 MiB to come, of 512\.0 MiB"):
-        first._require_room(filling, base=300 * 2**20)
+        require_room(filling, 300 * 2**20, 2**29)
     with pytest.raises(TrialStopped, match=r"600\.0 MiB"):
-        first._require_room(filling | {"phase": "train", "resident": 600 * 2**20}, base=300 * 2**20)
+        require_room(filling | {"phase": "train", "resident": 600 * 2**20}, 300 * 2**20, 2**29)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--algo", "ppo"], "algo (ppo) keeps no replay buffer"),
+        (["--algo", "ppo"], "algo (ppo) has no replay buffer"),
         (["--buffer", "reverb"], "buffers (reverb) must be among sb3, holdall"),
     ],
 )

@@ -1,9 +1,10 @@
-"""`holdall watch` and `holdall trim`: run as a user runs them, on real processes."""
+"""`holdall watch`: run as a user runs it, on real processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
-from holdall.machine import LINUX, held_bytes
+from holdall.machine import LINUX
+from holdall.tools.watch.verdicts import suggest_memray
 
 HOLDALL = [sys.executable, "-m", "holdall"]
 MIB = 2**20
@@ -25,9 +27,10 @@ import numpy as np
 import holdall
 from gymnasium import spaces
 from holdall import watch
-from holdall.tools.watch.agent import agent
+from holdall.tools.watch.agent import get_agent
 
-watch.track("features", np.ones(4 * 2**20, np.uint8))
+features = np.ones(4 * 2**20, np.uint8)
+watch.track("features", features)
 memory = holdall.ReplayMemory(spaces.Box(0, 255, (64, 64), np.uint8), spaces.Discrete(2), 2000)
 kept = [np.ones(64 * 1024, np.uint8) for _ in range(1000)]
 kept = kept[-1:]
@@ -35,7 +38,7 @@ no, obs = np.zeros(1, bool), np.zeros((1, 64, 64), np.uint8)
 for i in range(500):
     obs = np.full((1, 64, 64), i % 251, np.uint8)
     memory.add(obs, np.zeros(1, np.int64), np.zeros(1), obs, no, no)
-agent().publish()
+get_agent().publish()
 print("ready", flush=True)
 sys.stdin.readline()
 """
@@ -72,6 +75,7 @@ def test_one_reading_of_a_process_that_runs(environment: dict[str, str], trainer
     parts = {part["name"]: part for part in reading["parts"]}
     assert parts["replay.obs"]["resident"] > 500 * 64 * 64
     assert parts["replay.obs"]["fill"] == 0.25
+    assert parts["features"]["resident"] == pytest.approx(4 * MIB, rel=0.01)
     seen = called(environment, "watch", "--once", trainer)
     assert seen.returncode == 0
     assert "replay.obs" in seen.stdout
@@ -79,28 +83,12 @@ def test_one_reading_of_a_process_that_runs(environment: dict[str, str], trainer
     assert max(map(len, seen.stdout.splitlines())) <= 80
 
 
-@pytest.mark.skipif(not LINUX, reason="malloc_trim is the GNU C library's")
-def test_a_trim_says_what_it_would_and_did_return(environment: dict[str, str], trainer: int) -> None:
-    would = json.loads(called(environment, "trim", trainer, "--dry-run", "--json").stdout)
-    assert would["would_return"] > 40 * MIB
-    before = held_bytes(trainer).unique
-    done = json.loads(called(environment, "trim", trainer, "--json").stdout)
-    assert done["returned"] == pytest.approx(before - held_bytes(trainer).unique, abs=4 * MIB)
-    assert done["returned"] > 40 * MIB
-    assert json.loads(called(environment, "trim", "--self", "--json").stdout)["returned"] >= -MIB
-
-
-def test_a_process_without_an_agent_cannot_be_trimmed(environment: dict[str, str]) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        done = called(environment, "trim", other.pid)
-        other.communicate()
-    assert done.returncode == 1
-    assert "has no agent" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_mistakes_are_told_in_one_line(environment: dict[str, str]) -> None:
-    for arguments in (["watch", "999999999"], ["watch", "--", "no-such-program-here"], ["trim"]):
+    for arguments in (
+        ["watch", "999999999"],
+        ["watch", "--", "no-such-program-here"],
+        ["watch", "--json", "--", "true"],
+    ):
         done = called(environment, *arguments)
         assert done.returncode == 1, done.stderr
         assert len(done.stderr.splitlines()) == 1
@@ -117,7 +105,7 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     path = os.pathsep.join([str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])])
     record = tmp_path / "run.jsonl"
     done = called(
-        environment | {"PYTHONPATH": path}, "watch", "--json", "--interval", "0.2", "--record", record, "--",
+        environment | {"PYTHONPATH": path}, "watch", "--interval", "0.2", "--record", record, "--",
         sys.executable, "-c", program, "--flag", "x y",
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
@@ -125,10 +113,6 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     assert lines[0]["command"][1:] == ["-c", program, "--flag", "x y"]
     assert sum(line["kind"] == "reading" for line in lines) >= 2
-
-
-def words_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(("ends", "code"), [("import sys; sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
@@ -141,17 +125,14 @@ def test_however_soon_a_command_ends_its_exit_code_is_kept(
     assert "Traceback" not in done.stderr
 
 
-def test_json_and_the_output_of_the_command_are_apart(environment: dict[str, str], tmp_path: Path) -> None:
-    program = [sys.executable, "-c", "import time; print('mine'); time.sleep(0.8)"]
-    watch = [*HOLDALL, "watch", "--interval", "0.2"]
-    done = called(environment, "watch", "--interval", 0.2, "--json", tmp_path / "run.jsonl", "--", *program)
-    assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
-    assert [line["kind"] for line in words_of(tmp_path / "run.jsonl")][:2] == ["header", "reading"]
-    shell = f'exec "$@" 3> {tmp_path / "three.jsonl"}'
-    command = ["/bin/sh", "-c", shell, "sh", *watch, "--json", "--", *program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
-    assert [line["kind"] for line in words_of(tmp_path / "three.jsonl")][:2] == ["header", "reading"]
+def test_the_record_and_the_output_of_the_command_are_apart(environment: dict[str, str], tmp_path: Path) -> None:
+    program = "import time; print('mine'); time.sleep(0.8)"
+    record = tmp_path / "run.jsonl"
+    done = called(environment, "watch", "--interval", 0.2, "--record", record, "--", sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "mine"
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    assert [line["kind"] for line in lines][:2] == ["header", "reading"]
 
 
 def test_a_reader_that_goes_away_changes_no_exit_code(environment: dict[str, str]) -> None:
@@ -235,7 +216,7 @@ def test_a_tree_has_its_own_peak_and_shared_memory_its_file(environment: dict[st
 
 
 def test_the_watcher_loads_neither_numpy_nor_torch() -> None:
-    for module in ("holdall.cli.watch", "holdall.tools.watch.watcher_process"):
+    for module in ("holdall.cli.watch", "holdall.tools.watch.watcher"):
         program = f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('numpy', 'torch', 'gymnasium')))"
         subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -244,7 +225,7 @@ def test_a_view_that_fails_at_the_end_leaves_the_exit_code_to_the_command(monkey
     def fail(*_: object) -> None:
         raise RuntimeError("nothing can be drawn")
 
-    monkeypatch.setattr("holdall.cli.watch.process_view", fail)
+    monkeypatch.setattr("holdall.cli.watch.draw_pass", fail)
     told = CliRunner().invoke(app, ["watch", "--", sys.executable, "-c", "raise SystemExit(5)"])
     assert told.exit_code == 5
     assert "nothing can be drawn" in told.stderr
@@ -260,3 +241,18 @@ def test_a_terminal_that_knows_ascii_alone_gets_the_reading(environment: dict[st
     assert done.returncode == 0, done.stderr
     assert "libraries" in done.stdout
     assert done.stdout.isascii()
+
+
+def test_the_command_that_a_leak_verdict_names_finds_the_line(tmp_path: Path) -> None:
+    memray = pytest.importorskip("memray", reason="needs memray")
+    program = "import sys\nkept = []\nfor number in range(2_000):\n    kept.append(bytes(4_000))\nsys.exit(0)\n"
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    run, show = suggest_memray([sys.executable, "train.py", "0"]).split("; ")
+    for command in (run, show):
+        subprocess.run(shlex.split(command), cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "leak.html").stat().st_size > 0
+    records = memray.FileReader(tmp_path / "leak.bin").get_leaked_allocation_records(merge_threads=True)
+    largest = max(records, key=lambda record: record.size)
+    assert largest.size >= 2_000 * 4_000
+    _, file, line = largest.stack_trace(max_stacks=1)[0]
+    assert (Path(file).name, line) == ("train.py", 4)

@@ -117,9 +117,8 @@ def writing(option: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-COMMANDS = {name: name for name in ("bench", "checkpoint", "demo", "lint", "plan", "watch")}
-COMMANDS |= {"report": "watch", "trim": "watch"}
-"""The module of each command. A function in it, or a Typer of subcommands, has the command's name."""
+COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "watch")
+"""Commands, each in a module of its name. A function in it, or a Typer of subcommands, has the command's name."""
 
 
 class LazyCommands(OneLineErrors):
@@ -133,14 +132,14 @@ class LazyCommands(OneLineErrors):
         """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        module = import_module(f"holdall.cli.{COMMANDS[cmd_name]}")
+        module = import_module(f"holdall.cli.{cmd_name}")
         found = getattr(module, cmd_name)
         if isinstance(found, typer.Typer):
             group = typer.main.get_group(found)
             group.name = cmd_name
             return group
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name, cls=getattr(module, f"{cmd_name.upper()}_CLASS", None))(found)
+        alone.command(cmd_name)(found)
         return typer.main.get_command(alone)
 
 

@@ -1,4 +1,4 @@
-"""`holdall bench`: which settings are best on this machine; `bench buffers`: which buffer is; `bench search`: a study.
+"""`holdall bench profiles`: which profile is best here; `bench buffers`: which buffer is; `bench search`: a study.
 
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 some runs failed, 130 stopped
 with Ctrl-C: finished runs are kept, and `--resume` runs the rest.
@@ -19,7 +19,7 @@ import typer
 from rich import progress
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
@@ -27,51 +27,41 @@ from holdall.tools.bench import OnProgress, compare_buffers
 from holdall.tools.bench import run as trainings
 from holdall.tools.bench.buffer_libraries import setups_named
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
-from holdall.tools.bench.settings import BenchSettings, Calibration, Search, SearchTrial, calibrate, settings_of
+from holdall.tools.bench.search import Search, SearchTrial
+from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, make_settings
 from holdall.tools.report.results import TrainingRun
 from holdall.units import counted, format_bytes, format_seconds
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
 _LONG_S = 3_600
 _MOST_TRIALS_SHOWN = 12
-_WIDTH_WITHOUT_TERMINAL = 160
 
 
-def repeat_option_names(words: Sequence[str], options: Collection[str], stops: Collection[str] = ()) -> list[str]:
+def repeat_option_names(words: Sequence[str], options: Collection[str]) -> list[str]:
     """Repeat each of `options` before every word that belongs to it."""
     found: list[str] = []
-    option, is_first = "", True
+    option = ""
+    is_first = True
     for word in words:
-        if word.startswith("-") or word in stops:
-            option, is_first = (word if word in options else ""), True
+        if word.startswith("-"):
+            option = word if word in options else ""
+            is_first = True
             found.append(word)
-        else:
-            found += [word] if is_first or not option else [option, word]
-            is_first = False
+            continue
+        if option and not is_first:
+            found.append(option)
+        found.append(word)
+        is_first = False
     return found
 
 
-class BuffersCommand(TyperCommand):
-    """`bench buffers`, some of whose options take several words."""
+class ListCommand(TyperCommand):
+    """A command some of whose options take several words: `--profiles fast balanced`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words."""
-        return list(super().parse_args(ctx, repeat_option_names(args, {"--case", "--libraries", "--trace"})))
-
-
-class BenchGroup(TyperGroup):
-    """`bench`, some of whose own options take several words."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words up to a subcommand's name; what follows is the subcommand's."""
-        own = next((place for place, word in enumerate(args) if word in self.commands), len(args))
-        return list(super().parse_args(ctx, repeat_option_names(args[:own], {"--profiles", "--buffers"}) + args[own:]))
-
-
-def wide_console() -> Console:
-    """Return the console for results."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH_WITHOUT_TERMINAL)
+        lists = {"--buffers", "--case", "--libraries", "--profiles", "--trace"}
+        return list(super().parse_args(ctx, repeat_option_names(args, lists)))
 
 
 @contextmanager
@@ -142,9 +132,9 @@ def _chosen_cases(
 
 
 def _show_buffers(records: list[dict[str, Any]]) -> None:
-    console = wide_console()
+    console = Console(highlight=False, markup=False)
     for case in compare_buffers.cases_of(records):
-        console.print(compare_buffers.case_table(records, case), soft_wrap=True)
+        console.print(compare_buffers.case_table(records, case))
         console.print()
     for line in compare_buffers.remarks(records):
         console.print(line, style="dim", highlight=False, soft_wrap=True)
@@ -163,8 +153,8 @@ def search(
 ) -> None:
     """Search for settings that learn from most samples per second with the largest memory that fits."""
     console = Console(stderr=True, highlight=False, markup=False)
-    study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
-    if before := len(study.trials()):
+    study = Search(make_settings(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
+    if before := len(study.list_trials()):
         console.print(f"{storage} has {counted(before, 'trial')} already.")
     added: list[SearchTrial] = []
     with _bar(console, trials, progress.MofNCompleteColumn(), *_times()) as on_progress:
@@ -184,8 +174,8 @@ def search(
 
 
 def _show_search(study: Search) -> None:
-    console = wide_console()
-    found = study.trials()
+    console = Console(highlight=False, markup=False)
+    found = study.list_trials()
     best = sorted((one for one in found if one.is_best), key=lambda one: -one.capacity)
     table = Table(title="No other trial is both faster and larger", title_justify="left", box=None, pad_edge=False)
     for head in ("capacity", "batch", "envs", "threads", "samples/s", "steps/s", "peak memory"):
@@ -200,7 +190,7 @@ def _show_search(study: Search) -> None:
     if best:
         fastest = max(best, key=lambda one: one.samples_per_second or 0.0)
         console.print(f"\nThe fastest of them, {fastest.capacity:,} transitions:")
-        console.print(study.code(fastest), style="cyan", soft_wrap=True)
+        console.print(study.write_code(fastest), style="cyan", soft_wrap=True)
 
 
 def _search_cells(one: SearchTrial) -> tuple[str, ...]:
@@ -209,14 +199,7 @@ def _search_cells(one: SearchTrial) -> tuple[str, ...]:
     return (*(f"{count:,}" for count in counts), f"{samples:,.0f}", f"{steps:.1f}", format_bytes(one.peak_bytes or 0))
 
 
-bench = typer.Typer(cls=BenchGroup, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
-bench.command("buffers", cls=BuffersCommand)(buffers)
-bench.command("search")(search)
-
-
-@bench.callback()
 def profiles(
-    context: typer.Context,
     env: Annotated[str, option("demo, an ID that gymnasium knows, or module:Class.")] = "demo",
     algo: Annotated[str, option("sac, td3, dqn or ppo.")] = "sac",
     profiles: Annotated[OptTexts, option("memory-efficient fast balanced quality aggressive, or all.")] = None,
@@ -232,8 +215,6 @@ def profiles(
     verbose: Verbose = False,
 ) -> None:
     """Train every profile with every buffer, each in a fresh process, and rank them where the figures allow it."""
-    if context.invoked_subcommand is not None:
-        return
     console = Console(stderr=True, highlight=False, markup=False)
     _require_sb3()
     if resume is not None:
@@ -241,7 +222,7 @@ def profiles(
         out = resume
     else:
         which, kinds = profiles or ["all"], buffers or ["sb3", "holdall"]
-        settings = settings_of(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
+        settings = make_settings(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
         with _bar(console, 1.0) as on_progress:
             calibration, done = calibrate(settings, on_progress), []
         first = trainings.header(settings, calibration, trainings.expected_seconds(settings, calibration))
@@ -259,7 +240,8 @@ def profiles(
     _show_results(json, first, runs, found, out)
     if stopped:
         console.print(
-            f"Stopped; {counted(len(runs), 'run')} kept. Go on with `holdall bench --resume {out}`.", style="yellow"
+            f"Stopped; {counted(len(runs), 'run')} kept. Go on with `holdall bench profiles --resume {out}`.",
+            style="yellow",
         )
         raise typer.Exit(STOPPED_EXIT_CODE)
     if any(run.status == "failed" for run in runs):
@@ -267,10 +249,10 @@ def profiles(
 
 
 def _announce(settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], console: Console) -> None:
-    console.print(f"Limit: {format_bytes(settings.limit_bytes)} ({settings.limit_said}).", soft_wrap=True)
+    console.print(f"Limit: {format_bytes(settings.limit_bytes)} ({settings.limit_source}).", soft_wrap=True)
     for name, size in calibration.sizes.items():
         more = f"; holdall's would hold {size.holdall_size:,}" if size.holdall_size else ""
-        unit = "steps" if settings.on_policy else "transitions"
+        unit = "steps" if settings.is_on_policy else "transitions"
         held = f"{size.size:,} {unit}{more}" if size.size else "nothing fits"
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(trainings.planned_runs(settings)) - len(done)
@@ -314,12 +296,23 @@ def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun],
         for record in (first, *(run.as_dict() for run in runs), *(ranking.as_dict() for ranking in found)):
             typer.echo(json_format.dumps(record))
         return
-    console = wide_console()
+    console = Console(highlight=False, markup=False)
     for part in trainings.bench_tables(first, runs, found):
-        console.print(part, soft_wrap=True)
+        console.print(part)
     console.print(f"Results: {out}", style="dim", soft_wrap=True)
 
 
 def _require_sb3() -> None:
     if find_spec("stable_baselines3") is None:
         raise MissingPackageError("holdall bench trains with stable-baselines3; run `pip install 'holdall[sb3]'`")
+
+
+bench = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench.command("profiles", cls=ListCommand)(profiles)
+bench.command("buffers", cls=ListCommand)(buffers)
+bench.command("search")(search)
+
+
+@bench.callback()
+def describe() -> None:
+    """Measure on this machine: profiles of settings, buffers alone, or a search for settings."""

@@ -1,7 +1,7 @@
 """`holdall demo`: plan, train, watch, checkpoint, kill and resume on the shipped environment; a table at the end.
 
 Only the replay buffer differs between the two trainings, and the second one is killed half-way. So any difference in
-the end comes from the buffer or from the crash. The plan leaves the demo's network out: a few hundred kilobytes.
+the end comes from the buffer or from the crash.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 a promise does not hold.
 """
 
@@ -11,6 +11,8 @@ import dataclasses
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -26,9 +28,7 @@ from holdall.cli import AsJson, OptText, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import memory_limits
 from holdall.tools.bench import messages, module_command
-from holdall.tools.demo import CheckpointFingerprint, DemoResult
-from holdall.tools.plan.needs import HoldallUse, RunNeeds
-from holdall.tools.plan.planner import plan_settings
+from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 
@@ -63,7 +63,6 @@ A_MILLION = 1_000_000
 MIN_STEPS = 240
 MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
-_ROUND_BYTES = 50 * 2**20
 _TAIL_BYTES = 65_536
 _LEFT_FOLDERS, _LEFT_FILES = ("checkpoint", "spilled"), ("watch.jsonl", "report.html")
 _MARK = ".holdall-demo"  # in a folder whose contents a demo may write over
@@ -94,10 +93,10 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
     heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
-    measured = _measure_needs()
-    fitted = plan_fit(steps + transitions, limit_bytes, measured)
+    library_bytes = measure_libraries()
+    fitted = plan_fit(steps + transitions, limit_bytes, library_bytes)
     machine = min(limit.free_bytes for limit in memory_limits())
-    million = plan_fit(A_MILLION, machine, measured)
+    million = plan_fit(A_MILLION, machine, library_bytes)
     console.print(
         f"  A million: Stable-Baselines3's buffer needs {format_bytes(million.sb3_bytes)}, and this machine has "
         f"{format_bytes(machine)}: [{_STYLES[million.sb3]}]{million.sb3}[/]",
@@ -106,7 +105,7 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     console.print(f"  {steps + transitions:,}, with a limit of {format_bytes(fitted.limit_bytes)}:")
     for buffer, (size, fit) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
-    console.print("  [dim]the libraries, an update and the buffers, as measured here[/]")
+    console.print("  [dim]libraries as measured here, and the buffer or its budget; the network is small[/]")
 
     heading(2, "Train with Stable-Baselines3's replay buffer")
     task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
@@ -180,26 +179,40 @@ class DemoFit:
         return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
 
 
-def _measure_needs() -> RunNeeds:
-    """Measure what the demo's training needs, by a probe of a stand-in for it."""
-    settings = {
-        "algo": "sac",
-        "env": "holdall.tools.demo:CameraRover",
-        "capacity": MIN_TRANSITIONS,
-        "batch_size": 32,
-        "policy_kwargs": {"net_arch": [64, 64]},
-    }
-    return plan_settings(settings).needs
+def measure_libraries() -> int:
+    """Return what a process with Stable-Baselines3 and an optimizer takes before it has a buffer."""
+    program = (
+        "import torch, stable_baselines3\nfrom holdall.machine import held_bytes\n"
+        "torch.optim.Adam([torch.zeros(1, requires_grad=True)])\nprint(held_bytes().resident)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    return int(done.stdout)
 
 
-def plan_fit(transitions: int, limit_bytes: int | None, measured: RunNeeds) -> DemoFit:
-    """Plan the demo's training."""
-    needs = measured.resized(transitions)
-    plain = needs.need_bytes(None)
-    own = needs.need_bytes(HoldallUse())
-    limit = (plain + own) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
-    verdicts = [str(needs.verdict(use, limit)) for use in (None, HoldallUse())]
-    return DemoFit(limit, plain, verdicts[0], own, verdicts[1])
+def count_transition_bytes() -> int:
+    """Return the bytes of one transition in Stable-Baselines3's buffer, which stores every observation twice."""
+    rover = CameraRover()
+    action = rover.action_space.sample()
+    obs, _ = rover.reset(seed=0)
+    outcome_bytes = 3 * 4  # Reward, done and timeout, as float32.
+    return 2 * sum(int(part.nbytes) for part in obs.values()) + int(action.nbytes) + outcome_bytes
+
+
+def plan_fit(transitions: int, limit_bytes: int | None, library_bytes: int) -> DemoFit:
+    """Compare the needs of both buffers with a limit: half-way between them if there is none."""
+    sb3_bytes = library_bytes + transitions * count_transition_bytes()
+    holdall_bytes = library_bytes + parse_bytes(BUDGET)
+    if limit_bytes is None:
+        limit_bytes = (sb3_bytes + holdall_bytes) // 2
+    return DemoFit(
+        limit_bytes, sb3_bytes, _judge(sb3_bytes, limit_bytes), holdall_bytes, _judge(holdall_bytes, limit_bytes)
+    )
+
+
+def _judge(need_bytes: int, limit_bytes: int) -> str:
+    if need_bytes > limit_bytes:
+        return "does not fit"
+    return "tight" if need_bytes > 0.9 * limit_bytes else "fits"
 
 
 def latest_reading(record: Path) -> str:

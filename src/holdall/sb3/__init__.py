@@ -16,14 +16,14 @@ except ImportError as error:
     raise MissingPackageError("holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\"") from error
 
 if TYPE_CHECKING:
-    from holdall.sb3.callbacks import LintCallback, WatchCallback
-    from holdall.sb3.callbacks import LintError as LintError
-    from holdall.sb3.callbacks import LintWarning as LintWarning
     from holdall.sb3.checkpoint import CheckpointCallback, resume
     from holdall.sb3.her import HerReplayBuffer
     from holdall.sb3.prioritized import PrioritizedDQN, PrioritizedReplay, PrioritizedReplayBuffer
     from holdall.sb3.replay import ReplayBuffer
     from holdall.sb3.rollout import RolloutBuffer
+    from holdall.tools.sb3 import LintCallback, WatchCallback
+    from holdall.tools.sb3 import LintError as LintError
+    from holdall.tools.sb3 import LintWarning as LintWarning
 
 __all__ = [
     "CheckpointCallback",
@@ -39,18 +39,18 @@ __all__ = [
 ]
 
 _MODULE_BY_NAME = {
-    "CheckpointCallback": "checkpoint",
-    "HerReplayBuffer": "her",
-    "LintCallback": "callbacks",
-    "LintError": "callbacks",
-    "LintWarning": "callbacks",
-    "PrioritizedDQN": "prioritized",
-    "PrioritizedReplay": "prioritized",
-    "PrioritizedReplayBuffer": "prioritized",
-    "ReplayBuffer": "replay",
-    "RolloutBuffer": "rollout",
-    "WatchCallback": "callbacks",
-    "resume": "checkpoint",
+    "CheckpointCallback": "holdall.sb3.checkpoint",
+    "HerReplayBuffer": "holdall.sb3.her",
+    "LintCallback": "holdall.tools.sb3",
+    "LintError": "holdall.tools.sb3",
+    "LintWarning": "holdall.tools.sb3",
+    "PrioritizedDQN": "holdall.sb3.prioritized",
+    "PrioritizedReplay": "holdall.sb3.prioritized",
+    "PrioritizedReplayBuffer": "holdall.sb3.prioritized",
+    "ReplayBuffer": "holdall.sb3.replay",
+    "RolloutBuffer": "holdall.sb3.rollout",
+    "WatchCallback": "holdall.tools.sb3",
+    "resume": "holdall.sb3.checkpoint",
 }
 
 if not TYPE_CHECKING:  # A type checker would accept every misspelt name.
@@ -58,7 +58,7 @@ if not TYPE_CHECKING:  # A type checker would accept every misspelt name.
     def __getattr__(name: str) -> object:
         if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module 'holdall.sb3' has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"holdall.sb3.{_MODULE_BY_NAME[name]}"), name)
+        found = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
         globals()[name] = found
         return found
 

@@ -25,7 +25,7 @@ from holdall._native import FULL, UNCHECKED, WRITTEN, Block, Catalog, Coded, Rea
 from holdall.codec.choice import FieldCodec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
-from holdall.report import GROWTH_CHECKS, FieldReport
+from holdall.report import FieldReport, PressureCheck
 from holdall.schema import Array, Schema
 from holdall.store import placement
 from holdall.store.budget import Budget
@@ -95,6 +95,7 @@ class Store:
         self.reward_dtype: np.dtype[Any] | None = None
         self.flags_changed = 0
         self.before_read: Callable[[Catalog, Ids], None] | None = None
+        self.pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
         self._capacity_ticks = capacity_ticks
         self._prefer = prefer
         self._spill = spill
@@ -277,7 +278,8 @@ class Store:
 
     def _wait_for_room(self) -> None:
         """Wait while too many blocks are queued. Wait for all of them if the RAM of this machine is nearly full."""
-        if GROWTH_CHECKS and any(is_short(self.budget.max_segment_bytes) for is_short in tuple(GROWTH_CHECKS)):
+        check = self.pressure_check
+        if check is not None and check(self.budget.max_segment_bytes):
             self.wait_idle()
         self._compactor.wait_for_room()
 

@@ -19,7 +19,6 @@ from stable_baselines3.common.logger import KVWriter, Logger
 from holdall import ArgumentError
 from holdall.machine import LINUX
 from holdall.sb3 import WatchCallback
-from holdall.tools.watch import agent
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
 
@@ -72,8 +71,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
-def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_NETWORKS_EVERY_S", 0.0)
+def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path) -> None:
     model = PPO("MlpPolicy", Unhurried(gym.make("CartPole-v1")), n_steps=256, n_epochs=1, device="cpu")
     kept = Kept()
     model.set_logger(Logger(None, [kept]))
@@ -129,7 +127,7 @@ def test_a_script_that_says_nothing_of_holdall_is_watched_by_name(tmp_path: Path
         encoding="utf-8",
     )
     record = tmp_path / "run.jsonl"
-    command = [sys.executable, "-m", "holdall", "watch", "--json", "--interval", "0.5", "--record", str(record), "--"]
+    command = [sys.executable, "-m", "holdall", "watch", "--interval", "0.5", "--record", str(record), "--"]
     done = subprocess.run([*command, sys.executable, str(script)], capture_output=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]

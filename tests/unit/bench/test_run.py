@@ -9,7 +9,7 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.tools.bench.run import expected_seconds, planned_runs
-from holdall.tools.bench.settings import BenchSettings, Calibration, ProfileSize, run_seconds, settings_of
+from holdall.tools.bench.settings import BenchSettings, Calibration, ProfileSize, Trial, compute_size, make_settings
 from holdall.tools.report.results import TrainingRun
 
 SIZE = ProfileSize(0.5, 10**9, 32, 1_000, 2_000, ("sb3", "holdall"))
@@ -17,7 +17,7 @@ SIZE = ProfileSize(0.5, 10**9, 32, 1_000, 2_000, ("sb3", "holdall"))
 
 def settings(**changes: Any) -> BenchSettings:
     given: dict[str, Any] = {"profiles": ["fast", "balanced"], "buffers": ["sb3", "holdall"], "limit": "1GiB"}
-    return settings_of("demo", "sac", timesteps=100, seeds=3, **given | changes)
+    return make_settings("demo", "sac", timesteps=100, seeds=3, **given | changes)
 
 
 def test_every_profile_buffer_and_seed_has_one_turn_and_the_first_one_changes() -> None:
@@ -35,13 +35,31 @@ def test_what_is_done_is_not_announced_again() -> None:
     assert expected_seconds(settings(), calibration, done) == 110.0
 
 
+def trial(fill_per_second: float | None = 100.0, **changes: Any) -> Trial:
+    figures = {"steps": 120, "fill_per_second": fill_per_second, "steps_per_second": 20.0}
+    figures["checkpoint"] = {"seconds": 1.0, "bytes": 10**6}  # type: ignore[assignment]
+    given: dict[str, Any] = {"size": 500, "buffer_bytes": 500 * 1000, "peak_bytes": 200_500_000, "figures": figures}
+    return Trial(**given | {"whole_seconds": 5 + 5 + 6 + 1.0} | changes)
+
+
 def test_a_run_takes_its_start_its_filling_its_steps_and_its_saving() -> None:
-    trial: dict[str, Any] = {"size": 500, "steps": 120, "fill_per_second": 100.0, "steps_per_second": 20.0}
-    trial |= {"checkpoint": {"seconds": 1.0, "bytes": 10**6}, "bytes_each": 2_000.0, "whole_seconds": 5 + 5 + 6 + 1.0}
-    assert run_seconds(trial, SIZE, 400, fills=True) == pytest.approx(5 + 10 + 20 + 2)
-    assert run_seconds(trial, SIZE, 400, fills=False) == pytest.approx(5 + 20 + 2)
-    on_policy = trial | {"fill_per_second": None, "bytes_each": 0.0, "whole_seconds": 5 + 6 + 1.0}
-    assert run_seconds(on_policy, SIZE, 1_400, fills=True) == pytest.approx(5 + 2_000 / 20)  # whole rollouts
+    assert trial().predict_seconds(1_000, 400, fills=True) == pytest.approx(5 + 10 + 20 + 2)
+    assert trial().predict_seconds(1_000, 400, fills=False) == pytest.approx(5 + 20 + 2)
+    on_policy = trial(None, whole_seconds=5 + 6 + 1.0)
+    assert on_policy.predict_seconds(1_000, 1_400, fills=True) == pytest.approx(5 + 2_000 / 20 + 1)  # Whole rollouts.
+
+
+def test_a_profile_gets_what_the_buffer_of_stable_baselines3_holds_in_its_share() -> None:
+    """A share of 40 % of 1 GiB holds the process, 200 MB, and as many transitions of 1,000 or 250 bytes as fit."""
+    share = int(0.4 * 2**30)
+    small = trial(buffer_bytes=500 * 250, peak_bytes=200_000_000 + 500 * 250)
+    size = compute_size(settings(), "fast", 32, {"sb3": trial(), "holdall": small})
+    assert size.size == pytest.approx((share - 200_000_000) / 1_000, abs=1)
+    assert size.holdall_size == pytest.approx((share - 200_000_000) / 250, abs=1)
+    assert trial().predict_peak(size.size) <= share
+    assert size.fits == ("sb3", "holdall")
+    too_large = trial(peak_bytes=2**30)
+    assert compute_size(settings(buffers=["sb3"]), "fast", 32, {"sb3": too_large}).fits == ()
 
 
 def test_settings_survive_the_file() -> None:
@@ -68,4 +86,4 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], said: str)
 
 def test_the_shipped_environment_is_scaled_down_and_says_so() -> None:
     assert settings(limit=None).limit_bytes == 2 * 2**30
-    assert "scaled down" in settings(limit=None).limit_said
+    assert "scaled down" in settings(limit=None).limit_source

@@ -6,25 +6,27 @@ import sys
 import pytest
 
 from holdall.machine import LINUX
-from holdall.tools.watch import reading as allocators
+from holdall.tools.watch import allocators
 
-pytestmark = pytest.mark.skipif(not LINUX or allocators.heap() is None, reason="the GNU C library alone is asked")
+pytestmark = pytest.mark.skipif(
+    not LINUX or allocators.read_heap_use() is None, reason="the GNU C library alone is asked"
+)
 
 
 def test_python_objects_are_counted_to_the_block() -> None:
-    before = allocators.python_objects()
+    before = allocators.read_python_use()
     assert before is not None
     kept = [bytes(479) for _ in range(10_000)]  # 512 bytes each, in Python's own allocator
-    after = allocators.python_objects()
+    after = allocators.read_python_use()
     assert after is not None
-    assert after.in_use - before.in_use == pytest.approx(sum(map(sys.getsizeof, kept)), rel=0.02)
-    assert after.taken >= after.in_use
+    assert after.used - before.used == pytest.approx(sum(map(sys.getsizeof, kept)), rel=0.02)
+    assert after.taken >= after.used
 
 
 def test_heap_in_use_and_mapped_blocks_are_told_apart() -> None:
     program = """
 import ctypes
-from holdall.tools.watch.reading import heap
+from holdall.tools.watch.allocators import read_heap_use as heap
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 library.free.argtypes = (ctypes.c_void_p,)
@@ -32,33 +34,20 @@ before = heap()
 small = [library.malloc(10_000) for _ in range(500)]
 large = library.malloc(40 * 2**20)
 after = heap()
-assert abs(after.in_use - before.in_use - 5_000_000) < 250_000, (before, after)
+assert abs(after.used - before.used - 5_000_000) < 250_000, (before, after)
 assert abs(after.mapped - before.mapped - 40 * 2**20) < 2**19, (before, after)
 for block in [*small, large]:
     library.free(block)
-assert heap().in_use - before.in_use < 100_000, (before, heap())
+assert heap().used - before.used < 100_000, (before, heap())
 """
     # A heap of its own: in one that has room for it, a large block is not mapped.
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_trim_returns_what_the_library_keeps() -> None:
-    program = """
-import numpy as np
-from holdall.tools.watch.agent_files import trim_self
-arrays = [np.ones(64 * 1024, np.uint8) for _ in range(2000)]
-last = arrays[-1]
-del arrays
-done = trim_self()
-assert done.returned > 100 * 2**20, done
-assert trim_self().returned < 2**20
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 _MAPPED = """
 import ctypes
-from holdall.tools.watch.reading import heap, map_blocks_from
+from holdall.tools.malloc import map_blocks_from
+from holdall.tools.watch.allocators import read_heap_use as heap
 allocate, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 allocate.argtypes, allocate.restype, free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
 assert map_blocks_from(2**20)

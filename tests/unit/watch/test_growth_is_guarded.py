@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import ReplayMemory, watch
+from holdall import ReplayMemory
 from holdall.machine import held_bytes
-from holdall.watch import MemoryGuard
+from holdall.tools.watch.agent import Agent, get_agent
+from holdall.tools.watch.guard import MemoryGuard
 
 MIB = 2**20
 CAMERA = spaces.Box(0, 255, (3, 128, 128), np.uint8)
 ACTION = spaces.Box(-1, 1, (2,), np.float32)
 
 
-@pytest.fixture(autouse=True)
-def no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard's own thread ends at once: on a busy machine it may come late, and memories must not need it."""
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setattr(MemoryGuard, "_run", lambda self: None)
+    made = get_agent()
+    yield made
+    made.stop()
 
 
 def filled(memory: ReplayMemory, count: int) -> int:
@@ -37,21 +40,25 @@ def filled(memory: ReplayMemory, count: int) -> int:
     return most
 
 
-def test_a_memory_that_grows_stays_under_the_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_made_first", [True, False])
+def test_a_memory_that_grows_stays_under_the_limit(agent: Agent, tmp_path: Path, is_made_first: bool) -> None:
+    """The guard has no thread: on a busy machine a thread may be late, and memories must not need it."""
     held = held_bytes()
     limit = held.proportional + 160 * MIB
-    guarded = watch.start(limit=limit, on_pressure="spill", pressure_at=0.9)
-    with guarded, ReplayMemory(CAMERA, ACTION, 20_000, budget="4GiB", spill_dir=tmp_path / "spill") as memory:
+    guard = None if is_made_first else MemoryGuard(agent, "spill", limit_bytes=limit, has_thread=False)
+    with ReplayMemory(CAMERA, ACTION, 20_000, budget="4GiB", spill_dir=tmp_path / "spill") as memory:
+        guard = guard or MemoryGuard(agent, "spill", limit_bytes=limit, has_thread=False)
         most = filled(memory, 3_000)  # 280 MiB with the next observations
+        guard.stop()
         assert most < held.anonymous + 160 * MIB
         assert len(memory) == 3_000
         batch = memory.gather(np.arange(2_000, 2_010))
         assert batch.next_obs[:, 0, 0, :4].copy().view(np.int32)[:, 0].tolist() == list(range(2_000, 2_010))
 
 
-def test_a_guard_that_was_stopped_is_not_asked(tmp_path: Path) -> None:
-    guarded = watch.start(limit=held_bytes().proportional, on_pressure="spill")
-    guarded.stop()
+def test_a_guard_that_was_stopped_is_not_asked(agent: Agent, tmp_path: Path) -> None:
+    guard = MemoryGuard(agent, "spill", limit_bytes=held_bytes().proportional, has_thread=False)
+    guard.stop()
     with ReplayMemory(CAMERA, ACTION, 20_000, budget="4GiB", spill_dir=tmp_path / "spill") as memory:
         filled(memory, 1_000)
         assert memory.report().disk_bytes == 0

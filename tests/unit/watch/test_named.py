@@ -17,7 +17,7 @@ from holdall.tools.watch.agent import (
     measure_memories,
     network_regions,
 )
-from holdall.tools.watch.agent_files import Region
+from holdall.tools.watch.exchange import Region
 
 CAMERA = spaces.Dict({"camera": spaces.Box(0, 255, (3, 64, 64), np.uint8), "state": spaces.Box(-1, 1, (8,))})
 
@@ -50,6 +50,19 @@ def test_a_rollout_shows_its_fields() -> None:
     assert {"rollout.obs.camera", "rollout.obs.state", "rollout.action", "rollout.advantage"} <= names
     rollout.close()
     assert list(measure_memories([rollout])) == []
+
+
+def test_a_memory_shows_its_budget_and_how_much_of_what_fits_is_filled() -> None:
+    no = np.zeros(1, np.bool_)
+    generator = np.random.default_rng(0)
+    with ReplayMemory(CAMERA["camera"], spaces.Discrete(2), 100_000, budget="4MiB") as memory:
+        for _ in range(2_000):
+            obs = generator.integers(0, 256, (1, 3, 64, 64), np.uint8)
+            memory.add(obs, np.zeros(1, np.int64), np.zeros(1), obs, no, no)
+        memory.store.wait_idle()
+        held = list(measure_memories([memory]))
+        assert {field.budget for field in held} == {4 * 2**20}
+        assert {field.fill for field in held} == {1.0}, "the budget is full, though 100,000 transitions never fit"
 
 
 def test_bytes_that_malloc_gave_to_a_memory_are_counted_until_they_are_freed() -> None:

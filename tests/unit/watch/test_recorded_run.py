@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdall.errors import WatchError
-from holdall.tools.watch.process_watcher import WatchLoop, latest_reading, publish_latest
-from holdall.tools.watch.reading import GROUPS
-from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, prometheus_text, record_header
+from holdall.tools.watch import exchange
+from holdall.tools.watch.reading import GROUPS, MemoryReading
+from holdall.tools.watch.watcher import Watcher, WatchRecorder, make_header
 
 RECORDED = Path(__file__).parent / "run.jsonl"
 
@@ -38,15 +37,17 @@ def check(lines: list[dict[str, Any]]) -> None:
 
 
 def test_a_record_is_one_object_a_line(runtime: Path, tmp_path: Path) -> None:
-    turns = WatchLoop(os.getpid(), 1.0)
-    recorder = WatchRecorder(tmp_path / "run.jsonl", record_header(os.getpid(), ["python", "train.py"], 1.0))
+    watcher = Watcher(os.getpid(), 1.0, command=["python", "train.py"])
+    recorder = WatchRecorder(tmp_path / "run.jsonl")
+    recorder.write([make_header(watcher, 1.0, None)])
     for _ in range(3):
-        recorder.show(turns.run_pass())
+        recorder.write(watcher.run_pass().as_lines())
     recorder.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
     check(lines)
     assert sum(line["kind"] == "reading" for line in lines) == 3
     assert lines[0]["limits"]["memory"] > 2**30
+    assert lines[0]["command"] == ["python", "train.py"]
 
 
 def test_the_recorded_run_that_pages_are_tested_with_is_of_this_format() -> None:
@@ -54,36 +55,35 @@ def test_the_recorded_run_that_pages_are_tested_with_is_of_this_format() -> None
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WatchError, match="--record"):
-        WatchRecorder(tmp_path / "missing" / "run.jsonl", {})
+    with pytest.raises(WatchError, match=r"missing/run.jsonl cannot be written"):
+        WatchRecorder(tmp_path / "missing" / "run.jsonl")
 
 
-def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
-    turn = WatchLoop(os.getpid(), 1.0).run_pass()
-    assert latest_reading(os.getpid()) is None
-    publish_latest(os.getpid(), turn)
-    assert latest_reading(os.getpid()) == (turn.reading, turn.verdicts)
-    assert len(turn.lines()) >= 1
+def test_the_latest_pass_is_read_back_whole(runtime: Path) -> None:
+    watcher = Watcher(os.getpid(), 1.0)
+    latest = watcher.run_pass()
+    assert exchange.read_latest(os.getpid()) is None
+    watcher.publish(latest)
+    found = exchange.read_latest(os.getpid())
+    assert found is not None
+    assert MemoryReading.from_dict(found["reading"]) == latest.reading
 
 
-def test_prometheus_reads_the_newest_turn_from_the_loopback(runtime: Path) -> None:
-    turn = WatchLoop(os.getpid(), 1.0).run_pass()
-    served = PrometheusServer(0)
+def test_prometheus_reads_the_newest_pass_from_the_loopback(runtime: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from holdall.tools.watch.prometheus import Exporter
+
+    latest = Watcher(os.getpid(), 1.0).run_pass()
+    exporter = Exporter(0)
     try:
-        served.show(turn)
-        url = f"http://127.0.0.1:{served.port}"
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        assert text == prometheus_text(turn)
-        assert f"holdall_pss_bytes {turn.reading.pss}" in text.splitlines()
-        total = sum(
-            int(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("holdall_memory_bytes{")
-        )
-        assert total == turn.reading.pss
-        with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(f"{url}/etc/passwd", timeout=10)
+        exporter.latest = latest
+        with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+        assert values["holdall_pss_bytes"] == latest.reading.pss
+        total = sum(value for name, value in values.items() if name.startswith("holdall_memory_bytes{"))
+        assert total == latest.reading.pss
         with pytest.raises(WatchError, match="another port"):
-            PrometheusServer(served.port)
+            Exporter(exporter.port)
     finally:
-        served.close()
+        exporter.close()

@@ -2,8 +2,8 @@
 
 Memory that one measurement leaves behind cannot affect the next. A child prints one JSON object a line; the parent
 reads them as they come. A child never outlives its reader, and its last error message is in the error that is raised.
-settings.py says what is measured, and searches for the best settings; run.py measures and ranks whole trainings, of
-which training.py is one. compare_buffers.py compares replay buffers alone; trace.py is the experience that they are
+settings.py says what is measured; run.py measures and ranks whole trainings, of which training.py is one; search.py
+looks for the best settings. compare_buffers.py compares replay buffers alone; trace.py is the experience that they are
 given. A measured process must load nothing that it does not use, so only what all of them share is here.
 """
 
@@ -72,7 +72,7 @@ def messages(command: list[str]) -> Generator[dict[str, Any], None, None]:
             raise ChildError(msg)
 
 
-def result_of(
+def read_result(
     lines: Iterable[dict[str, Any]], on_message: Callable[[dict[str, Any]], None] = lambda _message: None
 ) -> dict[str, Any]:
     """Pass on what a child prints as it comes; return its result, which is the last line."""

@@ -143,7 +143,7 @@ def _measure_round(
 ) -> dict[str, Any]:
     task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
     lines = bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task)))
-    return bench.result_of(lines, lambda one: on_progress(one["done"] / one["total"]) if "done" in one else None)
+    return bench.read_result(lines, lambda one: on_progress(one["done"] / one["total"]) if "done" in one else None)
 
 
 def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -214,8 +214,10 @@ def case_table(records: Sequence[dict[str, Any]], case: str) -> Table:
     count = next(r["transitions"] for r in records if r["kind"] == "buffer" and r["case"] == case)
     table = Table(title=f"{case}: {count:,} transitions", title_justify="left", title_style="bold", box=None)
     for number, heading in enumerate(HEADINGS):
-        last = number == len(HEADINGS) - 1
-        table.add_column(heading.strip("`"), justify="left" if number == 0 or last else "right", no_wrap=True)
+        is_text = number in {0, len(HEADINGS) - 1}
+        # A narrow terminal breaks names and pairs of figures, and never a figure.
+        is_figure = not is_text and heading != "save"
+        table.add_column(heading.strip("`"), justify="left" if is_text else "right", no_wrap=is_figure, overflow="fold")
     for row in table_rows(records, case):
         table.add_row(*row, style="" if row[-1].startswith("all") else "yellow")
     return table

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench import ChildError, OnProgress, header_of, result_of, run_task
+from holdall.tools.bench import ChildError, OnProgress, header_of, read_result, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import BENCH_FORMAT, JsonLine, results
 from holdall.units import counted, format_bytes
@@ -92,10 +92,12 @@ def _run(
     if planned.buffer not in size.fits:
         why = f"{size.share:.0%} of the limit does not hold the process and one batch with this buffer"
         return replace(run, reason=why)
-    task = settings.task(planned.buffer, size.size, size.batch_size, settings.timesteps, planned.seed)
+    task = settings.make_task(planned.buffer, size.size, size.batch_size, settings.timesteps, planned.seed)
     start = time.perf_counter()
     try:
-        found = result_of(run_task(task), lambda message: on_progress(_share(message)) if "phase" in message else None)
+        found = read_result(
+            run_task(task), lambda message: on_progress(_share(message)) if "phase" in message else None
+        )
     except ChildError as error:
         return replace(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
     names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "checkpoint")
@@ -147,7 +149,7 @@ _SAME_PEAK_SHARE = 0.05
 """Peaks that differ by less count as the same: two benches of one setting differed by up to 2.6 % in one profile, since
 its size follows from what the trials happened to take."""
 _NEARLY_FULL = 0.999
-_HEADS = ("profile", "buffer", "holds", "batch", "peak memory", "per transition", "steps/s", "reward", "checkpoint")
+_HEADS = ("profile", "buffer", "holds", "batch", "peak", "each", "steps/s", "reward", "checkpoint")
 _BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward"}
 
 
@@ -219,9 +221,11 @@ def bench_tables(
 ) -> Iterator[RenderableType]:
     """Yield the table of a bench, its rankings, and what failed."""
     title = f"{header['algo'].upper()} on {header['env']}, profiles of {format_bytes(header['limit'])}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, head in enumerate(_HEADS):
-        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=True)
+        # A narrow terminal breaks pairs of figures, and never a figure.
+        is_pair = head in {"steps/s", "reward", "checkpoint"}
+        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=not is_pair)
     for summary in results.summaries(runs):
         table.add_row(*_summary_cells(summary), style="" if summary.done else "dim")
     yield table

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError
 from holdall.space_leaves import stored_space
 from holdall.tools.bench import emit
-from holdall.tools.plan.environments import make_single_env, random_steps
+from holdall.tools.bench.environments import make_env, play_randomly
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
 _EMIT_EVERY = 200
@@ -184,7 +184,7 @@ def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) 
         raise ArgumentError(f"env observes {space}; a trace holds a Box, or a Dict of them")
     recorder = TraceRecorder(stack)
     begins = True
-    for count, step in enumerate(itertools.islice(random_steps(env, seed), transitions)):
+    for count, step in enumerate(itertools.islice(play_randomly(env, seed), transitions)):
         obs, action, reward, next_obs, terminated, truncated = step
         if begins:
             recorder.begin(obs)
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     wanted = parser.parse_args()
     emit({"done": 0, "total": wanted.transitions})
-    record_trace(make_single_env(wanted.env, wanted.wrapper), wanted.transitions, wanted.stack, wanted.seed, wanted.out)
+    record_trace(make_env(wanted.env, wanted.wrapper), wanted.transitions, wanted.stack, wanted.seed, wanted.out)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stable_baselines3
 import torch
-from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.bench import Task, emit, measured_save
-from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
-from holdall.tools.plan.spec import ALGORITHMS
+from holdall.tools.bench.environments import make_env
+from holdall.tools.bench.settings import ALGOS
 
 PATCH_PX = 12  # what the network sees at once
 _EMIT_EVERY_S = 0.2
@@ -56,30 +58,23 @@ class CameraExtractor(BaseFeaturesExtractor):
 
 
 class MeasureCallback(BaseCallback):
-    """Reads memory at even distances, notes when steps were done, and what episodes returned.
+    """Reads memory at even distances, and records when steps were done and what episodes returned.
 
-    Args:
-        steps: Of the total, those that were done before.
-        reads_kept_bytes: Read resident memory whenever a rollout begins. For on-policy algorithms: they update between
-            rollouts.
+    `steps` of the `total` were done before.
     """
 
-    def __init__(self, phase: str, total: int, steps: int = 0, *, reads_kept_bytes: bool = False) -> None:
+    def __init__(self, phase: str, total: int, steps: int = 0) -> None:
         super().__init__()
         self.phase, self.total = phase, total
         self.moments: list[float] = []  # when each step, or each rollout, began
         self.readings: list[tuple[int, int]] = []  # steps done, unique bytes
         self.returns: list[float] = []
-        self.kept_bytes = 0  # most resident bytes between two updates
         self._every = max(total // _READINGS, 1)
         self._emitted = 0.0
         self._steps = steps
-        self._reads_kept_bytes = reads_kept_bytes
 
     def _on_rollout_start(self) -> None:
         self.moments.append(time.perf_counter())
-        if self._reads_kept_bytes:
-            self._read_kept_bytes()
 
     def _on_step(self) -> bool:
         self._steps += self.training_env.num_envs
@@ -95,10 +90,6 @@ class MeasureCallback(BaseCallback):
 
     def _on_training_end(self) -> None:
         self.moments.append(time.perf_counter())
-        self._read_kept_bytes()
-
-    def _read_kept_bytes(self) -> None:
-        self.kept_bytes = max(self.kept_bytes, held_bytes().resident)
 
 
 def measure_training(task: Task) -> dict[str, Any]:
@@ -109,15 +100,22 @@ def measure_training(task: Task) -> dict[str, Any]:
         torch.set_num_threads(task.threads)
     begin_peak()
     model = _make_model(task)
-    found: dict[str, Any] = {
-        "observation": space_to_dict(model.observation_space),
-        "action": space_to_dict(model.action_space),
-    }
     peaks["construct"] = peak_bytes()
-    on_policy = ALGORITHMS[task.algo].on_policy
-    found |= (_measure_on_policy if on_policy else _measure_off_policy)(model, task, peaks)
+    measure = _measure_on_policy if hasattr(model, "rollout_buffer") else _measure_off_policy
+    found = measure(model, task, peaks)
     found["checkpoint"] = _measure_save(model, task, peaks)
     return found | {"peaks": peaks, "seconds": time.perf_counter() - started}
+
+
+def count_buffer_bytes(buffer: Any) -> int:
+    """Return the bytes of a full buffer: its own count for holdall's, all arrays for Stable-Baselines3's."""
+    memory = getattr(buffer, "memory", buffer)
+    if hasattr(memory, "report"):
+        return int(memory.report().total_bytes)
+    arrays = []
+    for value in vars(buffer).values():
+        arrays += list(value.values()) if isinstance(value, dict) else [value]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
@@ -139,7 +137,7 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
     settled = seconds[int(_WARM_UP * len(seconds)) :]
     return {
         "steps": len(seconds) * task.num_envs,
-        "kept_bytes": training.kept_bytes,
+        "buffer_bytes": count_buffer_bytes(model.replay_buffer),
         "filled": held / model.replay_buffer.buffer_size,
         # The median: on a shared machine the mean shows the neighbours more than the run.
         "steps_per_second": task.num_envs / float(np.median(settled)),
@@ -152,14 +150,14 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
 def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
     rollout = task.size * task.num_envs
     total = max(task.timesteps, rollout) if task.fills else task.timesteps
-    training = MeasureCallback("train", -(-total // rollout) * rollout, reads_kept_bytes=True)
+    training = MeasureCallback("train", -(-total // rollout) * rollout)
     begin_peak()
     model.learn(total, callback=training)
     peaks["train"] = peaks["collect"] = peak_bytes()
     seconds = np.diff(training.moments)
     return {
         "steps": training.num_timesteps,
-        "kept_bytes": training.kept_bytes,
+        "buffer_bytes": count_buffer_bytes(model.rollout_buffer),
         "filled": min(training.num_timesteps / rollout, 1.0),
         "steps_per_second": rollout / float(np.median(seconds)),
         "fill_per_second": None,
@@ -169,25 +167,27 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
 
 
 def _make_model(task: Task) -> Any:
-    algorithm = ALGORITHMS[task.algo]
-    env = make_vec_env(partial(make_single_env, task.env_id), n_envs=task.num_envs)
-    cls = getattr(importlib.import_module(algorithm.package), algorithm.name)
+    env = make_vec_env(partial(make_env, task.env_id), n_envs=task.num_envs)
+    kind = getattr(stable_baselines3, ALGOS[task.algo])
     settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
-    is_dict = hasattr(env.observation_space, "spaces")
-    if algorithm.on_policy:
+    if issubclass(kind, OnPolicyAlgorithm):
         settings |= {"n_steps": task.size, "n_epochs": 2}
         if task.buffer == "holdall":
             settings["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
     else:
-        own = importlib.import_module("holdall.sb3").ReplayBuffer if task.buffer == "holdall" else None
-        # As many updates as steps: with more environments, no fewer updates a transition.
+        # As many updates as steps: more environments do not mean fewer updates per transition.
         settings |= {"buffer_size": task.size, "train_freq": 1, "gradient_steps": -1}
-        settings["replay_buffer_class"] = own or (DictReplayBuffer if is_dict else ReplayBuffer)
+        if task.buffer == "holdall":
+            settings["replay_buffer_class"] = importlib.import_module("holdall.sb3").ReplayBuffer
     if task.features:
         module, _, name = task.features.partition(":")
         settings["policy_kwargs"]["features_extractor_class"] = getattr(importlib.import_module(module), name)
-    policy = "MultiInputPolicy" if is_dict else "CnnPolicy" if has_images(env.observation_space) else "MlpPolicy"
-    model = cls(policy, env, seed=task.seed, device="cpu", **settings)
+    policy = "MlpPolicy"
+    if hasattr(env.observation_space, "spaces"):
+        policy = "MultiInputPolicy"
+    elif is_image_space(env.observation_space):
+        policy = "CnnPolicy"
+    model = kind(policy, env, seed=task.seed, device="cpu", **settings)
     model.set_logger(configure(None, []))
     return model
 

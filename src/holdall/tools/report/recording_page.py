@@ -25,8 +25,6 @@ _MOST_BARS = 40
 _NAMED_LIMIT_IN_SIGHT = 6.0
 """Who names a limit for a run wants to see how far below it the run stays."""
 _NEAR = 0.9
-_HIGHER = 1.02
-"""The kernel counts pages that are shared with others whole, so a little more is nothing new."""
 _COLOURS = {name: f"c{at}" for at, name in enumerate(GROUP_TITLES)}
 _NOT_MEASURED = "not measured"
 _PHASES_LEAD = (
@@ -54,7 +52,7 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
     return {
         "readings": len(pss),
         "seconds": float(recording.times[-1]) if len(pss) else 0.0,
-        "peak_bytes": int(pss.max()) if len(pss) else None,
+        "peak_bytes": int(recording.peak) if len(pss) else None,
         "last_bytes": int(pss[-1]) if len(pss) else None,
         "limit_bytes": None if limit is None else int(limit[0]),
         "groups": {name: int(values[-1]) for name, values in recording.groups.items() if len(values)},
@@ -119,14 +117,22 @@ def _tiles(recording: Recording) -> Markup:
     pss, limit = recording.pss, recording.limit
     if not len(pss):
         return tag("p", "No reading was recorded.", class_="lead")
-    peak = float(pss.max())
-    share = peak / limit[0] if limit else None
-    tone = "" if share is None else "error" if share >= 1 else "warning" if share >= _NEAR else ""
-    held, used = (format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most") if limit else (_NOT_MEASURED, "")
-    between = recording.kernel_peak
-    highest = f"; {format_bytes(between)} resident by the kernel's count" if between > _HIGHER * peak else ""
+    peak = recording.peak
+    highest = float(pss.max())
+    tone = ""
+    held = _NOT_MEASURED
+    used = ""
+    if limit:
+        share = peak / limit[0]
+        held = format_bytes(limit[0])
+        used = f"{limit[1]}, {share:.0%} used at most"
+        if share >= _NEAR:
+            tone = "error" if share >= 1 else "warning"
+    note = _at_peak(recording)
+    if peak > highest:  # The kernel also counts what happens between two readings.
+        note = f"between two readings; {format_bytes(highest)} at the highest one, {note}"
     shown = [
-        tile("peak", format_bytes(peak), f"{_at_peak(recording)}{highest}", tone),
+        tile("peak", format_bytes(peak), note, tone),
         tile("limit", held, used),
         tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
     ]

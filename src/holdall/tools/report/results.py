@@ -116,6 +116,11 @@ class Recording:
         return np.array(self.series["pss"])
 
     @property
+    def peak(self) -> float:
+        """The highest peak that was recorded: of the tree at a reading, or of the process at any time."""
+        return max(self.kernel_peak, float(self.pss.max())) if len(self.pss) else self.kernel_peak
+
+    @property
     def limit(self) -> tuple[float, str] | None:
         """The smallest limit on the host's memory, and its name; None if none was recorded."""
         limits = self.header.inner("limits")

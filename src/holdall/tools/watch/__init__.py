@@ -1,6 +1,6 @@
-"""Watch: where the memory of a training process is, how it grows, and why.
+"""Watch: where the memory of a training is, how it grows, and what to do about it.
 
-`start()` watches this process from inside; `holdall watch` watches any process from outside. Slow work happens in
-another process. The watched process only publishes names and counters. NumPy is not imported here. What serves and
-records is imported when it is asked for, so that a training does not load an HTTP server.
+An agent in the training publishes names and counters (agent.py, exchange.py). A watcher in another process joins them
+with the kernel's figures (attribution.py), keeps readings (reading.py) and judges them (verdicts.py). The guard acts
+in the training itself (guard.py).
 """

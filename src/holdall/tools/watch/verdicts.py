@@ -1,74 +1,54 @@
-"""Verdicts: what readings mean, each with evidence and a remedy.
+"""Verdicts: what the readings mean, each with evidence and a remedy. The most severe verdict comes first.
 
-In:  the history of readings.  Out: buffers that fill, leaks, limits that will be reached, retained heap, too many
-threads, sawtooth, plateau; the most severe first.
-Leaks are looked for in what the allocators report as live, at the same point of a step and without the buffers' arrays,
-so that neither a filling buffer nor cached heap counts as a leak.
+Leaks are looked for in live objects, without the arrays of buffers, at the same point of a step and in one phase of
+training. So neither a filling buffer nor free heap that the C library keeps looks like a leak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
-from holdall.tools.watch import reading as series
-from holdall.tools.watch.reading import AttributedPart, GrowingLine, MemoryReading, ReadingHistory, Trend
+from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.trend import Trend, fit_steady_growth
 from holdall.units import counted, format_bytes, format_seconds
 
-_FEWEST_FILL_READINGS = 4
+Severity = Literal["error", "warning", "info"]
+
+_MIN_FILL_READINGS = 4
 _FULL_SHARE = 0.995
 _WARM_UP_SHARE = 0.25
-"""Share of the history that is skipped: what a training allocates once, it allocates at the beginning."""
-_LEAST_GROWTH = 2 * 2**20
-_LEAST_SLOPE = 48.0
-"""Bytes a step; a wrapper that notes the return of every episode takes less."""
-_LEAST_SLOPE_IN_TIME = 4096.0
-"""The same by the second, for processes that report no steps."""
-_LEAST_GROWTH_OF_SUMS = 32 * 2**20
-_PYTHON_SOURCE = ("Python objects", "look for lists that keep something of every step: losses, infos, observations")
-_ARRAY_SOURCE = (
-    "arrays, tensors and large objects",
-    "look for tensors kept with their graph (use .item() or .detach()), or arrays in lists",
-)
-_READING_SOURCES = {
-    "anonymous": ("the heap and small mappings", "start it with 'holdall watch -- ...' to see buffers by name"),
-    "workers": ("environment workers", "look for what an environment keeps of every step or episode"),
-    "shared": ("shared mappings", "look for shared memory that is created again and again, and never unlinked"),
+"""Share of the history that is skipped, because a training allocates most objects at its beginning."""
+_MIN_LEAK_BYTES = 2 * 2**20
+_MIN_LEAK_BYTES_OF_SUMS = 32 * 2**20
+_MIN_LEAK_PER_STEP = 48.0
+"""Bytes. A wrapper that records the return of every episode takes less."""
+_MIN_LEAK_PER_SECOND = 4096.0
+_SOURCES = {
+    "python": ("Python objects", "Look for lists that keep something of every step: losses, infos, observations."),
+    "arrays": (
+        "arrays, tensors and large objects",
+        "Look for tensors that keep their graph (use .item() or .detach()), or arrays in lists.",
+    ),
+    "anonymous": ("the heap and small mappings", "Start it with 'holdall watch -- ...' to see buffers by name."),
+    "workers": ("environment workers", "Look for what an environment keeps of every step or episode."),
+    "shared": ("shared mappings", "Look for shared memory that is created again and again, and never unlinked."),
 }
-LIVE_OBJECTS = "live objects"
-_RECENT_READINGS = 40
-"""Readings whose highest is what a step needs at its peak."""
+_SWING_READINGS = 40
+"""Recent readings whose maximum a step needs at its peak."""
 _NEVER = float("inf")
-_LEAST_RETAINED_BYTES = 64 * 2**20
-_LEAST_RETAINED_SHARE = 0.05
-_TRIM_REMEDY = (
-    "'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
-    "torch.cuda.empty_cache() does nothing about it"
-)
-_TIMES_CORES = 4
-_FEWEST_THREADS = 16
-_FEWEST_SHAPE_READINGS = 12
+_MIN_RETAINED_BYTES = 64 * 2**20
+_MIN_RETAINED_SHARE = 0.05
+_MIN_THREADS = 16
+_MIN_THREADS_PER_CORE = 4
+_MIN_SHAPE_READINGS = 12
 _STEADY_SHARE = 0.02
 _SWING_SHARE = 0.10
-_FEWEST_CROSSINGS = 6
-
-
-def verdicts_for(history: ReadingHistory) -> list[WatchVerdict]:
-    """Judge a process by its history; the most severe verdict comes first."""
-    if not history.readings:
-        return []
-    leaking = find_leaks(history)
-    judges = [filling_verdicts, retained_heap_verdicts, thread_verdicts, sawtooth_verdicts]
-    judges += [] if leaking else [plateau_verdicts]
-    found = [*running_out_verdicts(history, leaking), *(leak.verdict for leak in leaking)]
-    found += [verdict for judge in judges for verdict in judge(history)]
-    return sorted(found, key=lambda verdict: ("error", "warning", "info").index(verdict.severity))
-
-
-Severity = Literal["error", "warning", "info"]
+_MIN_CROSSINGS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +62,25 @@ class WatchVerdict:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self, moment: float) -> dict[str, Any]:
-        """Return plain numbers and text, as they are recorded."""
+        """Return the verdict as plain data, as it is recorded."""
         return {"kind": "verdict", "time": moment, **asdict(self)}
+
+
+def judge(history: ReadingHistory, command: Sequence[str] = ()) -> list[WatchVerdict]:
+    """Return the verdicts on a history of readings. `command` started the process."""
+    if not history.readings:
+        return []
+    leaks = find_leaks(history, command)
+    filling = find_filling_buffers(history)
+    verdicts = [*_judge_limits(history, filling, leaks), *(leak.verdict for leak in leaks)]
+    verdicts += _judge_filling(history, filling)
+    verdicts += _judge_retained_heap(history.newest)
+    verdicts += _judge_threads(history.newest)
+    verdicts += _judge_shape(history, is_steady_possible=not leaks and not filling)
+    return sorted(verdicts, key=lambda verdict: ("error", "warning", "info").index(verdict.severity))
+
+
+# ---------------------------------------------------------------- buffers that fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,265 +88,323 @@ class FillingBuffer:
     """A buffer that is not full yet."""
 
     name: str
-    share: float
-    resident: int
-    slope: float  # bytes a step, or a second
-    left: float  # steps, or seconds, until it is full
+    share: float  # Fraction that is filled.
+    resident: float
+    slope: float  # Bytes per step, or per second.
+    left: float  # Steps or seconds until the buffer is full.
+    max_bytes: float = _NEVER  # Bytes that the buffer never exceeds: what is allocated for it, or its budget.
+    has_budget: bool = False  # Whether `max_bytes` is a budget.
 
     @property
-    def bytes_left(self) -> float:
-        """Bytes that it will still take."""
-        return self.slope * self.left
+    def final_bytes(self) -> float:
+        """Bytes of the full buffer."""
+        return max(min(self.resident + self.slope * self.left, self.max_bytes), self.resident)
+
+    @property
+    def growth_left(self) -> float:
+        """Steps or seconds until the buffer stops growing."""
+        return (self.final_bytes - self.resident) / self.slope if self.slope > 0 else 0.0
 
 
-def _filling_buffer(name: str, newest: list[AttributedPart], known: list[tuple[float, float, int]]) -> FillingBuffer:
-    """Judge a buffer by position, share and bytes of its readings."""
-    distance, filled, taken = (last - first for first, last in zip(known[0], known[-1], strict=True))
-    share, resident = known[-1][1:]
-    left, slope = (1.0 - share) / (filled / distance), max(taken / distance, 0.0)
-    if not any(part.grows for part in newest):  # arrays of a fixed size never take more than they were given
-        slope = min(slope, max(sum(part.allocated for part in newest) - resident, 0) / left)
-    return FillingBuffer(name, share, resident, slope, left)
-
-
-def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
-    """Return the buffers that only grow, and are not full."""
-    readings = history.readings
-    if len(readings) < _FEWEST_FILL_READINGS:
-        return []
+def find_filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
+    """Return the buffers that only grow and are not full."""
     found = []
-    for name, parts in series.buffers_of(history.newest).items():
-        share = max((part.fill for part in parts if part.fill is not None), default=1.0)
-        if share >= _FULL_SHARE:
-            continue
-        past = [(reading, series.buffers_of(reading).get(name, [])) for reading in readings[len(readings) // 3 :]]
-        known = [
-            (history.position(reading), max(part.fill or 0.0 for part in held), sum(part.resident for part in held))
-            for reading, held in past
-            if held
-        ]
-        grows = all(after[1] >= before[1] for before, after in pairwise(known))
-        if len(known) < _FEWEST_FILL_READINGS or not grows:
-            continue  # a rollout starts again and again: that is no filling
-        # Few rows touch no new page: what is full then is not known before pages have come, or all of them are there.
-        says_how_much = known[-1][2] > known[0][2] or known[-1][2] >= sum(part.allocated for part in parts)
-        if known[-1][0] > known[0][0] and known[-1][1] > known[0][1] and says_how_much:
-            found.append(_filling_buffer(name, parts, known))
+    recent = history.readings[len(history.readings) // 3 :]
+    for name, parts in _group_buffers(history.newest).items():
+        known: list[tuple[float, float, int]] = []  # Position, fill and bytes.
+        for reading in recent:
+            held = _group_buffers(reading).get(name, [])
+            if held:
+                share = max(part.fill or 0.0 for part in held)
+                known.append((history.position(reading), share, sum(part.resident for part in held)))
+        # The fill of a rollout starts again and again. A replay buffer only fills.
+        only_grows = all(after[1] >= before[1] for before, after in pairwise(known))
+        if len(known) >= _MIN_FILL_READINGS and only_grows and known[-1][1] < _FULL_SHARE:
+            buffer = _extrapolate(name, parts, known)
+            if buffer is not None:
+                found.append(buffer)
     return found
 
 
-def filling_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
-    """Report which buffers fill, until when, and up to what size."""
+def _extrapolate(name: str, parts: list[AttributedPart], known: list[tuple[float, float, int]]) -> FillingBuffer | None:
+    distance = known[-1][0] - known[0][0]
+    filled = known[-1][1] - known[0][1]
+    taken = known[-1][2] - known[0][2]
+    _, share, resident = known[-1]
+    if distance <= 0 or filled <= 0:
+        return None
+    left = (1.0 - share) * distance / filled
+    if any(part.grows for part in parts):
+        budgets = [part.budget for part in parts if part.budget is not None]
+        slope = max(taken / distance, 0.0)
+        return FillingBuffer(name, share, resident, slope, left, max(budgets, default=_NEVER), bool(budgets))
+    # Every page of an array of fixed size is touched when its last row is written.
+    allocated = sum(part.allocated for part in parts)
+    return FillingBuffer(name, share, resident, max(allocated - resident, 0) / left, left, allocated)
+
+
+def _group_buffers(reading: MemoryReading) -> dict[str, list[AttributedPart]]:
+    """Return the parts of buffers by the buffer's name: `replay.rewards` is part of `replay`."""
+    found: dict[str, list[AttributedPart]] = {}
+    for part in reading.parts:
+        if part.group == "buffers" and part.fill is not None:
+            found.setdefault(part.name.partition(".")[0], []).append(part)
+    return found
+
+
+def _judge_filling(history: ReadingHistory, filling: list[FillingBuffer]) -> Iterator[WatchVerdict]:
     newest = history.newest
-    rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
-    for fill in filling_buffers(history):
-        final, final_pss = fill.resident + fill.bytes_left, newest.pss + fill.bytes_left
-        end = f" at step {history.position(newest) + fill.left:,.0f}" if history.counts_steps else ""
-        when = f", in {format_seconds(round(fill.left / rate))}" if rate > 0 else ""
+    for buffer in filling:
+        final_pss = newest.pss + buffer.final_bytes - buffer.resident
+        note = " (its budget)" if buffer.has_budget and buffer.final_bytes == buffer.max_bytes else ""
         text = (
-            f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}{when}, "
-            f"with {format_bytes(final)}; the whole then takes {format_bytes(final_pss)}"
+            f"{buffer.name} is {buffer.share:.0%} full and takes {format_bytes(buffer.resident)}; "
+            f"full{_say_when(history, buffer.left)} with {format_bytes(buffer.final_bytes)}{note}; "
+            f"the process then takes {format_bytes(final_pss)}"
         )
         evidence = {
-            "buffer": fill.name, "fill": fill.share, "resident": fill.resident, "slope": fill.slope,
-            "left": fill.left, "final": final, "final_pss": final_pss,
-        }  # fmt: skip
-        remedy = "nothing to do: this growth ends when the buffer is full"
-        yield WatchVerdict("filling", "info", text, remedy, evidence)
+            "buffer": buffer.name,
+            "fill": buffer.share,
+            "resident": buffer.resident,
+            "slope": buffer.slope,
+            "left": buffer.left,
+            "final": buffer.final_bytes,
+            "final_pss": final_pss,
+        }
+        yield WatchVerdict("filling", "info", text, "Nothing to do: growth ends when the buffer is full.", evidence)
+
+
+def _say_when(history: ReadingHistory, distance: float) -> str:
+    """Return when a position is reached that is `distance` ahead: ` at step 7,050, in 30 s`."""
+    words = []
+    if history.counts_steps:
+        words.append(f" at step {history.position(history.newest) + distance:,.0f}")
+    seconds = _count_seconds(history, distance)
+    if seconds is not None:
+        words.append(f" in {format_seconds(round(seconds))}")
+    return ",".join(words)
+
+
+def _count_seconds(history: ReadingHistory, distance: float) -> float | None:
+    if not history.counts_steps:
+        return distance
+    rate = history.newest.steps_per_second
+    return distance / rate if rate else None
+
+
+# ---------------------------------------------------------------- leaks
 
 
 class Leak(NamedTuple):
-    """Something that grows."""
+    """Memory that grows without end."""
 
     trend: Trend
     verdict: WatchVerdict
 
 
-def find_leaks(history: ReadingHistory) -> list[Leak]:
-    """Return what grows steadily after the buffers' fill is taken out."""
-    found = [_leak_in_live_objects(history)] if history.live else [_leak_in_readings(history, "anonymous")]
-    found += [_leak_in_readings(history, group) for group in ("workers", "shared")]
+def find_leaks(history: ReadingHistory, command: Sequence[str] = ()) -> list[Leak]:
+    """Return what grows steadily apart from the buffers."""
+    found = []
+    if history.live:
+        found.append(_find_leak_of_objects(history, command))
+    else:
+        found.append(_find_leak_of_group(history, "anonymous"))
+    found += [_find_leak_of_group(history, group) for group in ("workers", "shared")]
     return [leak for leak in found if leak is not None]
 
 
-def _leak_in_live_objects(history: ReadingHistory) -> Leak | None:
-    live = series.in_common_phase(history.of_training(history.live))
+def _find_leak_of_objects(history: ReadingHistory, command: Sequence[str]) -> Leak | None:
+    live = history.select_training(history.live)
     live = live[int(len(live) * _WARM_UP_SHARE) :]
     positions = [history.position(one) for one in live]
-    found = _if_large_enough(history, series.steady_growth(positions, [one.heap for one in live]), _LEAST_GROWTH)
-    if found is None:
+    trend = fit_steady_growth(positions, [one.heap for one in live])
+    if trend is None or not _is_large(history, trend, _MIN_LEAK_BYTES):
         return None
-    python = series.steady_growth(positions, [one.python for one in live])
-    is_python = python is not None and python.slope > 0.5 * found.slope
-    source = _PYTHON_SOURCE if is_python else _ARRAY_SOURCE
-    return Leak(found, _leak_verdict(history, LIVE_OBJECTS, *source, found, history.growing))
+    python = fit_steady_growth(positions, [one.python for one in live])
+    source = "python" if python is not None and python.slope > 0.5 * trend.slope else "arrays"
+    return Leak(trend, _describe_leak(history, source, trend, suggest_memray(command)))
 
 
-def _leak_in_readings(history: ReadingHistory, of: str) -> Leak | None:
-    readings = series.in_common_phase(history.of_training(history.readings))
+def _find_leak_of_group(history: ReadingHistory, group: str) -> Leak | None:
+    readings = history.select_training(history.readings)
     readings = readings[int(len(readings) * _WARM_UP_SHARE) :]
-    xs, ys = history.series(lambda reading: _leak_candidate(reading, of), readings)
-    found = _if_large_enough(history, series.steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
-    return None if found is None else Leak(found, _leak_verdict(history, of, *_READING_SOURCES[of], found))
-
-
-def _if_large_enough(history: ReadingHistory, found: Trend | None, least_growth: int) -> Trend | None:
-    least_slope = _LEAST_SLOPE if history.counts_steps else _LEAST_SLOPE_IN_TIME
-    if found is None or found.slope < least_slope or found.slope * (found.last - found.first) < least_growth:
+    positions, values = history.collect_series(lambda reading: _count_candidate_bytes(reading, group), readings)
+    trend = fit_steady_growth(positions, values)
+    if trend is None or not _is_large(history, trend, _MIN_LEAK_BYTES_OF_SUMS):
         return None
-    return found
+    return Leak(trend, _describe_leak(history, group, trend, ""))
 
 
-def _leak_candidate(reading: MemoryReading, of: str) -> float | None:
-    if of != "anonymous":
-        return reading.of(of)
-    filling = sum(p.resident for p in reading.parts if p.group == "unattributed" and p.resident < 0.98 * p.allocated)
+def _count_candidate_bytes(reading: MemoryReading, group: str) -> float:
+    if group != "anonymous":
+        return reading.of(group)
+    # A large mapping that is still being touched is a buffer that fills.
+    filling = 0
+    for part in reading.parts:
+        if part.group == "unattributed" and part.resident < 0.98 * part.allocated:
+            filling += part.resident
     return reading.of("torch") + reading.of("python") + reading.of("unattributed") - filling
 
 
-def _leak_verdict(
-    history: ReadingHistory, of: str, where: str, remedy: str, found: Trend, lines: tuple[GrowingLine, ...] = ()
-) -> WatchVerdict:
+def _is_large(history: ReadingHistory, trend: Trend, min_growth: int) -> bool:
+    min_slope = _MIN_LEAK_PER_STEP if history.counts_steps else _MIN_LEAK_PER_SECOND
+    return trend.slope >= min_slope and trend.growth >= min_growth
+
+
+def _describe_leak(history: ReadingHistory, source: str, trend: Trend, profile: str) -> WatchVerdict:
     unit = "a step" if history.counts_steps else "a second"
-    grown = found.slope * (found.last - found.first)
+    where, remedy = _SOURCES[source]
     text = (
-        f"{where} grow by {found.slope:,.0f} B {unit} (certainly between {found.low:,.0f} and {found.high:,.0f}), "
-        f"{format_bytes(grown)} so far, without the buffers"
+        f"{where} grow by {trend.slope:,.0f} B {unit} (between {trend.low:,.0f} and {trend.high:,.0f}), "
+        f"{format_bytes(trend.growth)} so far, without the buffers"
     )
     evidence = {
-        "of": of, "unit": unit, "slope": found.slope, "low": found.low, "high": found.high,
-        "from": found.first, "to": found.last, "grown": grown,
-    }  # fmt: skip
-    for line in lines[:1]:
-        name = PurePath(line.file).name
-        text += f"; {name}:{line.number} allocates what stays: {line.code}"
-        remedy = f"look at who keeps what {name}:{line.number} makes"
-        evidence |= {
-            "line": f"{line.file}:{line.number}", "code": line.code, "traced_bytes": line.nbytes,
-            "traced_seconds": line.seconds,
-        }  # fmt: skip
+        "of": source,
+        "unit": unit,
+        "slope": trend.slope,
+        "low": trend.low,
+        "high": trend.high,
+        "from": trend.first,
+        "to": trend.last,
+        "grown": trend.growth,
+    }
+    if profile:
+        remedy = f"{remedy} To find the line, run: {profile}"
+        evidence["profile"] = profile
     return WatchVerdict("leak", "warning", text, remedy, evidence)
 
 
-def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> Iterator[WatchVerdict]:
-    """Report which limit is reached first, and when; nothing if none is reached before the training ends."""
+def suggest_memray(command: Sequence[str]) -> str:
+    """Return the command line that shows which line of a Python program keeps memory. Empty for other programs."""
+    if not command or not PurePath(command[0]).name.startswith(("python", "pypy")):
+        return ""
+    run = [command[0], "-m", "memray", "run", "--trace-python-allocators", "-fo", "leak.bin", *command[1:]]
+    show = [command[0], "-m", "memray", "flamegraph", "--leaks", "-fo", "leak.html", "leak.bin"]
+    return f"{shlex.join(run)}; {shlex.join(show)}"
+
+
+# ---------------------------------------------------------------- limits
+
+
+def _judge_limits(history: ReadingHistory, filling: list[FillingBuffer], leaks: list[Leak]) -> Iterator[WatchVerdict]:
+    """Report the limit that is reached first, unless training ends before."""
     newest = history.newest
-    swing = max(reading.pss for reading in history.readings[-_RECENT_READINGS:]) - newest.pss
-    slope = sum(leak.trend.slope for leak in leaking)
-    filling, room = filling_buffers(history), (newest.headroom or {}).items()
-    ahead = [(distance_to(left - swing, filling, slope), name, left) for name, left in room]
-    ahead += _gpu_limit(history) + _disk_limit(history)
-    distance, name, left = min(ahead, default=(_NEVER, "", 0))
-    to_goal = (newest.goal or _NEVER) - (newest.step or 0) if history.counts_steps else _NEVER
-    if distance != _NEVER and distance <= to_goal:
-        yield _running_out_verdict(history, distance, name, left)
+    swing = max(reading.pss for reading in history.readings[-_SWING_READINGS:]) - newest.pss
+    slope = sum(leak.trend.slope for leak in leaks)
+    reached: list[tuple[float, str, int]] = []
+    for name, left in (newest.headroom or {}).items():
+        reached.append((compute_distance(left - swing, filling, slope), name, left))
+    reached += _extrapolate_limit(
+        history, "GPU memory", lambda one: one.gpu and one.gpu.reserved, _count_gpu_left(newest)
+    )
+    reached += _extrapolate_limit(history, "disk that memories spill to", lambda one: one.spilled, newest.disk_free)
+    distance, name, left = min(reached, default=(_NEVER, "", 0))
+    to_goal = _NEVER
+    if history.counts_steps and newest.goal:
+        to_goal = newest.goal - (newest.step or 0)
+    if distance == _NEVER or distance > to_goal:
+        return
+    text = f"{name}: {format_bytes(left)} are left, used up{_say_when(history, distance)}"
+    if left <= 0:
+        text = f"{name}: exceeded by {format_bytes(-left)}"
+    severity: Severity = "warning" if history.counts_steps and newest.goal is None else "error"
+    step = history.position(newest) + distance if history.counts_steps else None
+    evidence = {
+        "limit": name,
+        "left": left,
+        "distance": distance,
+        "step": step,
+        "seconds": _count_seconds(history, distance),
+    }
+    remedy = (
+        "Use a smaller buffer, holdall's memory with a budget and spill_dir, or on_pressure='spill'. "
+        "'holdall plan' shows what fits."
+    )
+    yield WatchVerdict("running out", severity, text, remedy, evidence)
 
 
-def distance_to(left: float, filling: list[FillingBuffer], slope: float) -> float:
-    """Return after how many steps `left` bytes are used up; infinity if they never are."""
+def compute_distance(left: float, filling: list[FillingBuffer], slope: float) -> float:
+    """Return after how many steps `left` bytes are used up. Infinity if they never are."""
     if left <= 0:
         return 0.0
-    here = 0.0
-    growing = sorted(filling, key=lambda fill: fill.left)
+    position = 0.0
+    growing = sorted(filling, key=lambda buffer: buffer.growth_left)
     while True:
-        rate = slope + sum(fill.slope for fill in growing)
-        until = growing[0].left - here if growing else _NEVER
+        rate = slope + sum(buffer.slope for buffer in growing)
+        until = growing[0].growth_left - position if growing else _NEVER
         if rate > 0 and left <= rate * until:
-            return here + left / rate
+            return position + left / rate
         if not growing:
             return _NEVER
         left -= rate * until
-        here += until
+        position += until
         growing.pop(0)
 
 
-def _gpu_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
-    def held(reading: MemoryReading) -> float | None:
-        return None if reading.gpu is None or reading.gpu.reserved is None else float(reading.gpu.reserved)
-
-    gpu = history.newest.gpu
-    found = series.steady_growth(*history.series(held))
-    if gpu is None or gpu.limit is None or gpu.reserved is None or found is None:
-        return []
-    left = gpu.limit - gpu.reserved - (gpu.other or 0)
-    return [(left / found.slope, "GPU memory", left)]
+def _extrapolate_limit(
+    history: ReadingHistory, name: str, value: Any, left: int | None
+) -> list[tuple[float, str, int]]:
+    trend = fit_steady_growth(*history.collect_series(value))
+    return [] if left is None or trend is None else [(left / trend.slope, name, left)]
 
 
-def _disk_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
-    left = history.newest.disk_free
-    found = series.steady_growth(*history.series(lambda reading: float(reading.spilled)))
-    return [] if left is None or found is None else [(left / found.slope, "disk that memories spill to", left)]
+def _count_gpu_left(reading: MemoryReading) -> int | None:
+    gpu = reading.gpu
+    if gpu is None or gpu.limit is None or gpu.reserved is None:
+        return None
+    return gpu.limit - gpu.reserved - (gpu.other or 0)
 
 
-def _running_out_verdict(history: ReadingHistory, distance: float, name: str, left: int) -> WatchVerdict:
-    newest = history.newest
-    rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
-    step = history.position(newest) + distance if history.counts_steps else None
-    seconds = distance / rate if rate > 0 else None
-    at = [] if step is None else [f"at step {step:,.0f}"]
-    ends = at if seconds is None else [*at, f"in {format_seconds(round(seconds))}"]
-    text = f"{name}: {format_bytes(left)} are left, used up {', '.join(ends) or 'soon'}"
-    if left <= 0:
-        text = f"{name}: exceeded by {format_bytes(-left)}"
-    severity: Severity = "error" if step is None or newest.goal is not None else "warning"
-    remedy = (
-        "a smaller buffer, holdall's memory with a budget and spill_dir, or on_pressure='spill'; see 'holdall plan'"
-    )
-    evidence = {"limit": name, "left": left, "distance": distance, "step": step, "seconds": seconds}
-    return WatchVerdict("running out", severity, text, remedy, evidence)
+# ---------------------------------------------------------------- heap, threads, and the shape of the curve
 
 
-def retained_heap_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
-    """Report how much a trim would return, if that is worth it."""
-    kept = history.newest.of("heap_retained")
-    if kept >= max(_LEAST_RETAINED_BYTES, _LEAST_RETAINED_SHARE * history.newest.pss):
-        text = f"{format_bytes(kept)} are free, but the C library keeps them; a trim would return at most that"
-        yield WatchVerdict("retained heap", "info", text, _TRIM_REMEDY, {"retained": kept})
+def _judge_retained_heap(newest: MemoryReading) -> Iterator[WatchVerdict]:
+    kept = newest.of("heap_retained")
+    if kept >= max(_MIN_RETAINED_BYTES, _MIN_RETAINED_SHARE * newest.pss):
+        text = f"{format_bytes(kept)} of the heap are free, but the C library keeps them"
+        remedy = "It is used again, so it matters only if RAM is short. psutil.heap_trim() in the training returns it."
+        yield WatchVerdict("retained heap", "info", text, remedy, {"retained": kept})
 
 
-def thread_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
-    """Report that there are far more threads than cores, and what their stacks really take."""
-    newest = history.newest
-    if newest.threads < max(_FEWEST_THREADS, _TIMES_CORES * newest.cores):
+def _judge_threads(newest: MemoryReading) -> Iterator[WatchVerdict]:
+    if newest.threads < max(_MIN_THREADS, _MIN_THREADS_PER_CORE * newest.cores):
         return
     stacks = [part for part in newest.parts if part.group == "stacks"]
-    resident, virtual = sum(part.resident for part in stacks), sum(part.allocated for part in stacks)
+    resident = sum(part.resident for part in stacks)
+    allocated = sum(part.allocated for part in stacks)
     text = (
         f"{newest.threads} threads for {counted(newest.cores, 'core')}; they wait for each other. Their stacks take "
-        f"{format_bytes(resident)}, not the {format_bytes(virtual)} of addresses"
+        f"{format_bytes(resident)}, not the {format_bytes(allocated)} of addresses"
     )
-    remedy = "holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers; it saves time, hardly memory"
+    remedy = "Use holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers. It saves time, hardly memory."
     evidence = {
-        "threads": newest.threads, "cores": newest.cores, "torch_threads": newest.torch_threads,
-        "stacks_resident": resident, "stacks_virtual": virtual,
-    }  # fmt: skip
+        "threads": newest.threads,
+        "cores": newest.cores,
+        "torch_threads": newest.torch_threads,
+        "stacks_resident": resident,
+        "stacks_virtual": allocated,
+    }
     yield WatchVerdict("threads", "warning", text, remedy, evidence)
 
 
-def plateau_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
-    """Report that memory is steady, if the newest third of the history is."""
-    recent = history.readings[-len(history.readings) // 3 :]
+def _judge_shape(history: ReadingHistory, *, is_steady_possible: bool) -> Iterator[WatchVerdict]:
+    """Report that memory goes up and down in the newer half of the history, or is steady in the newest third."""
+    recent = history.readings[len(history.readings) // 2 :]
     levels = [reading.pss for reading in recent]
-    low, high = min(levels, default=0), max(levels, default=0)
-    is_steady = len(levels) >= _FEWEST_SHAPE_READINGS and high - low <= _STEADY_SHARE * high
-    if is_steady and not filling_buffers(history):
+    low = min(levels)
+    high = max(levels)
+    is_above = [level > (low + high) / 2 for level in levels]
+    crossings = sum(before != after for before, after in pairwise(is_above))
+    if len(levels) < _MIN_SHAPE_READINGS:
+        return
+    if high - low >= _SWING_SHARE * high and crossings >= _MIN_CROSSINGS:
+        phase = max(recent, key=lambda reading: reading.pss).phase
+        where = f", highest in phase {phase!r}" if phase else ""
+        text = f"up and down between {format_bytes(low)} and {format_bytes(high)}{where}; the peak has to fit"
+        evidence = {"low": low, "high": high, "crossings": crossings, "phase": phase}
+        remedy = "A smaller batch or a shorter rollout lowers the peak. It is not a leak."
+        yield WatchVerdict("sawtooth", "info", text, remedy, evidence)
+    elif high - low <= _STEADY_SHARE * high and is_steady_possible:
         text = f"steady at {format_bytes(levels[-1])}, within {format_bytes(high - low)}"
         evidence = {"low": low, "high": high, "readings": len(levels)}
-        yield WatchVerdict("plateau", "info", text, "nothing to do", evidence)
-
-
-def sawtooth_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
-    """Report that memory goes up and down, and in which phase it is highest."""
-    recent = history.readings[-len(history.readings) // 2 :]
-    levels = [reading.pss for reading in recent]
-    low, high = min(levels, default=0), max(levels, default=0)
-    above = [level > (low + high) / 2 for level in levels]
-    crossings = sum(before != after for before, after in pairwise(above))
-    if len(levels) < _FEWEST_SHAPE_READINGS or high - low < _SWING_SHARE * high or crossings < _FEWEST_CROSSINGS:
-        return
-    peak = max(recent, key=lambda reading: reading.pss)
-    phase = f", highest in phase {peak.phase!r}" if peak.phase else ""
-    text = f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak has to fit"
-    remedy = "a smaller batch or a shorter rollout lowers the peak; it is no leak"
-    evidence = {"low": low, "high": high, "crossings": crossings, "phase": peak.phase}
-    yield WatchVerdict("sawtooth", "info", text, remedy, evidence)
+        yield WatchVerdict("plateau", "info", text, "Nothing to do.", evidence)

@@ -1,6 +1,6 @@
 """Start an agent in a Python that `holdall watch -- command` launched, then run the user's own sitecustomize.
 
-Invariant: if anything fails here, the command runs as if it were not watched.
+If anything fails here, the command runs as if it were not watched.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 
 def _start_agent() -> None:
-    if os.environ.pop("HOLDALL_WATCHED", None) is None:  # workers of a watched process are read from outside
-        return
-    with contextlib.suppress(Exception):
-        from holdall.watch import start_agent_in_command  # noqa: PLC0415  not before it is wanted
+    # Workers of a watched process do not see the variable. They are read from outside.
+    if os.environ.pop("HOLDALL_WATCHED", None) is not None:
+        with contextlib.suppress(Exception):
+            from holdall.tools.watch.launch import start_agent_in_command  # noqa: PLC0415  Not before it is needed.
 
-        start_agent_in_command()
+            start_agent_in_command()
 
 
 def _run_next_sitecustomize() -> None:
-    """Run the start-up module that this one stands before."""
+    """Run the start-up module that this one precedes."""
     here = str(Path(__file__).parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != here]

@@ -18,8 +18,9 @@ from holdall import lint
 from holdall.errors import ArgumentError, HoldallError
 from holdall.sb3.checkpoint import CheckpointCallback
 from holdall.tools.lint.output import format_line
+from holdall.tools.watch.guard import OnPressure
 from holdall.tools.watch.reading import GROUPS, MemoryReading
-from holdall.watch import OnPressure, Watch, start
+from holdall.watch import Watch, start
 
 _MIB = 2.0**20
 _LOG = logging.getLogger("holdall")

@@ -1,0 +1,205 @@
+"""Search for the best settings with Optuna, every trial in a process of its own under a memory limit.
+
+A trial that does not fit is not started. A trial whose memory grows towards more than the limit is stopped before it
+gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.tools.bench import ChildError, OnProgress, read_result, run_task
+from holdall.tools.bench.settings import ALGOS, BenchSettings, Trial, run_trial
+from holdall.units import format_bytes
+
+_MIN_PROJECTED_SHARE = 0.2
+"""Share of the buffer from which on its final size is predicted. Before, the heap still grows for other reasons."""
+_MAX_BATCH_FACTOR = 8
+_LARGEST_SHARE = 1.25
+"""Largest capacity that is tried, as a share of what is predicted to fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """Values that are tried."""
+
+    capacity: tuple[int, int]
+    batch_sizes: tuple[int, ...]
+    num_envs: tuple[int, ...]
+    threads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTrial:
+    """One trial."""
+
+    number: int
+    state: str  # "complete", "pruned" or "failed".
+    settings: dict[str, int]
+    samples_per_second: float | None  # Transitions that updates learn from.
+    steps_per_second: float | None
+    peak_bytes: int | None
+    reason: str = ""
+    is_best: bool = False  # Whether no other trial is both faster and larger.
+
+    @property
+    def capacity(self) -> int:
+        """Transitions held."""
+        return self.settings.get("capacity", 0)
+
+
+class TrialStopped(Exception):  # noqa: N818  It is not an error: the trial ends early.
+    """A trial ends early. The message says why."""
+
+
+class Search:
+    """A study, new or continued.
+
+    Args:
+        settings: Environment, algorithm, steps and limit of a bench. The first of its buffers is used.
+        storage: File to which trials are added. An existing study is continued.
+        space: Values that are tried. None: those that could fit.
+        trial: Figures of a short run. None: it is measured.
+    """
+
+    def __init__(
+        self, settings: BenchSettings, storage: Path, space: SearchSpace | None = None, trial: Trial | None = None
+    ) -> None:
+        optuna = _import_optuna()
+        if settings.is_on_policy:
+            raise ArgumentError(f"algo ({settings.algo}) has no replay buffer whose size could be searched. Take sac.")
+        self.settings = settings
+        # The largest batches need most memory, so what fits with them fits with all.
+        self.trial = trial or run_trial(settings, _MAX_BATCH_FACTOR * settings.batch_size, settings.buffers[0])
+        self.space = space or self._choose_space()
+        self._study = optuna.create_study(
+            study_name=f"{settings.env} {settings.algo} {settings.buffers[0]} {settings.limit_bytes}",
+            storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(storage))),
+            directions=["maximize", "maximize"],
+            sampler=optuna.samplers.TPESampler(seed=0),
+            load_if_exists=True,
+        )
+
+    def run(self, trials: int, on_progress: OnProgress) -> Iterator[SearchTrial]:
+        """Add trials until there are `trials` of them. Yield each one."""
+        states = _import_optuna().trial.TrialState
+        while sum(trial.state.is_finished() for trial in self._study.trials) < trials:
+            trial = self._study.ask()
+            drawn = self._suggest(trial)
+            try:
+                figures = self._measure(drawn, partial(on_progress, f"trial {trial.number}"))
+            except (TrialStopped, ChildError) as error:
+                trial.set_user_attr("reason", str(error))
+                self._study.tell(trial, state=states.PRUNED if isinstance(error, TrialStopped) else states.FAIL)
+            else:
+                trial.set_user_attr("steps_per_second", figures["steps_per_second"])
+                trial.set_user_attr("peak_bytes", max(figures["peaks"].values()))
+                samples_per_second = figures["steps_per_second"] * drawn["batch_size"]
+                self._study.tell(trial, [samples_per_second, float(drawn["capacity"])])
+            yield next(found for found in self.list_trials() if found.number == trial.number)
+
+    def list_trials(self) -> list[SearchTrial]:
+        """Return every trial that has ended."""
+        best = {trial.number for trial in self._study.best_trials}
+        names = {"complete": "complete", "pruned": "pruned"}
+        return [
+            SearchTrial(
+                trial.number,
+                names.get(trial.state.name.lower(), "failed"),
+                dict(trial.params),
+                trial.values[0] if trial.values else None,
+                trial.user_attrs.get("steps_per_second"),
+                trial.user_attrs.get("peak_bytes"),
+                trial.user_attrs.get("reason", ""),
+                trial.number in best,
+            )
+            for trial in self._study.trials
+            if trial.state.is_finished()
+        ]
+
+    def write_code(self, found: SearchTrial) -> str:
+        """Return the lines to paste for a trial."""
+        lines = [f"torch.set_num_threads({found.settings['threads']})"]
+        arguments = [f"buffer_size={found.capacity:_}", f"batch_size={found.settings['batch_size']}"]
+        if found.settings["num_envs"] > 1:
+            lines.append(f"env = make_vec_env(..., n_envs={found.settings['num_envs']})")
+            arguments.append("gradient_steps=-1")
+        if self.settings.buffers[0] == "holdall":
+            lines.append("from holdall.sb3 import ReplayBuffer")
+            arguments.append("replay_buffer_class=ReplayBuffer")
+        call = "".join(f"\n    {argument}," for argument in ["policy, env", *arguments])
+        return "\n".join([*lines, f"model = {ALGOS[self.settings.algo]}({call}\n)"])
+
+    def _suggest(self, trial: Any) -> dict[str, int]:
+        return {
+            "capacity": trial.suggest_int("capacity", *self.space.capacity, log=True),
+            "batch_size": trial.suggest_categorical("batch_size", list(self.space.batch_sizes)),
+            "num_envs": trial.suggest_categorical("num_envs", list(self.space.num_envs)),
+            "threads": trial.suggest_categorical("threads", list(self.space.threads)),
+        }
+
+    def _measure(self, drawn: dict[str, int], on_progress: Callable[[float], None]) -> dict[str, Any]:
+        settings = self.settings
+        need_bytes = self.trial.predict_peak(drawn["capacity"])
+        if need_bytes > _LARGEST_SHARE * settings.limit_bytes:
+            limit = format_bytes(settings.limit_bytes)
+            raise TrialStopped(f"not started: it would take {format_bytes(need_bytes)}, of {limit}")
+        task = settings.make_task(
+            settings.buffers[0],
+            drawn["capacity"],
+            drawn["batch_size"],
+            settings.timesteps,
+            fills=True,
+            threads=drawn["threads"],
+            num_envs=drawn["num_envs"],
+        )
+        base_bytes = 0
+
+        def follow(message: dict[str, Any]) -> None:
+            nonlocal base_bytes
+            if "resident" in message:
+                base_bytes = base_bytes or message["resident"]
+                require_room(message, base_bytes, settings.limit_bytes)
+                share = min(message["done"] / message["total"], 1.0)
+                on_progress(share * (0.5 if message["phase"] == "fill" else 1.0))
+
+        with closing(run_task(task)) as lines:  # Closing kills the child.
+            return read_result(lines, follow)
+
+    def _choose_space(self) -> SearchSpace:
+        base = self.settings.batch_size
+        largest = int(_LARGEST_SHARE * self.trial.find_largest(self.settings.limit_bytes))
+        if largest < 4 * base:
+            limit = format_bytes(self.settings.limit_bytes)
+            raise ArgumentError(f"limit ({limit}) leaves no room for a buffer besides the process. Raise it.")
+        batch_sizes = (base, 2 * base, 4 * base, _MAX_BATCH_FACTOR * base)
+        return SearchSpace((max(largest // 16, 2 * base), largest), batch_sizes, (1, 2, 4), (1, 2))
+
+
+def require_room(message: dict[str, Any], base_bytes: int, limit_bytes: int) -> None:
+    """Raise TrialStopped if a trial exceeds the limit, or will exceed it when its buffer is full."""
+    resident = message["resident"]
+    share = message["done"] / message["total"]
+    expected = resident
+    if message["phase"] == "fill" and share >= _MIN_PROJECTED_SHARE:
+        expected = int(base_bytes + (resident - base_bytes) / share)
+    if expected > limit_bytes:
+        raise TrialStopped(
+            f"stopped at {format_bytes(resident)}: {format_bytes(expected)} to come, of {format_bytes(limit_bytes)}"
+        )
+
+
+def _import_optuna() -> Any:
+    try:
+        import optuna  # noqa: PLC0415  An extra.
+        import optuna.storages.journal  # noqa: PLC0415  Likewise.
+    except ImportError as error:
+        raise MissingPackageError("holdall bench search needs optuna; run `pip install 'holdall[search]'`") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

@@ -1,0 +1,123 @@
+"""Start a command with an agent in it.
+
+The launched Python finds `startup/sitecustomize.py` on its path. That module starts the agent, which follows every
+model of Stable-Baselines3, and then runs the user's own sitecustomize. The training itself is not changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from holdall.errors import ArgumentError
+from holdall.tools.watch.agent import get_agent
+
+_STARTUP_FOLDER = Path(__file__).parent / "startup"
+_FORWARDED_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_MODEL_MODULE = "stable_baselines3.common.base_class"
+
+
+class LaunchedCommand:
+    """A command that runs with an agent in it. Signals that end the watch are forwarded to the command.
+
+    With `is_captured`, its output is written line by line, so that a live view can stay below it.
+    """
+
+    def __init__(self, command: Sequence[str], *, is_captured: bool = False) -> None:
+        if not command or shutil.which(command[0]) is None:
+            raise ArgumentError(f"{' '.join(command)!r} is neither a process id nor a program. See --help.")
+        environment = dict(os.environ)
+        environment["HOLDALL_WATCHED"] = "1"
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP_FOLDER), os.environ.get("PYTHONPATH")]))
+        if is_captured:
+            environment["PYTHONUNBUFFERED"] = "1"
+        output = subprocess.PIPE if is_captured else None
+        errors = subprocess.STDOUT if is_captured else None
+        self._process = subprocess.Popen(list(command), env=environment, stdout=output, stderr=errors)
+        self.pid = self._process.pid
+        for number in _FORWARDED_SIGNALS:
+            signal.signal(number, lambda number, _: self._process.send_signal(number))
+        self._relay: threading.Thread | None = None
+        if is_captured:
+            self._relay = threading.Thread(target=self._write_output, name="holdall-output", daemon=True)
+            self._relay.start()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait at most `seconds`. Return whether the command ended."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def wait(self) -> int:
+        """Wait for the end. Return the exit code as a shell would."""
+        while True:
+            try:
+                code = self._process.wait()
+                break
+            except KeyboardInterrupt:
+                self._process.send_signal(signal.SIGINT)
+        if self._relay is not None:
+            self._relay.join()
+        return code if code >= 0 else 128 - code
+
+    def _write_output(self) -> None:
+        assert self._process.stdout is not None
+        for line in iter(self._process.stdout.readline, b""):
+            with contextlib.suppress(OSError):  # Nobody reads any more. The command continues.
+                sys.stdout.write(line.decode("utf-8", "replace"))
+
+
+def start_agent_in_command() -> None:
+    """Start the agent in a launched Python. Follow models as soon as Stable-Baselines3 is imported."""
+    get_agent()
+    if _MODEL_MODULE in sys.modules:
+        follow_models(sys.modules[_MODEL_MODULE])
+    else:
+        sys.meta_path.insert(0, _ModelImportFinder())
+
+
+def follow_models(module: Any) -> None:
+    """Follow every model that is made from now on."""
+    kind = module.BaseAlgorithm
+    initialize: Callable[..., None] = kind.__init__
+
+    @functools.wraps(initialize)
+    def initialize_and_follow(model: Any, *arguments: Any, **named: Any) -> None:
+        initialize(model, *arguments, **named)
+        get_agent().follow_model(model)
+
+    kind.__init__ = initialize_and_follow
+
+
+class _ModelImportFinder(importlib.abc.MetaPathFinder):
+    """Calls `follow_models` when the module of models is imported."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _MODEL_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_follow(module: ModuleType) -> None:
+                load(module)
+                follow_models(module)
+
+            spec.loader.exec_module = load_and_follow  # type: ignore[method-assign]  # Of this one loader.
+        return spec
