@@ -392,6 +392,10 @@ def process() -> Iterator[subprocess.Popen[str]]:
         started.kill()
 
 
+FIRST_OUTPUT_BYTES = 40
+"""Bytes that a command shows once it has looked at a process."""
+
+
 class _Terminal:
     """A command in a terminal of its own."""
 
@@ -399,7 +403,10 @@ class _Terminal:
         self._ours, its = os.openpty()
         self.process = subprocess.Popen([*HOLDALL, *words], stdin=its, stdout=its, stderr=its)
         os.close(its)
-        self.shown = os.read(self._ours, 1)  # waits for its first output
+        self.shown = b""
+        with contextlib.suppress(OSError):  # The command ended.
+            while len(self.shown) < FIRST_OUTPUT_BYTES:  # The bytes that hide the cursor come before the first reading.
+                self.shown += os.read(self._ours, 1)
 
     def end(self) -> int:
         """Read what else it shows, and return its exit code."""

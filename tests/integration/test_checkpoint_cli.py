@@ -98,8 +98,7 @@ def test_a_checkpoint_goes_to_npz(run: Path, tmp_path: Path) -> None:
     result = called("export", run, file)
     assert result.exit_code == 0, result.stderr
     assert "30 transitions" in result.stdout
-    arrays = np.load(file, allow_pickle=False)
-    with ReplayMemory.load(run) as memory:
+    with np.load(file, allow_pickle=False) as arrays, ReplayMemory.load(run) as memory:
         batch = memory.gather(arrays["ids"])
         assert len(batch) == 30
         for name in ("obs", "next_obs", "action", "reward", "terminated", "truncated"):

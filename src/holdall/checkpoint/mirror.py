@@ -15,7 +15,7 @@ from holdall.checkpoint.jobs import JobThread
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.reader import SEGMENTS
 from holdall.checkpoint.retention import collect
-from holdall.checkpoint.savers import Place, Saver
+from holdall.checkpoint.savers import CheckpointPlace, Saver
 from holdall.checkpoint.urls import is_remote
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import ArgumentError, CheckpointError
@@ -56,7 +56,7 @@ class CheckpointMirror:
         self._url = url
         self._waiting = Waiting(url)
         self._source = open_blobs(source)
-        self._place = Place(url, self._waiting)
+        self._place = CheckpointPlace(url, self._waiting)
         self._thread = JobThread("holdall-mirror", self._waiting, self._work)
         self._changed = self._thread.changed
         self._sent = 0

@@ -146,7 +146,7 @@ class _SaveJob:
     progress: Progress | None
 
 
-class Place:
+class CheckpointPlace:
     """A place that this process may write to: its reader and its lock. Closed by `close`."""
 
     def __init__(self, url: str, waiting: Waiting) -> None:
@@ -251,7 +251,7 @@ class Saver:
         self.url = url
         self.mirrors: dict[str, CheckpointMirror] = {}
         self.waiting = Waiting(url)
-        self._place: Place | None = None  # Made by the first save, because an object store needs a package.
+        self._place: CheckpointPlace | None = None  # Made by the first save, because an object store needs a package.
         self._saved = saved or SavedRecords()
         self._encoder = BlockEncoder()
         self._has_leftovers = True  # Whether there may be files that no checkpoint names.
@@ -341,10 +341,10 @@ class Saver:
             seconds=time.perf_counter() - began,
         )
 
-    def _open(self) -> Place:
+    def _open(self) -> CheckpointPlace:
         """Return the place, and take its lock if this process does not have it."""
         if self._place is None:
-            self._place = Place(self.url, self.waiting)
+            self._place = CheckpointPlace(self.url, self.waiting)
         newest = self._place.open()
         if newest is not None:
             # Another writer may have removed files. Those of the newest checkpoint are safe.
@@ -357,7 +357,7 @@ class Saver:
         while not (handle.is_awaited or self._is_closing) and time.monotonic() < until:
             self.waiting.pause(min(_PACE_S, max(0.0, until - time.monotonic())))
 
-    def _collect(self, place: Place, manifest: Manifest, keep: int | None) -> None:
+    def _collect(self, place: CheckpointPlace, manifest: Manifest, keep: int | None) -> None:
         """Remove what is no longer needed. An error does not affect the checkpoint."""
         is_due = self._has_leftovers or keep is None or len(place.reader.numbers()) > keep
         if not is_due:

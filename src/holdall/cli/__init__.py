@@ -139,7 +139,7 @@ class LazyCommands(OneLineErrors):
             group.name = cmd_name
             return group
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(found)
+        alone.command(cmd_name, cls=getattr(module, f"{cmd_name.upper()}_CLASS", None))(found)
         return typer.main.get_command(alone)
 
 

@@ -337,7 +337,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return transitions that are neither normalized nor moved to another device."""
         to_tensor = th.from_numpy
         arrays = self.memory.store.read(ids, self._outputs)
-        rewards = to_tensor(arrays[-1][:, None])
+        rewards = to_tensor(arrays[-1].reshape(-1, 1))
         if not self._is_dict:
             obs, action, next_obs, ended, _ = arrays
             tensors = (to_tensor(obs), to_tensor(action), to_tensor(next_obs), to_tensor(ended), rewards)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -13,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stable_baselines3 import DQN, PPO
+from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecTransposeImage
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from holdall import ArgumentError, CheckpointError, ReplayMemory
-from holdall.sb3 import CheckpointCallback, PrioritizedReplayBuffer, ReplayBuffer, resume
+from holdall.sb3 import CheckpointCallback, PrioritizedReplayBuffer, resume
 
-from .resumed import ARM, ENV_STATE, SEED, VECTOR, CameraEnv, DriftEnv, environments, new_model
+from .resumed import ARM, ENV_STATE, SEED, VECTOR, DriftEnv, environments, new_model
 
 KINDS = ["SAC", "SAC normalized", "DQN", "PrioritizedDQN", "PrioritizedQRDQN", "DDPG", "HER"]
 OTHERS = [("SAC", "reset"), ("HER", "state"), ("HER", "reset")]
@@ -101,45 +98,6 @@ class _Until(CheckpointCallback):
         super()._on_step()
         self._is_due = self._is_due and self.num_timesteps <= self._last
         return self.num_timesteps < self._last + 10
-
-
-def documented_env_state() -> dict[str, Any]:
-    """Return the functions for `env_state` that docs/checkpoints.md defines, by name."""
-    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    functions = [node for block in blocks for node in ast.parse(block).body if isinstance(node, ast.FunctionDef)]
-    names: dict[str, Any] = {"pickle": pickle}
-    exec(compile(ast.Module(functions, []), "docs/checkpoints.md", "exec"), names)  # type: ignore[arg-type]  # list is invariant
-    return names
-
-
-@pytest.mark.parametrize(("frames", "recipe"), [(1, ("get", "put")), (4, ("get_stacked", "put_stacked"))])
-def test_the_documented_env_state_resumes_image_environments(
-    frames: int, recipe: tuple[str, str], tmp_path: Path
-) -> None:
-    """Stable-Baselines3 wraps the environments in VecTransposeImage, after VecFrameStack."""
-
-    def make_env() -> VecEnv:
-        env = DummyVecEnv([CameraEnv] * 2)
-        return env if frames == 1 else VecFrameStack(env, frames)
-
-    def make_model() -> Any:
-        settings: dict[str, Any] = {"learning_starts": 20, "batch_size": 4, "buffer_size": 150, "train_freq": 2}
-        settings["replay_buffer_class"] = ReplayBuffer
-        settings["policy_kwargs"] = {"features_extractor_kwargs": {"features_dim": 16}}
-        model = DQN("CnnPolicy", make_env(), seed=SEED, device="cpu", **settings)
-        assert isinstance(model.get_env(), VecTransposeImage)
-        return model
-
-    names = documented_env_state()
-    get, put = (names[name] for name in recipe)
-    whole = make_model()
-    whole.learn(100)
-    make_model().learn(100, callback=_Until(10, tmp_path, 60, env_state=(get, put)))
-    model = resume(tmp_path, make_env(), device="cpu", env_state=(get, put))
-    assert model.num_timesteps == 60
-    model.learn(40, reset_num_timesteps=False)
-    assert_same_weights(model, whole)
 
 
 @pytest.mark.timeout(900)
