@@ -407,6 +407,8 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._is_on:
+            # First ignore the signal, because its handler would start the timer again.
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._before)
 

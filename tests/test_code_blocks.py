@@ -450,7 +450,7 @@ def test_the_commands_of_watch_md_that_start_a_training_keep_its_exit_code(place
     )
     assert done.returncode == 7, done.stdout + done.stderr
     assert done.stdout.splitlines()[0] == "done"
-    assert re.search(r"^\d+\.\d MiB \(peak \d+\.\d MiB\)", done.stdout, re.MULTILINE)
+    assert re.search(r"^\d+\.\d [KM]iB \(peak \d+\.\d MiB\)", done.stdout, re.MULTILINE)
     if "--record" in starting[place]:
         record = [json.loads(line) for line in (folder / "run.jsonl").read_text(encoding="utf-8").splitlines()]
         reading = record[1]

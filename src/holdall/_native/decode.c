@@ -255,7 +255,8 @@ static int ends_with_differences(const transform *form) {
     return form->kind == TRANSFORM_LEFT && !form->interleaved && form->word_bytes == 0 && form->shuffle == 0;
 }
 
-/* Undo the transform of one slice. `own` is memory of the caller in which `stage` may be changed. */
+/* Undo the transform of one slice. `stage` has the decompressed bytes. Differences are undone in `own`, which is then the
+ * same memory as `stage`. */
 static void undo_transform(decoder *d, const coded_block *b, const uint8_t *stage, uint8_t *own, uint8_t *out) {
     const transform *const form = &b->form;
     const int64_t coded = coded_bytes(form);
@@ -285,7 +286,7 @@ int decode_slice(decoder *d, const coded_block *b, int64_t number, uint8_t *out)
     const uint8_t *stage = unpack_slice(d, b, place, own);
     if (!stage) return 0;
     if (stage != own && is_left && b->group == 1) {
-        own = d->unit; /* It has this slice alone, and is not used again. */
+        own = d->unit; /* `stage` is this buffer. It has this slice alone and is not used again, so it may be changed. */
     } else if (stage != own && (is_left || !moves)) {
         memcpy(own, stage, (size_t)coded);
         stage = own;

@@ -134,7 +134,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
         self._forget_evicted_episodes()
-        if self._find_replaced_hooks() or self._overrides_goals():
+        if self._replaced_hooks or self._overrides_goals():
             return her_replay_buffer.HerReplayBuffer.sample(self, batch_size, env)
         if self._can_deliver(env):
             return self._deliver_next(batch_size)

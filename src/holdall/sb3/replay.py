@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
 from math import prod
 from typing import Any, Self
 
@@ -93,6 +92,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
     _checked_device: th.device | None = None  # device that `_is_cpu` describes
     _is_cpu = False
     _casts = False  # whether steps have to be cast before the memory accepts them
+    _replaced_hooks: frozenset[str] = frozenset()  # hooks that a subclass, or this object, has of its own
 
     def __init__(
         self,
@@ -139,6 +139,19 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self._columns = Columns(self.memory.schema)
         self._outputs = self._order_outputs(self._columns)
         self._forget_moves()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Record the hooks that a subclass overrides."""
+        super().__init_subclass__(**settings)
+        cls._replaced_hooks = frozenset(
+            name for name in _HOOKS if getattr(cls, name) is not getattr(ReplayBuffer, name)
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Record that this object has hooks of its own if `name` is one."""
+        if name in _HOOKS:
+            super().__setattr__("_replaced_hooks", _HOOKS)
+        super().__setattr__(name, value)
 
     # ---------------------------------------------------------------- which steps are held
 
@@ -264,7 +277,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
         if type(batch_size) is not int or batch_size < 0:
             batch_size = require_count("batch_size", batch_size, 0)
-        replaced = self._find_replaced_hooks()
+        replaced = self._replaced_hooks
         if env is None and self.n_steps == 1 and not replaced and not self._is_moved and self._is_on_cpu():
             return self._read_samples(self._draw_ids(batch_size))
         if self._is_moved and self.full and self._count_ticks() == 0:
@@ -286,12 +299,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
             )
         lanes = np.random.randint(0, high=self.n_envs, size=slots.shape)  # noqa: NPY002  Stable-Baselines3's generator
         return self._gather_samples(self._replace_evicted(self._find_ids(slots, lanes)), env)
-
-    def _find_replaced_hooks(self) -> frozenset[str]:
-        """Return the methods between a draw and its tensors that a subclass, or this object, has of its own."""
-        if self.__dict__.keys().isdisjoint(_HOOKS):
-            return _find_overridden_hooks(type(self))
-        return _HOOKS
 
     def _is_on_cpu(self) -> bool:
         """Return whether `device` is the CPU. Users may assign another device."""
@@ -358,7 +365,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if self._can_deliver(env):
             return self._make_device_samples(self.memory.deliver(self._make_draw(ids), device=str(self.device)))
         is_plain = env is None and self.n_steps == 1 and self._is_on_cpu()
-        if is_plain and self._find_replaced_hooks() <= _ONLY_SAMPLES:
+        if is_plain and self._replaced_hooks <= _ONLY_SAMPLES:
             return self._read_samples(ids)
         batch = self.memory.deliver(self._make_draw(ids, env))
         rewards = batch.reward.reshape(-1, 1)
@@ -421,7 +428,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _to_tensor(self, array: Any) -> th.Tensor:
         """Return a gathered array as a tensor. Its memory belongs to the batch, so it is copied only to align it."""
-        if not self._find_replaced_hooks() <= _ONLY_SAMPLES:
+        if not self._replaced_hooks <= _ONLY_SAMPLES:
             return self.to_torch(array)
         tensor = th.from_numpy(array)
         if not self._is_on_cpu():
@@ -434,7 +441,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _can_deliver(self, env: VecNormalize | None) -> bool:
         """Return whether batches are made on the GPU. What is normalized is copied there from the host."""
-        return env is None and self.device.type == "cuda" and self._find_replaced_hooks() <= _ONLY_SAMPLES
+        return env is None and self.device.type == "cuda" and self._replaced_hooks <= _ONLY_SAMPLES
 
     def _deliver_next(self, batch_size: int) -> Any:
         """Return the next samples on the GPU. With `prefetch`, others are drawn and made in the background."""
@@ -645,12 +652,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
             columns.ended_output,
             columns.reward_output,
         )
-
-
-@cache
-def _find_overridden_hooks(kind: type[ReplayBuffer]) -> frozenset[str]:
-    """Return the methods between a draw and its tensors that a subclass overrides."""
-    return frozenset(name for name in _HOOKS if getattr(kind, name) is not getattr(ReplayBuffer, name))
 
 
 def _select_rows(observations: Any, slots: NDArray[np.int64]) -> Any:

@@ -58,7 +58,7 @@ def test_a_script_is_planned_and_what_it_is_advised_fits(tmp_path: Path) -> None
     assert found["need_bytes"] == sum(part["nbytes"] for part in found["parts"]) > found["buffer"]["plain_bytes"]
     # The camera's frames are stored once and compressed; both were measured on frames of this environment.
     assert found["stored"]["steps"] >= 500
-    assert found["stored"]["compressed_bytes"] < row_bytes / 10
+    assert found["stored"]["compressed_bytes"] < row_bytes / 2
     assert found["change"]["title"].startswith("keep the experience in holdall's buffer")
     assert found["largest"]["capacity with holdall's"] > 100_000 > found["largest"]["capacity with SB3's buffer"] > 0
     assert "replay_buffer_class=ReplayBuffer" in found["code"]
