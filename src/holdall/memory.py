@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import threading
 import weakref
@@ -33,8 +34,15 @@ from holdall.codec.choice import PREFERENCES
 from holdall.delivery import Delivery, Loader, new_delivery
 from holdall.device.store import DeviceStore
 from holdall.errors import ArgumentError, CheckpointError
-from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.report import MemoryReport, PressureCheck, register
+from holdall.reset_check import (
+    FIRST_CHECK_TICK,
+    RecentTransitions,
+    find_added_resets,
+    next_check_tick,
+    recent_ids,
+    warn_of_resets,
+)
 from holdall.sampling import (
     Held,
     Sampler,
@@ -145,7 +153,7 @@ class ReplayMemory:
         self.sampler = check_sampler(sampler)
         self._generator = new_generator(seed)
         self._lock = threading.RLock()  # Guards the sampler and the generator.
-        self._next_look: float = FIRST_LOOK_TICKS  # Tick of the next `_look_for_resets`.
+        self._next_reset_check: float = FIRST_CHECK_TICK  # Tick of the next `_check_for_resets`.
         self._savers = Savers()
         self._attached = Attached()
         self._autosave: Any = None
@@ -235,8 +243,8 @@ class ReplayMemory:
         store = self.store
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
-        if store.next_tick >= self._next_look:
-            self._look_for_resets()
+        if store.next_tick >= self._next_reset_check:
+            self._check_for_resets()
         if isinstance(store, DeviceStore):
             with self._lock:
                 return store.sample(self.sampler, batch_size, self._generator)
@@ -348,16 +356,17 @@ class ReplayMemory:
             self._deliveries[device] = delivery
         return delivery
 
-    def _look_for_resets(self) -> None:
-        """Warn once if resets were added as steps."""
+    def _check_for_resets(self) -> None:
+        """Warn once if resets of the environment were added as transitions."""
         view = self.store.view()
-        self._next_look = next_look(view.next_id // self.num_envs)
+        self._next_reset_check = next_check_tick(view.next_id // self.num_envs)
         if isinstance(self.store, DeviceStore) or not view.all_valid:
             return
-        ids = newest_ids(view.first_id, view.next_id, self.num_envs)
-        found = added_resets(Newest(ids, view.outcomes, view.observation_pairs))
-        if found is not None:
-            self._next_look = warn_of_resets(found, stacklevel=4)
+        ids = recent_ids(view.first_id, view.next_id, self.num_envs)
+        mode = find_added_resets(RecentTransitions(ids, view.outcomes, view.observation_pairs))
+        if mode is not None:
+            self._next_reset_check = math.inf
+            warn_of_resets(mode, stacklevel=4)
 
     # ---------------------------------------------------------------- outcomes and rewriting
 

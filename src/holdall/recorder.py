@@ -18,8 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.environments import (
+    DISABLED,
+    NEXT_STEP,
+    SAME_STEP,
+    ReportedFinals,
+    StepResult,
+    make_source,
+    parse_mode,
+)
 from holdall.errors import ArgumentError
-from holdall.gymnasium import DISABLED, NEXT_STEP, SAME_STEP, FinalInfo, Made, mode_named, source_of
 from holdall.memory import ReplayMemory
 from holdall.rollout import RolloutMemory
 from holdall.schema import Array, Tree, fit_flags, require_count, whole
@@ -51,9 +59,9 @@ class Recorder:
         self.memory = memory
         self._schema = memory.schema
         self._lanes = memory.schema.num_envs
-        self._source = source_of(envs)
-        mode = self._source.mode if autoreset_mode is None else mode_named(autoreset_mode, "autoreset_mode")
-        if self._source.says_mode and mode != self._source.mode:
+        self._source = make_source(envs)
+        mode = self._source.mode if autoreset_mode is None else parse_mode(autoreset_mode, "autoreset_mode")
+        if self._source.declares_mode and mode != self._source.mode:
             raise ArgumentError(
                 f"autoreset_mode is {mode!r}, but {type(envs).__name__} says {self._source.mode!r}; leave it out, or "
                 "correct envs.metadata['autoreset_mode'] if that is wrong"
@@ -94,7 +102,9 @@ class Recorder:
         if self._is_watched:
             self._look_for_others()
         self._is_torn = True
-        returned, made = self._source.step(self._source.taken(self._schema.action, actions, action, self._shown))
+        returned, made = self._source.step(
+            self._source.convert_actions(self._schema.action, actions, action, self._shown)
+        )
         after = self._flatten_observation(made.obs)
         terminated = fit_flags(made.terminated, (self._lanes,), "terminated")
         truncated = fit_flags(made.truncated, (self._lanes,), "truncated")
@@ -206,7 +216,7 @@ class Recorder:
                     f"{missing[0]} is missing: a RolloutMemory needs the policy's value and log_prob of every step; "
                     "pass recorder.step(actions, value=..., log_prob=...)"
                 )
-            others = {name: self._source.batched_floats(fields.pop(name)) for name in ("value", "log_prob")}
+            others = {name: self._source.add_lane_axis(fields.pop(name)) for name in ("value", "log_prob")}
             if self._rollout.is_full:
                 raise ArgumentError(
                     f"the rollout has all its num_steps ({self._rollout.num_steps}); call memory.finish, use its "
@@ -312,7 +322,7 @@ class Recorder:
         if lanes is not None:
             self.reset(options=None if lanes.all() else {"reset_mask": lanes})
 
-    def _require_only_resets(self, made: Made, ends: Flags, resets: Flags) -> None:
+    def _require_only_resets(self, made: StepResult, ends: Flags, resets: Flags) -> None:
         """Refuse an end in a step that only resets, which is impossible with next-step autoreset.
 
         A reward is evidence, too, but a wrapper may have added it. It counts only if next-step autoreset is a guess.
@@ -324,12 +334,12 @@ class Recorder:
                 "correct envs.metadata['autoreset_mode'], and begin a new memory."
             )
 
-    def _examine(self, made: Made) -> None:
+    def _examine(self, made: StepResult) -> None:
         """At the first end of an episode, find the autoreset mode of an environment that does not declare it."""
         if self._has_seen_end:
             return
         self._has_seen_end = True
-        if FinalInfo.of(made.info) is not None:
+        if ReportedFinals.find(made.info) is not None:
             self._mode = SAME_STEP
             self._is_assumed = False
             return
@@ -342,10 +352,10 @@ class Recorder:
 
     def _with_final(self, after: list[Array], info: Any, ends: Flags) -> list[Array]:
         """Return observations with the true final ones where episodes ended."""
-        final = FinalInfo.of(info)
+        final = ReportedFinals.find(info)
         rows = [np.array(leaf, order="C") for leaf in after]
         for lane in np.flatnonzero(ends):
-            found = None if final is None else final.leaves_of(self._schema.observation, int(lane))
+            found = None if final is None else final.get_leaves(self._schema.observation, int(lane))
             if found is None:
                 raise ArgumentError(
                     f"info has no 'final_obs' for lane {lane}, whose episode ended with same-step autoreset, so its "

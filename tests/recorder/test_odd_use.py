@@ -157,7 +157,7 @@ def test_a_whole_number_that_no_float_holds_is_refused_and_not_rounded() -> None
     env = WatchedEnv("vector", 0.0, 1)
     memory = memory_of(env)
     recorder = holdall.Recorder(gym.wrappers.TransformReward(env, lambda _: 2**60 + 1), memory)
-    with pytest.raises(holdall.ArgumentError, match="reward holds 1152921504606846977"):
+    with pytest.raises(holdall.ArgumentError, match="reward has the value 1152921504606846977"):
         recorder.step(1)
     assert memory.next_id == 0
 
@@ -266,7 +266,7 @@ def test_environments_of_an_older_gym_are_refused_with_the_way_out() -> None:
             return super().reset(**how)[0]
 
     for kind, told in (
-        (Four, "envs.step returned 4 values, Gymnasium's returns 5"),
+        (Four, "envs.step returned 4 values, but 5 values are expected"),
         (Alone, "envs.reset returned a nda"),
     ):
         env = kind("vector", 0.3, 0)
