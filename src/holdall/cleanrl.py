@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from holdall._native import draw_slots
 from holdall.batch import Draw
+from holdall.checks import require_count, require_flag, to_whole
 from holdall.errors import ArgumentError, MissingPackageError, SpaceError
 from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.schema import as_array, require_count, require_flag, whole
+from holdall.schema import as_array
 from holdall.space_leaves import stored_space
 from holdall.store.tuning import Tuning
 
@@ -81,7 +82,7 @@ class ReplayBuffer:
         _tuning: Tuning | None = None,
     ) -> None:
         self.n_envs = require_count("n_envs", n_envs)
-        self.buffer_size = max(require_count("buffer_size", whole(buffer_size)) // self.n_envs, 1)
+        self.buffer_size = max(require_count("buffer_size", to_whole(buffer_size)) // self.n_envs, 1)
         self.observation_space = observation_space
         self.action_space = action_space
         self.optimize_memory_usage = require_flag("optimize_memory_usage", optimize_memory_usage)

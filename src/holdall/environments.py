@@ -206,7 +206,7 @@ def _fit_lanes(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) 
 
 def _fit_single(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Check the value of a single environment, and add the lane axis. Python numbers get the dtype of the leaf."""
-    array = value if type(value) is np.ndarray else as_array(on_host(value), leaf.called(argument))
+    array = value if type(value) is np.ndarray else as_array(on_host(value), leaf.describe(argument))
     if array.dtype != leaf.dtype and isinstance(value, int | float) and leaf.dtype.type(value) == value:
         array = np.asarray(value, leaf.dtype)
     return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from holdall.background import CLOSE_S
 from holdall.batch import Batch, Draw, check_ids, check_ids_of_any_shape, require_in_range
 from holdall.checkpoint import LOAD_S, Attached, MemorySnapshot, Progress, Restored, SaveHandle, Savers, load_memory
+from holdall.checks import require_choice, require_count, require_number, require_path, to_whole
 from holdall.codec.choice import PREFERENCES
 from holdall.delivery import Delivery, Loader, new_delivery
 from holdall.device.store import DeviceStore
@@ -58,19 +59,8 @@ from holdall.sampling import (
     resume_sampler,
     set_priorities,
 )
-from holdall.schema import (
-    Array,
-    Leaf,
-    Schema,
-    fit_flags,
-    on_host,
-    require_choice,
-    require_count,
-    require_number,
-    require_path,
-    schema_words,
-    whole,
-)
+from holdall.schema import Array, Leaf, Schema, fit_flags, on_host
+from holdall.schema_json import schema_to_json
 from holdall.store.budget import Budget
 from holdall.store.closed import FORKED, ClosedStore
 from holdall.store.spill import SpillFolder
@@ -129,7 +119,7 @@ class ReplayMemory:
         reward_shape: tuple[int, ...] = (),
         _tuning: Tuning | None = None,
     ) -> None:
-        capacity = whole(capacity)
+        capacity = to_whole(capacity)
         if isinstance(observation_space, Schema):
             schema = observation_space
         else:
@@ -586,7 +576,7 @@ class ReplayMemory:
             "store_device": store_device,
             "_tuning": _tuning,
         }
-        memory: Self = load_memory(cls, url, settings, sampler, whole(capacity), num_envs, recover, timeout)
+        memory: Self = load_memory(cls, url, settings, sampler, to_whole(capacity), num_envs, recover, timeout)
         return memory
 
     @property
@@ -602,7 +592,7 @@ class ReplayMemory:
                 store.bring_back_priorities(self.sampler)
             return MemorySnapshot(
                 store=store.snapshot(),
-                schema=schema_words(self.schema),
+                schema=schema_to_json(self.schema),
                 capacity_ticks=self.capacity // self.num_envs,
                 state={
                     "sampler": {**describe_sampler(self.sampler), "state": self.sampler.state()},

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.checks import require_count, to_whole
 from holdall.environments import (
     DISABLED,
     NEXT_STEP,
@@ -30,7 +31,7 @@ from holdall.environments import (
 from holdall.errors import ArgumentError
 from holdall.memory import ReplayMemory
 from holdall.rollout import RolloutMemory
-from holdall.schema import Array, Tree, fit_flags, require_count, whole
+from holdall.schema import Array, Tree, fit_flags
 
 Flags = NDArray[np.bool_]
 Policy = Callable[[Any], Any]
@@ -189,12 +190,12 @@ class Recorder:
         if self._rollout is not None:
             left = round(self._rollout.num_steps * (1 - self._rollout.fill))
             steps = left if steps is None else steps
-            if require_count("steps", whole(steps), 0) > left:
+            if require_count("steps", to_whole(steps), 0) > left:
                 raise ArgumentError(
                     f"steps ({steps}) is more than the {left} that the rollout has room for; pass {left} or fewer, or "
                     "call memory.reset() before"
                 )
-        count = require_count("steps", whole(steps), 0)
+        count = require_count("steps", to_whole(steps), 0)
         made = 0
         for _ in _show_progress(count) if progress and sys.stderr.isatty() else range(count):
             actions, extras = self._split_answer(policy(self.obs))

@@ -16,13 +16,14 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import RolloutBatch
+from holdall.checks import require_count, require_number
 from holdall.delivery.minibatches import new_minibatches
 from holdall.errors import ArgumentError, ClosedError
 from holdall.report import FieldReport, MemoryReport, PressureCheck, register
 from holdall.rollout_host import ESTIMATES, HostRollout
 from holdall.rollout_sequences import RolloutSequences
 from holdall.sampling import new_generator
-from holdall.schema import Schema, require_count, require_number
+from holdall.schema import Schema
 from holdall.store.tuning import Tuning
 
 _CLOSED = "The memory was closed. Make a new RolloutMemory."

@@ -1,176 +1,168 @@
-"""What a transition consists of, leaf by leaf; and the checks of all that users pass and files say.
+"""Schema of a transition: every field as a list of named leaves, and checks of the values of fields.
 
-In:  spaces, once; nested values with a leading lane axis, at every step; numbers and words; JSON that was read.
-Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype; checked values. What does not hold is
-an error that names the argument, its value and what holds; of a file, a `DamageError`.
-Invariant: no value is changed, clipped or broadcast; one that does not fit is refused before anything is written.
-Integers that another integer dtype holds exactly are stored in that one. With one lane, the lane axis may be left out:
-the space's shape says of every field whether it is there.
+    Schema.of(spaces)                             once per memory
+    Tree.flatten(nested value) -> [array, ...]    checked arrays in leaf order
+    Tree.build([array, ...]) -> nested value
+
+Guarantee: no value is cast, clipped or broadcast. A value that does not fit raises ArgumentError, which names the
+argument, its value, the rule and the remedy. There are two conveniences: integers are accepted in every integer dtype
+if the leaf's dtype holds them exactly, and the lane axis may be left out if there is one lane.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError, SpaceError
-from holdall.space_leaves import STORABLE_KINDS, LeafForm, Structure, joined, taken_apart
+from holdall.errors import ArgumentError, SpaceError
+from holdall.space_leaves import STORABLE_KINDS, LeafForm, Structure, flatten_space, join_path
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
-_MOST_DEPTH, _MOST_LEAF_BYTES, _MOST_COUNT = 32, 2**30, 2**62
-_DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
-_MOST_SHOWN = 8
-"""Numbers of an argument that an error shows."""
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Name a dtype as it is written down, in little-endian order."""
-    return str(dtype.newbyteorder("<").str)
-
-
-def dtype_of(text: Any) -> np.dtype[Any]:
-    """Return the dtype of a name, if it is one of numbers in little-endian order."""
-    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
-        raise DamageError(f"a checkpoint names the dtype {text!r}, which holdall does not store")
-    return np.dtype(text)
+_MAX_SHOWN_NUMBERS = 8
+"""Arrays of at most this size are shown in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a space: what a single lane contributes at a single step."""
+    """One array of a field: its name within the field, and the shape and dtype of one lane at one step."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    nbytes: int = field(init=False, repr=False, compare=False)  # of one value
+    nbytes: int = field(init=False, repr=False, compare=False)  # Bytes of one lane at one step.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
     def fit(self, value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> Array:
-        """Return `value` as an array of shape `leading + shape`, or say why it is none."""
-        array = value if type(value) is np.ndarray else as_array(value, self.called(argument))
-        if array.dtype != self.dtype:
-            whole = as_integers(array, self.dtype)
-            if whole is None:
-                remedy = dtype_remedy(
-                    str(array.dtype),
-                    self.dtype,
-                    f"np.asarray(value, dtype=np.{self.dtype.name})",
-                    is_float=array.dtype.kind == "f",
-                    overflows=_overflows(array, self.dtype, "iu"),
-                )
-                raise ArgumentError(
-                    f"{self.called(argument)} has dtype {array.dtype}, but the space has dtype {self.dtype}. holdall "
-                    f"never casts. {remedy}"
-                )
-            array = whole
-        if array.shape != leading + self.shape:
-            if not axes and is_without_lanes(array.shape, leading, self.shape):
-                return array.reshape(leading + self.shape)
-            remedy = channels_remedy(array.shape, self.shape) or "pass an array of that shape"
-            raise ArgumentError(
-                f"{self.called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
-                f"{axes or _axes(leading)} then the space's {self.shape}; {remedy}"
-            )
-        return array
+        """Return `value` as an array of shape `leading + shape`, or raise ArgumentError.
 
-    def called(self, argument: str) -> str:
-        """Name the leaf in an error about an argument."""
+        Args:
+            leading: Lengths of the leading axes: lanes, or steps and lanes.
+            argument: Name of the field in error messages.
+            axes: Description of the leading axes in error messages. With one, the lane axis must not be left out.
+        """
+        array = value if type(value) is np.ndarray else as_array(value, self.describe(argument))
+        if array.dtype != self.dtype:
+            array = self._convert_integers(array, argument)
+        if array.shape == leading + self.shape:
+            return array
+        if not axes and lacks_lane_axis(array.shape, leading, self.shape):
+            return array.reshape(leading + self.shape)
+        remedy = channels_remedy(array.shape, self.shape) or "pass an array of that shape"
+        raise ArgumentError(
+            f"{self.describe(argument)} has shape {array.shape}, expected {leading + self.shape}: "
+            f"{axes or _describe_axes(leading)} then the space's {self.shape}; {remedy}"
+        )
+
+    def _convert_integers(self, array: Array, argument: str) -> Array:
+        """Return integers in the leaf's integer dtype, or raise ArgumentError."""
+        converted = convert_integers(array, self.dtype)
+        if converted is not None:
+            return converted
+        remedy = dtype_remedy(
+            str(array.dtype),
+            self.dtype,
+            f"np.asarray(value, dtype=np.{self.dtype.name})",
+            is_float=array.dtype.kind == "f",
+            overflows=_overflows(array, self.dtype, "iu"),
+        )
+        raise ArgumentError(
+            f"{self.describe(argument)} has dtype {array.dtype}, but the space has dtype {self.dtype}. holdall never "
+            f"casts. {remedy}"
+        )
+
+    def describe(self, argument: str) -> str:
+        """Return the name of the leaf in errors about `argument`."""
         return f"{argument}[{self.name!r}]" if self.name else argument
 
 
 Fit = Callable[[Leaf, Any, tuple[int, ...], str], Any]
-"""Returns a value as an array of a leaf, of given leading axes; the last argument is what the caller calls it."""
+"""A check of one leaf, with the arguments of `Leaf.fit`. It returns the checked array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A space taken apart into leaves, and the way back."""
+    """A space as a list of leaves, with its nesting."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
-    keys: tuple[str, ...] | None = field(init=False)  # of the leaves, if the space is a Dict of nothing but leaves
+    keys: tuple[str, ...] | None = field(init=False)  # Keys of a Dict whose values are all leaves. Otherwise None.
 
     def __post_init__(self) -> None:
         structure = self.structure
-        is_shallow = isinstance(structure, dict) and all(isinstance(child, int) for child in structure.values())
-        object.__setattr__(self, "keys", tuple(structure) if isinstance(structure, dict) and is_shallow else None)
+        is_flat = isinstance(structure, dict) and all(isinstance(child, int) for child in structure.values())
+        object.__setattr__(self, "keys", tuple(structure) if isinstance(structure, dict) and is_flat else None)
 
     @classmethod
     def of(cls, space: spaces.Space[Any] | None, argument: str) -> Tree:
-        """Take `space` apart; refuse what cannot be stored bit for bit."""
+        """Return the tree of `space`. Raise SpaceError if it cannot be stored bit for bit."""
         leaves: list[LeafForm] = []
-        structure = taken_apart(space, "", argument, leaves)
+        structure = flatten_space(space, "", argument, leaves)
         return cls(tuple(Leaf(*form) for form in leaves), structure)
 
     def flatten(self, value: Any, leading: tuple[int, ...], argument: str, fit: Fit = Leaf.fit) -> list[Any]:
-        """Return one checked array per leaf, in leaf order; `fit` checks one."""
+        """Return one checked array per leaf, in leaf order. `fit` checks each of them."""
         if type(self.structure) is int:
             return [fit(self.leaves[0], value, leading, argument)]
         if self.keys is not None and type(value) is dict and value.keys() == set(self.keys):
             leaves = zip(self.keys, self.leaves, strict=True)
             return [fit(leaf, value[key], leading, argument) for key, leaf in leaves]
         arrays: list[Any] = []
-        self._collect(
-            self.structure, value, lambda leaf, part: fit(leaf, part, leading, argument), argument, "", arrays
-        )
+
+        def fit_leaf(leaf: Leaf, part: Any) -> Any:
+            return fit(leaf, part, leading, argument)
+
+        self._collect(self.structure, value, fit_leaf, argument, "", arrays)
         return arrays
 
     def flatten_some(self, values: Mapping[str, Any], leading: tuple[int, ...], fit: Fit) -> dict[int, Any]:
-        """Return checked arrays of some keys of a Dict, by leaf; every key is an argument of its own."""
-        found: dict[int, Any] = {}
+        """Return checked arrays of some keys of a Dict, by leaf number. Errors name each key as an argument."""
+        arrays_by_leaf: dict[int, Any] = {}
         structure = self.structure if isinstance(self.structure, dict) else {}
         for key, value in values.items():
             if key not in structure:
                 raise ArgumentError(
-                    f"{key} is no extra of this memory, which has {sorted(structure)}; pass one of these, or declare "
-                    f"it when the memory is made: extras={{{key!r}: Box(...)}}"
+                    f"{key!r} is not an extra of this memory, which has {sorted(structure)}. Pass one of these, or "
+                    f"declare it when the memory is made: extras={{{key!r}: Box(...)}}."
                 )
-            called, arrays = partial(_fit_part, fit, leading, key), list[Any]()
-            self._collect(structure[key], value, called, key, "", arrays)
-            found.update(zip(_leaf_numbers(structure[key]), arrays, strict=True))
-        return found
+            arrays: list[Any] = []
+            self._collect(structure[key], value, partial(_fit_below_key, fit, leading, key), key, "", arrays)
+            arrays_by_leaf.update(zip(_list_leaf_numbers(structure[key]), arrays, strict=True))
+        return arrays_by_leaf
 
     def build(self, arrays: Sequence[Any]) -> Any:
-        """Put one array per leaf back into the space's own nesting."""
-        return _assemble(self.structure, arrays)
+        """Return one array per leaf in the nesting of the space."""
+        return _build_nested(self.structure, arrays)
 
     def _collect(
-        self, structure: Structure, value: Any, fit: Callable[[Leaf, Any], Any], argument: str, path: str,
+        self,
+        structure: Structure,
+        value: Any,
+        fit: Callable[[Leaf, Any], Any],
+        argument: str,
+        path: str,
         arrays: list[Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Append the checked arrays of a nested value to `arrays`."""
         if isinstance(structure, int):
             arrays.append(fit(self.leaves[structure], value))
             return
         where = f"{argument}[{path!r}]" if path else argument
         if isinstance(structure, dict):
-            if not isinstance(value, Mapping):
-                raise ArgumentError(
-                    f"{where} is a {type(value).__name__}, the space is a Dict; "
-                    f"pass a mapping with the keys {sorted(structure)}"
-                )
-            if value.keys() != structure.keys():
-                missing = sorted(map(str, structure.keys() - value.keys()))
-                unknown = sorted(map(str, value.keys() - structure.keys()))
-                raise ArgumentError(
-                    f"{where} has the keys {sorted(map(str, value))}, the space has "
-                    f"{sorted(structure)}: missing {missing}, unknown {unknown}; pass exactly the space's keys"
-                )
+            _require_keys(structure, value, where)
             for key, child in structure.items():
-                self._collect(child, value[key], fit, argument, joined(path, key), arrays)
+                self._collect(child, value[key], fit, argument, join_path(path, key), arrays)
             return
         if not isinstance(value, tuple | list) or len(value) != len(structure):
             raise ArgumentError(
@@ -178,24 +170,48 @@ class Tree:
                 f"{len(structure)}; pass a tuple of {len(structure)} batched values"
             )
         for index, child in enumerate(structure):
-            self._collect(child, value[index], fit, argument, joined(path, str(index)), arrays)
+            self._collect(child, value[index], fit, argument, join_path(path, str(index)), arrays)
 
 
-def _fit_part(fit: Fit, leading: tuple[int, ...], key: str, leaf: Leaf, value: Any) -> Any:
-    """Check a leaf under a key of a Dict, by the name that it has there."""
+def _require_keys(structure: dict[str, Structure], value: Any, where: str) -> None:
+    """Raise unless `value` is a mapping with exactly the keys of a Dict space."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"{where} is a {type(value).__name__}, the space is a Dict; "
+            f"pass a mapping with the keys {sorted(structure)}"
+        )
+    if value.keys() != structure.keys():
+        missing = sorted(map(str, structure.keys() - value.keys()))
+        unknown = sorted(map(str, value.keys() - structure.keys()))
+        raise ArgumentError(
+            f"{where} has the keys {sorted(map(str, value))}, the space has "
+            f"{sorted(structure)}: missing {missing}, unknown {unknown}; pass exactly the space's keys"
+        )
+
+
+def _fit_below_key(fit: Fit, leading: tuple[int, ...], key: str, leaf: Leaf, value: Any) -> Any:
+    """Check a leaf of a Dict's key. In errors, `key` is the argument, so it is removed from the leaf's name."""
     return fit(replace(leaf, name=leaf.name[len(key) + 1 :]), value, leading, key)
 
 
-def _leaf_numbers(structure: Structure) -> list[int]:
+def _list_leaf_numbers(structure: Structure) -> list[int]:
     if isinstance(structure, int):
         return [structure]
     children = structure.values() if isinstance(structure, dict) else structure
-    return [number for child in children for number in _leaf_numbers(child)]
+    return [number for child in children for number in _list_leaf_numbers(child)]
+
+
+def _build_nested(structure: Structure, arrays: Sequence[Any]) -> Any:
+    if isinstance(structure, int):
+        return arrays[structure]
+    if isinstance(structure, dict):
+        return {key: _build_nested(child, arrays) for key, child in structure.items()}
+    return tuple(_build_nested(child, arrays) for child in structure)
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Everything a transition consists of, leaf by leaf."""
+    """All fields of a transition, and the number of lanes."""
 
     observation: Tree
     action: Tree
@@ -212,20 +228,21 @@ class Schema:
         num_envs: int,
         reward_shape: Any = (),
     ) -> Schema:
-        """Read the spaces of a memory's constructor."""
-        named: Any = {} if extras is None else extras
-        if not isinstance(named, Mapping) or not all(isinstance(space, spaces.Space) for space in named.values()):
+        """Return the schema for the arguments of a memory's constructor."""
+        extra_spaces: Any = {} if extras is None else extras
+        is_mapping = isinstance(extra_spaces, Mapping)
+        if not is_mapping or not all(isinstance(space, spaces.Space) for space in extra_spaces.values()):
             raise SpaceError(f"extras ({extras!r}) must map names to spaces; pass a dict of gymnasium spaces")
         return cls(
-            Tree.of(observation_space, "observation_space"),
-            Tree.of(action_space, "action_space"),
-            Tree.of(spaces.Dict(dict(named)), "extras"),
-            num_envs,
-            _required_shape(reward_shape),
+            observation=Tree.of(observation_space, "observation_space"),
+            action=Tree.of(action_space, "action_space"),
+            extras=Tree.of(spaces.Dict(dict(extra_spaces)), "extras"),
+            num_envs=num_envs,
+            reward_shape=_require_reward_shape(reward_shape),
         )
 
     def reward_leaf(self, dtype: np.dtype[Any], name: str = "") -> Leaf:
-        """Describe rewards; the first add sets their dtype."""
+        """Return the leaf of rewards of a dtype, which the first `add` sets."""
         return Leaf(name, self.reward_shape, dtype)
 
     @property
@@ -234,77 +251,144 @@ class Schema:
         return [*self.observation.leaves, *self.action.leaves, *self.extras.leaves]
 
 
+# ---------------------------------------------------------------- checks of rewards and flags
+
+
 def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> NDArray[np.bool_]:
-    """Return `value` as booleans of shape `leading`, or say why it is none."""
+    """Return `value` as booleans of shape `leading`, or raise ArgumentError. `axes` is that of `Leaf.fit`."""
     array = value if type(value) is np.ndarray else as_array(value, argument)
     if array.dtype != np.bool_:
         raise ArgumentError(f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)")
-    if array.shape != leading:
-        if not axes and is_without_lanes(array.shape, leading, ()):
-            return array.reshape(leading)
-        raise ArgumentError(
-            f"{argument} has shape {array.shape}, expected {leading}: {axes or _axes(leading)}; "
-            "pass an array of that shape"
-        )
-    return array
+    if array.shape == leading:
+        return array
+    if not axes and lacks_lane_axis(array.shape, leading, ()):
+        return array.reshape(leading)
+    raise ArgumentError(
+        f"{argument} has shape {array.shape}, expected {leading}: {axes or _describe_axes(leading)}; "
+        "pass an array of that shape"
+    )
 
 
 def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None, shape: tuple[int, ...] = ()) -> Array:
-    """Return `value` as rewards of shape `leading + shape`; the first add sets their dtype, a Python number float64."""
+    """Return `value` as rewards of shape `leading + shape`, or raise ArgumentError.
+
+    Args:
+        dtype: Dtype of the rewards that are held. None before the first reward, which sets it. Python numbers are then
+            float64.
+        shape: The memory's `reward_shape`.
+    """
     if type(value) in {int, float} and dtype is None:
         dtype = np.dtype(np.float64)
     array = value if type(value) is np.ndarray else as_array(value, "reward")
-    if dtype is None and (array.dtype.kind not in STORABLE_KINDS or not array.dtype.isnative):
+    if dtype is None:
+        _require_reward_dtype(array.dtype)
+    elif array.dtype != dtype:
+        array = _convert_reward(array, dtype)
+    if array.shape == leading + shape:
+        return array
+    if lacks_lane_axis(array.shape, leading, shape):
+        return array.reshape(leading + shape)
+    own_axes = f" then reward_shape={shape}" if shape else ""
+    value_shown = f" instead of {array.tolist()}" if array.size <= _MAX_SHOWN_NUMBERS else ""
+    remedy = "; for several rewards a step, make the memory with reward_shape=(n,)" if array.ndim and not shape else ""
+    raise ArgumentError(
+        f"reward has shape {array.shape}, expected {leading + shape}: {_describe_axes(leading)}{own_axes}; pass an "
+        f"array of that shape{value_shown}{remedy}"
+    )
+
+
+def _require_reward_dtype(dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in STORABLE_KINDS or not dtype.isnative:
         raise ArgumentError(
-            f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers in this machine's "
+            f"reward has dtype {dtype}; rewards are bool, integer or floating point numbers in this machine's "
             "byte order, so pass np.asarray(reward, dtype=np.float32) or another of these"
         )
-    if dtype is not None and array.dtype != dtype:
-        whole = as_integers(array, dtype, into_floats=True)
-        if whole is None:
-            remedy = dtype_remedy(
-                str(array.dtype),
-                dtype,
-                f"np.asarray(reward, dtype=np.{dtype.name})",
-                is_float=array.dtype.kind == "f",
-                overflows=_overflows(array, dtype, "iuf"),
-                is_reward=True,
-            )
-            raise ArgumentError(
-                f"reward has dtype {array.dtype}, but the first add had dtype {dtype}. holdall never casts. {remedy}"
-            )
-        array = whole
-    if array.shape != leading + shape:
-        if is_without_lanes(array.shape, leading, shape):
-            return array.reshape(leading + shape)
-        lanes, several = _axes(leading), f" then reward_shape={shape}" if shape else ""
-        hint = "; for several rewards a step, make the memory with reward_shape=(n,)"
-        remedy = "" if shape or not array.ndim else hint
-        shown = f" instead of {array.tolist()}" if array.size <= _MOST_SHOWN else ""
+
+
+def _convert_reward(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return whole rewards in the dtype of the first reward, or raise ArgumentError."""
+    converted = convert_integers(array, dtype, to_floats=True)
+    if converted is not None:
+        return converted
+    remedy = dtype_remedy(
+        str(array.dtype),
+        dtype,
+        f"np.asarray(reward, dtype=np.{dtype.name})",
+        is_float=array.dtype.kind == "f",
+        overflows=_overflows(array, dtype, "iuf"),
+        is_reward=True,
+    )
+    raise ArgumentError(
+        f"reward has dtype {array.dtype}, but the first add had dtype {dtype}. holdall never casts. {remedy}"
+    )
+
+
+def _require_reward_shape(shape: Any) -> tuple[int, ...]:
+    lengths = shape if isinstance(shape, tuple | list) else None
+    if lengths is None or not all(type(n) is not bool and isinstance(n, Integral) and int(n) > 0 for n in lengths):
         raise ArgumentError(
-            f"reward has shape {array.shape}, expected {leading + shape}: {lanes}{several}; pass an array of that shape"
-            f"{shown}{remedy}"
+            f"reward_shape ({shape!r}) must be a tuple of whole numbers of at least 1; pass (n,) for n rewards a step, "
+            "or () for one"
+        )
+    return tuple(map(int, lengths))
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor of any device on the CPU. Return any other value unchanged."""
+    return value.detach().cpu() if hasattr(value, "detach") else value
+
+
+def as_array(value: Any, argument: str) -> Array:
+    """Return a list, a scalar or the array of another library as a NumPy array, in the dtype that NumPy chooses."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{argument} is a masked array, whose mask would be lost; pass value.filled(...), without one"
+        )
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{argument} is a {type(value).__name__} that NumPy cannot read as one array ({error}); "
+            "pass an array, on the CPU"
+        ) from error
+    if array.dtype == np.object_:
+        raise ArgumentError(
+            f"{argument} is a {type(value).__name__} of unequal or unknown objects; pass one array of numbers"
         )
     return array
 
 
-def as_integers(array: Array, dtype: np.dtype[Any], *, into_floats: bool = False) -> Array | None:
-    """Return integers as another dtype that holds every one of them exactly; None if it does not, or they are none."""
-    if array.dtype.kind not in "iu" or not array.dtype.isnative or dtype.kind not in ("iuf" if into_floats else "iu"):
+def convert_integers(array: Array, dtype: np.dtype[Any], *, to_floats: bool = False) -> Array | None:
+    """Return integers in another integer dtype that holds all of them exactly. Return None if that is impossible.
+
+    With `to_floats`, `dtype` may also be a floating-point dtype.
+    """
+    accepted_kinds = "iuf" if to_floats else "iu"
+    if array.dtype.kind not in "iu" or not array.dtype.isnative or dtype.kind not in accepted_kinds:
         return None
-    most = 2 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else int(np.iinfo(dtype).max)
-    least = -most if dtype.kind == "f" else int(np.iinfo(dtype).min)
+    if dtype.kind == "f":
+        most = 2 ** (np.finfo(dtype).nmant + 1)
+        least = -most
+    else:
+        most = int(np.iinfo(dtype).max)
+        least = int(np.iinfo(dtype).min)
     if array.size and not least <= int(array.min()) <= int(array.max()) <= most:
         return None
     return array.astype(dtype)
 
 
-def is_without_lanes(shape: tuple[int, ...], leading: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether an array lacks nothing but the axis of a single lane, the last one of `leading`.
+def lacks_lane_axis(shape: tuple[int, ...], leading: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Return whether an array of `shape` would fit if it had the axis of a single lane, the last one of `leading`.
 
-    It is never in doubt: with the axis, the array of a field of shape `own` has one dimension more.
+    This is never ambiguous: with that axis, the array of a field of shape `own` has one dimension more.
     """
     return leading[-1:] == (1,) and shape == leading[:-1] + own
+
+
+# ---------------------------------------------------------------- parts of error messages
 
 
 def dtype_remedy(
@@ -339,8 +423,8 @@ def dtype_remedy(
 def channels_remedy(given: tuple[int, ...], own: tuple[int, ...], library: str = "np") -> str:
     """Return the advice for an image whose channels are first where the space has them last, or the other way round.
 
-    Empty if the shape `given` differs in another way from the shape `own` of the space. `library` is the name of the
-    module that has `moveaxis` for the value.
+    Return an empty string if the shape `given` differs in another way from the shape `own` of the space. `library` is
+    the name of the module that has `moveaxis` for the value.
     """
     image = given[-3:]
     if len(own) != 3 or image == own:
@@ -353,205 +437,11 @@ def channels_remedy(given: tuple[int, ...], own: tuple[int, ...], library: str =
 
 
 def _overflows(array: Array, dtype: np.dtype[Any], kinds: str) -> bool:
-    """Return whether `as_integers` refused integers because of their values. It accepts dtypes of `kinds`."""
+    """Return whether `convert_integers` refused integers because of their values. It accepts dtypes of `kinds`."""
     return array.dtype.kind in "iu" and array.dtype.isnative and dtype.kind in kinds
 
 
-def _required_shape(shape: Any) -> tuple[int, ...]:
-    """Return `reward_shape` as a tuple, or say why it is none."""
-    given = shape if isinstance(shape, tuple | list) else None
-    if given is None or not all(type(n) is not bool and isinstance(n, Integral) and int(n) > 0 for n in given):
-        raise ArgumentError(
-            f"reward_shape ({shape!r}) must be a tuple of whole numbers of at least 1; pass (n,) for n rewards a step, "
-            "or () for one"
-        )
-    return tuple(map(int, given))
-
-
-def on_host(value: Any) -> Any:
-    """Return a tensor where NumPy can read it, and anything else as it is."""
-    return value.detach().cpu() if hasattr(value, "detach") else value
-
-
-def as_array(value: Any, called: str) -> Array:
-    """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError(
-            f"{called} is a masked array, whose mask would be lost; pass value.filled(...), without one"
-        )
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(
-            f"{called} is a {type(value).__name__} that NumPy cannot read as one array ({error}); "
-            "pass an array, on the CPU"
-        ) from error
-    if array.dtype == np.object_:
-        raise ArgumentError(
-            f"{called} is a {type(value).__name__} of unequal or unknown objects; pass one array of numbers"
-        )
-    return array
-
-
-def _axes(leading: tuple[int, ...]) -> str:
+def _describe_axes(leading: tuple[int, ...]) -> str:
     if len(leading) == 1:
         return f"num_envs={leading[0]} lanes"
     return f"{leading[0]} steps of num_envs={leading[1]} lanes"
-
-
-def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
-    if isinstance(structure, int):
-        return arrays[structure]
-    if isinstance(structure, dict):
-        return {key: _assemble(child, arrays) for key, child in structure.items()}
-    return tuple(_assemble(child, arrays) for child in structure)
-
-
-# ---------------------------------------------------------------- numbers and words that users pass
-
-
-def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> int:
-    """Return `value` as a whole number of at least `least`, or say why it is not one."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
-    return int(value)
-
-
-def whole(value: Any) -> Any:
-    """Return a float that is a whole number, such as 1e6, as that number; all else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def require_flag(argument: str, value: Any) -> bool:
-    """Return `value` if it is True or False, or say that it is not."""
-    if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # Python's, and NumPy's without loading it
-        return bool(value)
-    raise ArgumentError(f"{argument} ({value!r}) must be True or False; pass one of them")
-
-
-def require_path(argument: str, value: Any) -> str:
-    """Return a path or a url as text, or say that it is none."""
-    try:
-        path = os.fspath(value)
-    except TypeError:
-        path = b""
-    if isinstance(path, bytes):
-        raise ArgumentError(f"{argument} ({value!r}) is no path; pass text or a pathlib.Path")
-    return str(path)
-
-
-def require_choice(argument: str, value: Any, choices: Collection[str]) -> None:
-    """Refuse an argument that is none of the words that it may be."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(choices)}; pass one of these")
-
-
-def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:
-    """Return `value` as a finite number within bounds, or say why it is not one."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
-        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
-    if not math.isfinite(value):
-        raise ArgumentError(f"{argument} ({value!r}) must be finite; pass a finite number")
-    return float(value)
-
-
-# ---------------------------------------------------------------- what was read
-
-
-def count_of(value: Any, most: int = _MOST_COUNT) -> int:
-    """Return a whole number from 0 to `most` that was read, or refuse it."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise DamageError(f"Corrupt data: {value!r} is not a whole number from 0 to {most}.")
-    return value
-
-
-def text_of(value: Any, pattern: re.Pattern[str]) -> str:
-    """Return text that was read and has the right form, or refuse it."""
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise DamageError(f"Corrupt data: invalid name {value!r}.")
-    return value
-
-
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
-
-
-class malformed_refused:  # noqa: N801  entered for every record, at a quarter of the cost of a generator
-    """Turn the errors that malformed JSON leads to into a DamageError that names what was read."""
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if isinstance(error, _MALFORMED) and not isinstance(error, HoldallError):
-            said = f"{self._what} makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-            raise DamageError(said) from error
-
-
-# ---------------------------------------------------------------- a schema as JSON
-
-
-def schema_words(schema: Schema) -> dict[str, Any]:
-    """Describe a schema."""
-    trees = {"observation": schema.observation, "action": schema.action, "extras": schema.extras}
-    words = {"num_envs": schema.num_envs} | {name: _tree_words(tree, name) for name, tree in trees.items()}
-    return words | ({"reward_shape": list(schema.reward_shape)} if schema.reward_shape else {})
-
-
-def schema_of(words: dict[str, Any]) -> Schema:
-    """Make a schema of its description."""
-    lanes = words["num_envs"]
-    if type(lanes) is not int or not 1 <= lanes < 2**24:
-        raise DamageError(f"a checkpoint of {lanes!r} lanes is none of holdall's")
-    reward = _leaf_of("reward", "<f8", words.get("reward_shape", ()))
-    observation, action, extras = (_tree_of(words[name]) for name in ("observation", "action", "extras"))
-    return Schema(observation, action, extras, lanes, reward.shape)
-
-
-def _tree_words(tree: Tree, what: str) -> dict[str, Any]:
-    leaves = [[leaf.name, dtype_name(leaf.dtype), list(leaf.shape)] for leaf in tree.leaves]
-    return {"leaves": leaves, "structure": _structure_words(tree.structure, what)}
-
-
-def _structure_words(structure: Structure, what: str) -> Any:
-    if isinstance(structure, int):
-        return structure
-    if isinstance(structure, tuple):
-        return {"tuple": [_structure_words(child, what) for child in structure]}
-    if not all(isinstance(key, str) for key in structure):
-        raise CheckpointError(f"the {what} space has keys that are no text; rename them to save the memory")
-    return {"dict": [[key, _structure_words(child, what)] for key, child in structure.items()]}
-
-
-def _tree_of(words: Any) -> Tree:
-    leaves = tuple(_leaf_of(*leaf) for leaf in words["leaves"])
-    named: list[int] = []
-    structure = _structure_of(words["structure"], named, 0)
-    if named != list(range(len(leaves))):
-        raise DamageError("a checkpoint's schema names its leaves in no order of holdall's")
-    return Tree(leaves, structure)
-
-
-def _structure_of(words: Any, named: list[int], depth: int) -> Structure:
-    if depth > _MOST_DEPTH:
-        raise DamageError("a checkpoint's schema is nested too deeply")
-    if type(words) is int:
-        named.append(words)
-        return words
-    if "tuple" in words:
-        return tuple(_structure_of(child, named, depth + 1) for child in words["tuple"])
-    return {str(key): _structure_of(child, named, depth + 1) for key, child in words["dict"]}
-
-
-def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
-    lengths = tuple(shape)
-    sound = isinstance(name, str) and all(type(length) is int and 0 <= length < 2**31 for length in lengths)
-    leaf = Leaf(name, lengths, dtype_of(dtype))
-    if not sound or len(lengths) > 32 or math.prod(lengths) * leaf.dtype.itemsize > _MOST_LEAF_BYTES:
-        raise DamageError(f"a checkpoint's schema has a leaf {name!r} of shape {lengths}, which is none of holdall's")
-    return leaf

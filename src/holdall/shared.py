@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from holdall.checks import require_count
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Bytes, Leaf, Tree, require_count
+from holdall.schema import Array, Bytes, Leaf, Tree
 
 _ALIGNMENT_BYTES = 64
 

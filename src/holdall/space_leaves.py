@@ -1,7 +1,6 @@
-"""Spaces of gymnasium, taken apart into named leaves; and the space of a stored array.
+"""Conversion between gymnasium spaces and flat lists of named leaves.
 
-In:  a space, once.  Out: shape and dtype of every leaf, by name, and how leaves are nested.
-Invariant: what cannot be stored bit for bit is refused.
+`flatten_space` refuses every space that cannot be stored bit for bit.
 """
 
 from __future__ import annotations
@@ -14,51 +13,54 @@ from gymnasium import spaces
 from holdall.errors import SpaceError
 
 Structure = int | dict[str, "Structure"] | tuple["Structure", ...]
-"""The number of a leaf, or those that are nested below it."""
+"""Nesting of a space: the number of a leaf, or nested structures by key or by position."""
 LeafForm = tuple[str, tuple[int, ...], np.dtype[Any]]
-"""The name of a leaf, its shape and its dtype."""
+"""Name, shape and dtype of a leaf."""
 STORABLE_KINDS = "biuf"
 
 
-def joined(path: str, key: str) -> str:
-    """Name a leaf by what it is nested in."""
+def join_path(path: str, key: str) -> str:
+    """Return the name of the leaf `key` below `path`."""
     return f"{path}.{key}" if path else key
 
 
-def taken_apart(space: spaces.Space[Any] | None, path: str, argument: str, leaves: list[LeafForm]) -> Structure:
-    """Append the leaves of a space to `leaves`, and return how they are nested; errors name the argument."""
+def flatten_space(space: spaces.Space[Any] | None, path: str, argument: str, leaves: list[LeafForm]) -> Structure:
+    """Append the leaves of a space to `leaves`, and return their nesting.
+
+    Raise SpaceError, which names `argument`, if the space cannot be stored bit for bit.
+    """
     where = f"{argument}[{path!r}]" if path else argument
     if isinstance(space, spaces.Dict):
         return {
-            key: taken_apart(child, joined(path, str(key)), argument, leaves) for key, child in space.spaces.items()
+            key: flatten_space(child, join_path(path, str(key)), argument, leaves)
+            for key, child in space.spaces.items()
         }
     if isinstance(space, spaces.Tuple):
         return tuple(
-            taken_apart(child, joined(path, str(index)), argument, leaves) for index, child in enumerate(space.spaces)
+            flatten_space(child, join_path(path, str(index)), argument, leaves)
+            for index, child in enumerate(space.spaces)
         )
     if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
         raise SpaceError(
-            f"{where} is a {type(space).__name__}; holdall stores Box, Discrete, MultiBinary, "
-            "MultiDiscrete, Dict and Tuple spaces, so encode it as one of these"
+            f"{where} is a {type(space).__name__}. holdall stores Box, Discrete, MultiBinary, MultiDiscrete, Dict and "
+            "Tuple spaces. Encode it as one of these."
         )
     if space.shape is None or space.dtype is None:
-        raise SpaceError(f"{where} has no fixed shape and dtype; give it both")
+        raise SpaceError(f"{where} needs a fixed shape and dtype. Give it both.")
     dtype = np.dtype(space.dtype)
     if dtype.kind not in STORABLE_KINDS:
-        as_two = "store real and imaginary part as a last axis of two"
-        remedy = as_two if dtype.kind == "c" else "use a bool, integer or floating point dtype"
-        raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
+        remedy = "Use a bool, integer or floating point dtype."
+        if dtype.kind == "c":
+            remedy = "Store the real and the imaginary part in a last axis of two."
+        raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store. {remedy}")
     if not dtype.isnative:
-        raise SpaceError(
-            f"{where} has dtype {dtype}, with bytes in the order of other machines; holdall stores this machine's, "
-            f"so use np.{dtype.name}"
-        )
+        raise SpaceError(f"{where} has dtype {dtype}, which has the byte order of other machines. Use np.{dtype.name}.")
     leaves.append((path, tuple(int(n) for n in space.shape), dtype))
     return len(leaves) - 1
 
 
 def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
-    """Describe a stored array: the bounds say nothing, since values are never checked."""
+    """Return a space for stored arrays of a shape and dtype. Its bounds allow every value."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
     if dtype.kind == "b":

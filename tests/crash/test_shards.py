@@ -29,7 +29,8 @@ from holdall.checkpoint import (
 )
 from holdall.errors import DamageError
 from holdall.sampling import WriterRun, get_generator_state
-from holdall.schema import Schema, schema_words
+from holdall.schema import Schema
+from holdall.schema_json import schema_to_json
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
 ACTIONS = spaces.Discrete(99)
@@ -70,7 +71,7 @@ class ShardOfOneLane:
             "generator": get_generator_state(self.memory._generator),
             "runs": runs_state(held),
         }
-        words = schema_words(self.memory.schema)
+        words = schema_to_json(self.memory.schema)
 
         def take() -> MemorySnapshot:
             return MemorySnapshot(self.memory.store.snapshot(), words, self.memory.capacity, state)
@@ -101,7 +102,7 @@ class MemoryOfShards:
 
         schema = Schema.of(SPACE, ACTIONS, None, LANES)
         state = {"generator": get_generator_state(np.random.default_rng(5)), "sampler": {"kind": self._sampler}}
-        snapshot = ShardsSnapshot(schema_words(schema), 500, state, waited)
+        snapshot = ShardsSnapshot(schema_to_json(schema), 500, state, waited)
         return self.savers.save(lambda: snapshot, self.url, {"a": b"b"}, keep)
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.tuning import ClusterTuning
 from holdall.sampling import Hindsight, Likelihood, Sampler, check_priorities
-from holdall.schema import Schema, schema_words
+from holdall.schema import Schema
+from holdall.schema_json import schema_to_json
 from holdall.store.tuning import Tuning
 
 WRITER = b"w" * 16
@@ -40,7 +41,7 @@ class Desk:
         generator = np.random.default_rng(seed)
         self.sampler = sampler
         self.is_near = is_near
-        self.shard = ShardData(schema_words(schema), capacity, strip_sampler(sampler), generator, tuning)
+        self.shard = ShardData(schema_to_json(schema), capacity, strip_sampler(sampler), generator, tuning)
         self.builder = SegmentBuilder(schema, segment_rows, "balanced", tuning.store)
         self.maker = BatchMaker(schema, None, tuning)
 

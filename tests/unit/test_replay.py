@@ -317,8 +317,8 @@ def test_set_flags_takes_one_flag_per_id(flags: str, bad: Any) -> None:
         ({"seed": -1}, ["seed (-1)", "non-negative", "Pass None or an integer"]),
         ({"seed": "x"}, ["seed ('x')", "Pass None or an integer"]),
         ({"extras": [1]}, ["extras ([1])", "must map names to spaces", "pass a dict"]),
-        ({"observation_space": spaces.Text(3)}, ["observation_space", "Text", "holdall stores", "encode it"]),
-        ({"action_space": "left or right"}, ["action_space", "str", "holdall stores", "encode it"]),
+        ({"observation_space": spaces.Text(3)}, ["observation_space", "Text", "holdall stores", "Encode it"]),
+        ({"action_space": "left or right"}, ["action_space", "str", "holdall stores", "Encode it"]),
     ],
     ids=str,
 )

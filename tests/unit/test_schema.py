@@ -113,7 +113,7 @@ def test_spaces_without_fixed_arrays_are_refused(space: spaces.Space[Any]) -> No
     message = str(refusal.value)
     assert message.startswith(f"observation_space['a.1'] is a {type(space).__name__}")
     assert "holdall stores Box, Discrete, MultiBinary, MultiDiscrete, Dict and Tuple" in message
-    assert "so encode it as one of these" in message
+    assert "Encode it as one of these" in message
 
 
 OTHER_ORDER = [np.dtype(text).newbyteorder() for text in ("u2", "i4", "i8", "f2", "f4", "f8")]
@@ -131,7 +131,7 @@ def test_spaces_in_the_byte_order_of_other_machines_are_refused(argument: str, d
     }
     spaces_of[argument] = {"x": odd} if argument == "extras" else odd
     where = "x.z.0" if argument == "extras" else "z.0"
-    with pytest.raises(SpaceError, match=rf"^{argument}\['{where}'\] has dtype {dtype}, .*; .*np\.{dtype.name}$"):
+    with pytest.raises(SpaceError, match=rf"^{argument}\['{where}'\] has dtype {dtype}, .*np\.{dtype.name}\.$"):
         Schema.of(**spaces_of, num_envs=1)
 
 
@@ -147,13 +147,16 @@ def test_values_in_the_byte_order_of_other_machines_are_refused(dtype: np.dtype[
 
 @pytest.mark.parametrize(
     ("dtype", "remedy"),
-    [("c8", "store real and imaginary part as a last axis of two"), ("O", "use a bool, integer or floating point")],
+    [
+        ("c8", "Store the real and the imaginary part in a last axis of two"),
+        ("O", "Use a bool, integer or floating point"),
+    ],
 )
 def test_dtypes_that_cannot_be_stored_are_refused(dtype: str, remedy: str) -> None:
     """Complex numbers and objects are refused with what to do instead."""
     space = box((2,), "f4")
     space.dtype = np.dtype(dtype)  # gymnasium itself refuses it at construction, but not in a subclass
-    with pytest.raises(SpaceError, match=rf"^observation_space\['z'\] has dtype {space.dtype}, .*; {remedy}"):
+    with pytest.raises(SpaceError, match=rf"^observation_space\['z'\] has dtype {space.dtype}, .*\. {remedy}"):
         tree(spaces.Dict(z=space))
 
 
@@ -161,7 +164,7 @@ def test_a_space_without_shape_is_refused() -> None:
     """Nothing can be stored of what has no fixed shape."""
     space: Any = box((2,), "f4")
     space._shape = None
-    with pytest.raises(SpaceError, match=r"^action_space has no fixed shape and dtype; give it both"):
+    with pytest.raises(SpaceError, match=r"^action_space needs a fixed shape and dtype\. Give it both"):
         Tree.of(space, "action_space")
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from holdall.checks import require_choice
 from holdall.errors import ArgumentError
-from holdall.schema import require_choice
 from holdall.units import format_bytes, parse_bytes
 
 

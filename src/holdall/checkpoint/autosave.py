@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from holdall.background import end_before_python
+from holdall.checks import require_count, require_number
 from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.schema import require_count, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.savers import SaveHandle

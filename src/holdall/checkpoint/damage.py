@@ -20,8 +20,8 @@ from holdall._native import Block, Coded, Part, Segment, decode
 from holdall.checkpoint.load import RecordFiles, Restored
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry, require_files
 from holdall.checkpoint.reader import CheckpointReader, Losses, read_shard_manifest
+from holdall.checks import refuse_malformed
 from holdall.errors import CheckpointError, DamageError
-from holdall.schema import malformed_refused
 from holdall.store.format import BLOCK, FLAG_INVALID, find_damaged_slices, mark_invalid, read_block, read_dictionary
 from holdall.store.records import MAX_RECORD_BYTES, Record
 from holdall.store.windows import Window
@@ -53,7 +53,7 @@ def find_damage(
     checking = _Checking(RecordFiles(reader, manifest.files), manifest)
     found = []
     for ref in dict.fromkeys(manifest.refs):
-        with Losses() as lost, malformed_refused(f"The record at byte {ref.start} of {ref.file}"):
+        with Losses() as lost, refuse_malformed(f"The record at byte {ref.start} of {ref.file}"):
             checking.check(ref)
         found += [Damage(ref.file, ref.start, str(error)) for error in lost]
         progress(ref.nbytes)

@@ -26,17 +26,11 @@ from holdall.checkpoint.fetch import BackgroundFetch, bring_all, start_fetch
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Losses, open_reader, require_whole
 from holdall.checkpoint.save import SavedBlock, SavedRecords, SavedSegment
+from holdall.checks import refuse_malformed, require_count, require_flag, require_number
 from holdall.errors import CheckpointError, DamageError
 from holdall.sampling import Sampler, Uniform
-from holdall.schema import (
-    Schema,
-    dtype_of,
-    malformed_refused,
-    require_count,
-    require_flag,
-    require_number,
-    schema_of,
-)
+from holdall.schema import Schema
+from holdall.schema_json import dtype_from_json, schema_from_json
 from holdall.store.columns import Columns
 from holdall.store.format import (
     FilePlace,
@@ -153,7 +147,7 @@ class Restored:
     def __init__(self, manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None = None) -> None:
         self.url = reader.url
         self.manifest = manifest
-        self.schema = schema_of(manifest.schema)
+        self.schema = schema_from_json(manifest.schema)
         self.columns = Columns(self.schema)
         self.files = RecordFiles(reader, manifest.files)
         self.first_tick = max(manifest.first_tick, manifest.next_tick - (capacity_ticks or manifest.capacity_ticks))
@@ -175,7 +169,7 @@ class Restored:
         self._expect()
         self.state = self.files.read_state(self.manifest.state)
         words = self.state.pop("store")
-        self.reward_dtype = None if words["reward_dtype"] is None else dtype_of(words["reward_dtype"])
+        self.reward_dtype = None if words["reward_dtype"] is None else dtype_from_json(words["reward_dtype"])
         for name, ref in self.manifest.dictionaries.items():
             self.read_dictionary(name, ref)
         self._require_all_ticks()
@@ -214,7 +208,7 @@ class Restored:
 
     def read_segment(self, entry: SegmentEntry) -> Segment:
         """Read the parts of a segment, and the indexes of its blocks."""
-        with malformed_refused(f"The segment of tick {entry.first_tick}"):
+        with refuse_malformed(f"The segment of tick {entry.first_tick}"):
             blocks = [self.read_block(number) for number in entry.blocks]
             return build_segment(self._read_parts(entry, blocks), self.columns)
 
@@ -290,7 +284,7 @@ def read_checkpoint(
     manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None, kind: type[Restored] = Restored
 ) -> Restored:
     """Read the content of a checkpoint, except for the units of its blocks."""
-    with malformed_refused(f"Checkpoint {manifest.number} of {reader.url}"):
+    with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
         restored = kind(manifest, reader, capacity_ticks)
         restored.read()
         return restored
@@ -298,7 +292,7 @@ def read_checkpoint(
 
 def read_saved_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
     """Read only what was saved besides the transitions."""
-    with malformed_refused(f"Checkpoint {manifest.number} of {reader.url}"):
+    with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
         return RecordFiles(reader, manifest.files).read_state(manifest.state)
 
 
@@ -399,7 +393,7 @@ class Loading(Generic[_M]):
     def fill_memory(self, memory: _M, restored: Restored, sampler: Sampler | None) -> None:
         """Put the content of a checkpoint into a memory. Close the memory if that fails."""
         try:
-            with malformed_refused(f"Checkpoint {restored.manifest.number} of {restored.url}"):
+            with refuse_malformed(f"Checkpoint {restored.manifest.number} of {restored.url}"):
                 memory.take_over(restored, sampler)
         except BaseException:
             memory.close()
@@ -413,8 +407,8 @@ class Loading(Generic[_M]):
         return load_newest(reader, lambda manifest: self._load(manifest, reader), may_miss=True)
 
     def _load(self, manifest: Manifest, reader: CheckpointReader, *, may_be_empty: bool = True) -> _M:
-        with malformed_refused(f"Checkpoint {manifest.number} of {reader.url}"):
-            schema = schema_of(manifest.schema)
+        with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
+            schema = schema_from_json(manifest.schema)
         lanes = schema.num_envs if self.num_envs is None else self.num_envs
         if self.capacity is not None:
             require_count("capacity", self.capacity, lanes, " (num_envs: it counts transitions over all lanes)")

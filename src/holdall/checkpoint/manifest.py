@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdall.checks import read_count, read_text, refuse_malformed
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
-from holdall.schema import count_of, malformed_refused, text_of
 from holdall.store.records import dump_json, parse_json
 
 FORMAT = "holdall checkpoint"
@@ -165,7 +165,7 @@ def signed_text(raw: bytes) -> bytes:
 def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
     """Return the manifest of `raw`. Raise DamageError if it is not one, or not number `number`."""
     try:
-        with malformed_refused("The text"):
+        with refuse_malformed("The text"):
             words = parse_json(signed_text(raw))
             _require_readable(words)
             manifest = _decoded(words)
@@ -191,50 +191,50 @@ def _require_readable(words: Any) -> None:
 
 
 def _decoded(words: Any) -> Manifest:
-    files = {text_of(name, DATA_NAME): count_of(nbytes) for name, nbytes in words["files"]}
+    files = {read_text(name, DATA_NAME): read_count(nbytes) for name, nbytes in words["files"]}
     names = list(files)
 
     def unpacked(packed: Any) -> Ref:
         index, start, nbytes, digest = packed
-        ref = Ref(names[count_of(index)], count_of(start), count_of(nbytes), text_of(digest, _HEX32))
+        ref = Ref(names[read_count(index)], read_count(start), read_count(nbytes), read_text(digest, _HEX32))
         if ref.start + ref.nbytes > files[ref.file]:
             raise ValueError(f"a record of {ref.file} ends after its file")
         return ref
 
-    blocks = tuple(BlockEntry(unpacked(ref), count_of(index_bytes)) for index_bytes, *ref in words["blocks"])
+    blocks = tuple(BlockEntry(unpacked(ref), read_count(index_bytes)) for index_bytes, *ref in words["blocks"])
     segments = tuple(
         SegmentEntry(
-            count_of(first),
-            count_of(ticks),
+            read_count(first),
+            read_count(ticks),
             unpacked(ref),
-            tuple(count_of(block, len(blocks) - 1) for block in numbers),
+            tuple(read_count(block, len(blocks) - 1) for block in numbers),
         )
         for first, ticks, numbers, *ref in words["segments"]
     )
     if not all(segment.ticks for segment in segments):
         raise ValueError("a segment has no ticks")
     _require_order(segments)
-    capacity_ticks = count_of(words["capacity_ticks"], _MAX_CAPACITY_TICKS)
+    capacity_ticks = read_count(words["capacity_ticks"], _MAX_CAPACITY_TICKS)
     if capacity_ticks < 1:
         raise ValueError("the capacity is 0")
     if not isinstance(words["schema"], dict):
         raise TypeError("the schema must be an object")
     return Manifest(
-        number=count_of(words["number"]),
-        commit=text_of(words["commit"], _HEX32),
-        writer_id=text_of(words["writer"], _WRITER_ID),
+        number=read_count(words["number"]),
+        commit=read_text(words["commit"], _HEX32),
+        writer_id=read_text(words["writer"], _WRITER_ID),
         time=float(words["time"]),
-        first_tick=count_of(words["first_tick"]),
-        next_tick=count_of(words["next_tick"]),
+        first_tick=read_count(words["first_tick"]),
+        next_tick=read_count(words["next_tick"]),
         capacity_ticks=capacity_ticks,
         schema=words["schema"],
         files=files,
         state=unpacked(words["state"]),
         segments=segments,
         blocks=blocks,
-        dictionaries={text_of(name, _HEX32): unpacked(ref) for name, ref in words["dictionaries"].items()},
+        dictionaries={read_text(name, _HEX32): unpacked(ref) for name, ref in words["dictionaries"].items()},
         attached={
-            text_of(name, ATTACHMENT_NAME): tuple(unpacked(ref) for ref in refs)
+            read_text(name, ATTACHMENT_NAME): tuple(unpacked(ref) for ref in refs)
             for name, refs in words["attached"].items()
         },
         shards=tuple(_shard_of(*shard) for shard in words.get(SHARDS, [])),
@@ -242,8 +242,10 @@ def _decoded(words: Any) -> Manifest:
 
 
 def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry:
-    transitions, nbytes = (count_of(count) for count in counts)
-    return ShardEntry(text_of(folder, SHARD_FOLDER), count_of(number), text_of(commit, _HEX32), transitions, nbytes)
+    transitions, nbytes = (read_count(count) for count in counts)
+    return ShardEntry(
+        read_text(folder, SHARD_FOLDER), read_count(number), read_text(commit, _HEX32), transitions, nbytes
+    )
 
 
 def _require_order(segments: tuple[SegmentEntry, ...]) -> None:

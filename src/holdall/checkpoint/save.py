@@ -30,7 +30,8 @@ from holdall.checkpoint.reader import SEGMENTS, CheckpointReader
 from holdall.codec.choice import FieldCodec
 from holdall.codec.codec import Codec
 from holdall.errors import CheckpointError
-from holdall.schema import Leaf, Schema, dtype_name, schema_of
+from holdall.schema import Leaf, Schema
+from holdall.schema_json import dtype_to_json, schema_from_json
 from holdall.store.format import (
     code_form,
     list_blocks,
@@ -97,7 +98,7 @@ class MemorySnapshot:
         """Write the content of the memory."""
         state = _require_unsaved(self.store)
         self.store = None
-        return writer.write_store(state, schema_of(self.schema), self.state)
+        return writer.write_store(state, schema_from_json(self.schema), self.state)
 
 
 def _require_unsaved(state: StoreState | None) -> StoreState:
@@ -400,5 +401,5 @@ def _describe_store(state: StoreState) -> dict[str, Any]:
     return {
         "layouts": [list(layout) for layout in state.layouts],
         "windows": [window.to_json() for window in state.windows],
-        "reward_dtype": None if state.reward_dtype is None else dtype_name(state.reward_dtype),
+        "reward_dtype": None if state.reward_dtype is None else dtype_to_json(state.reward_dtype),
     }

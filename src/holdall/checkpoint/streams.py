@@ -34,9 +34,10 @@ from holdall.checkpoint.reader import CheckpointReader, read_shard_manifest
 from holdall.checkpoint.save import Content, SnapshotWriter
 from holdall.checkpoint.savers import Checkpoint
 from holdall.checkpoint.urls import normalized_url
+from holdall.checks import refuse_malformed
 from holdall.errors import DamageError
 from holdall.sampling import Sampler, WriterRun
-from holdall.schema import Array, Schema, malformed_refused
+from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024
@@ -346,7 +347,7 @@ def _load_shards(loading: Loading[_M], manifest: Manifest, reader: CheckpointRea
         share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(sum(held), 1))
         source = loading.load_as_saved(of_shard, each, share, is_final=False)
         sources.append(source)
-        with malformed_refused(f"The state of {each.url}"):
+        with refuse_malformed(f"The state of {each.url}"):
             runs = runs_of(read_saved_state(of_shard, each)["runs"])
         described.append((source.first_id, source.next_id, runs))
     return Streams.of_shards(described)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from holdall.checks import require_path
 from holdall.errors import ArgumentError
-from holdall.schema import require_path
 
 SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?(.*)", re.DOTALL)

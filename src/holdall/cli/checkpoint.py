@@ -28,11 +28,12 @@ from holdall.checkpoint import (
     open_reader,
     require_whole,
 )
+from holdall.checks import refuse_malformed
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.memory import ReplayMemory
 from holdall.sampling import Uniform
-from holdall.schema import malformed_refused, schema_of
+from holdall.schema_json import schema_from_json
 from holdall.tools.datasets import export_minari, import_minari, memory_from_arrays
 from holdall.tools.exports import export_npz, export_sb3
 from holdall.units import counted, format_bytes
@@ -97,8 +98,8 @@ def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> d
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    with malformed_refused("its schema"):
-        lanes = schema_of(manifest.schema).num_envs
+    with refuse_malformed("its schema"):
+        lanes = schema_from_json(manifest.schema).num_envs
     transitions = (manifest.next_tick - manifest.first_tick) * lanes
     return {
         "saved": _date(manifest.time),

@@ -7,12 +7,12 @@ import os
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from holdall.checks import require_choice, require_number
 from holdall.cluster.limiter import RateLimit
 from holdall.cluster.tuning import ClusterTuning
 from holdall.codec.choice import PREFERENCES
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
-from holdall.schema import require_choice, require_number
 
 NAMESPACE = "holdall"
 """Ray namespace in which rosters have their names."""

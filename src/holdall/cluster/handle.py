@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from holdall.batch import Batch, check_ids
+from holdall.checks import require_count
 from holdall.cluster.access import join_cluster, require_safe_cluster
 from holdall.cluster.answer import BatchMaker
 from holdall.cluster.calls import ask
@@ -28,7 +29,6 @@ from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError
 from holdall.report import MemoryReport
 from holdall.sampling import Hindsight, Sampler, check_priorities, new_generator
-from holdall.schema import require_count
 
 _ROSTER_S = 120.0
 """Seconds that `attach` waits for a roster that Ray restarts."""

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint import BlobStore, has_exclusive_create, is_remote, open_blobs
+from holdall.checks import read_count, refuse_malformed
 from holdall.cluster.segment import ReceivedSegment
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, ShardError
-from holdall.schema import count_of, malformed_refused
 from holdall.store.records import MAX_RECORD_BYTES, Buffer, Record, pack_record, reader_of, split_records
 
 FOLDER = "journal"
@@ -84,7 +84,7 @@ class JournalState:
     @classmethod
     def read(cls, head: Mapping[str, Any]) -> JournalState:
         """Return the state in the head of a slot."""
-        return cls(count_of(head["state"]["first_row"]), str(head["state"]["loading"]))
+        return cls(read_count(head["state"]["first_row"]), str(head["state"]["loading"]))
 
 
 Apply = Callable[[Sequence[Entry]], range]
@@ -183,15 +183,15 @@ class Journal:
     def _read_slot(self, number: int, nbytes: int) -> Iterator[Page]:
         content = self._blobs.read(self._name(number), 0, nbytes)
         records = split_records(content)
-        with malformed_refused(f"slot {number} of {self.url}"):
+        with refuse_malformed(f"slot {number} of {self.url}"):
             if not records or records[0].kind != _SLOT or records[0].head["number"] != number:
                 raise DamageError(f"Slot {number} of {self.url} is not a slot of a journal. It is not used.")
             head = records[0].head
             if "expected" in head:
-                self._expect({_parse_writer(name): count_of(count) for name, count in head["expected"].items()})
+                self._expect({_parse_writer(name): read_count(count) for name, count in head["expected"].items()})
                 self._full_at = number
             self.state = JournalState.read(head)
-            first_row = count_of(head["first_row"])
+            first_row = read_count(head["first_row"])
             entries = [_read_entry(record, content) for record in records[1:] if record.kind == _ENTRY]
             for record in records[1:]:
                 if record.kind == _PRIORITIES:
@@ -364,9 +364,9 @@ def _read_entry(record: Record, content: bytes) -> Entry:
     run = None
     if head["run"] is not None:
         writer, first_tick, lanes = head["run"]
-        run = Run(str(writer), count_of(first_tick), count_of(lanes))
+        run = Run(str(writer), read_count(first_tick), read_count(lanes))
     payload = record.read_bytes("segment", reader_of(content), MAX_RECORD_BYTES)
-    return Entry(_parse_writer(head["writer"]), count_of(head["sequence"]), payload, run=run)
+    return Entry(_parse_writer(head["writer"]), read_count(head["sequence"]), payload, run=run)
 
 
 def _read_priorities(record: Record, content: bytes) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from holdall.checks import require_count, require_number
 from holdall.errors import ArgumentError
-from holdall.schema import require_count, require_number
 
 Call = Literal["add", "sample"]
 

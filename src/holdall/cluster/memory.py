@@ -14,6 +14,7 @@ import ray
 from gymnasium import spaces
 
 from holdall import checkpoint, sampling
+from holdall.checks import require_count, to_whole
 from holdall.cluster.access import require_safe_cluster
 from holdall.cluster.calls import get_result
 from holdall.cluster.config import (
@@ -35,7 +36,8 @@ from holdall.cluster.writer import Writer
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.memory import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform
-from holdall.schema import Schema, require_count, schema_of, schema_words, whole
+from holdall.schema import Schema
+from holdall.schema_json import schema_from_json, schema_to_json
 
 _DEFAULT_SHARDS = 8
 """Shards for the checkpoint of a local memory."""
@@ -106,7 +108,9 @@ class ReplayMemory(MemoryHandle):
             schema = Schema.of(schema, action_space, extras, num_envs, reward_shape)
         if not isinstance(shards, StartingShards):
             require_count("shards", shards, 1)
-            capacity = require_count("capacity", whole(capacity), schema.num_envs * shards, " (num_envs times shards)")
+            capacity = require_count(
+                "capacity", to_whole(capacity), schema.num_envs * shards, " (num_envs times shards)"
+            )
             rows = capacity // schema.num_envs // shards * schema.num_envs
             shards = StartingShards(rows, sampling.new_generator(seed), dict.fromkeys(range(shards)))
         require_settings(
@@ -115,7 +119,7 @@ class ReplayMemory(MemoryHandle):
         sampler = require_sampler(sampler)
         require_safe_cluster()
         config = MemoryConfig(
-            words=schema_words(schema),
+            words=schema_to_json(schema),
             name=name or f"holdall-{secrets.token_hex(8)}",
             sampler=strip_sampler(sampler),
             shard_rows=shards.rows,
@@ -230,7 +234,7 @@ class ReplayMemory(MemoryHandle):
         shards: int | None,
     ) -> Self:
         state = checkpoint.read_saved_state(manifest, reader)
-        schema = schema_of(manifest.schema)
+        schema = schema_from_json(manifest.schema)
         count = shards or len(manifest.shards) or _DEFAULT_SHARDS
         is_same = count == len(manifest.shards)
         sampler = sampling.choose_sampler(sampler, state["sampler"], has_same_ids=is_same)

@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import FULL, UNCHECKED, Block, Coded, Part, Reader, Segment, Writer, encode
+from holdall.checks import refuse_malformed
 from holdall.codec.choice import choose_codec
 from holdall.codec.codec import Codec, Method
 from holdall.codec.sample import Sample
 from holdall.errors import DamageError
-from holdall.schema import Array, Leaf, Schema, dtype_name, dtype_of, malformed_refused
+from holdall.schema import Array, Leaf, Schema
+from holdall.schema_json import dtype_from_json, dtype_to_json
 from holdall.store.columns import Columns
 from holdall.store.format import pack_segment, unpack_segment
 from holdall.store.records import pack_record, read_record, reader_of
@@ -242,7 +244,7 @@ class SegmentBuilder:
     def _pack(self, segment: Segment) -> bytes:
         if self.reward_dtype is None:
             raise AssertionError("A segment with ticks has rewards.")
-        head = pack_record(_HEAD, {"reward_dtype": dtype_name(self.reward_dtype)}, {})
+        head = pack_record(_HEAD, {"reward_dtype": dtype_to_json(self.reward_dtype)}, {})
         return b"".join([*head, pack_segment(segment, encode=self._encode)])
 
     def _encode(self, column: int, block: Block) -> Coded:
@@ -316,7 +318,7 @@ class ReceivedSegment(NamedTuple):
 
 def pack_rows(segment: Segment, reward_dtype: np.dtype[Any]) -> bytes:
     """Return a segment of a shard as `unpack_payload` reads it."""
-    head = pack_record(_HEAD, {"reward_dtype": dtype_name(reward_dtype)}, {})
+    head = pack_record(_HEAD, {"reward_dtype": dtype_to_json(reward_dtype)}, {})
     return b"".join([*head, pack_segment(segment)])
 
 
@@ -324,8 +326,8 @@ def unpack_payload(payload: bytes, columns: Columns) -> ReceivedSegment:
     """Return the segment that `SegmentBuilder.close` packed. Raise DamageError if the bytes are not that."""
     head = read_record(reader_of(payload), 0, len(payload))
     head.require_kind(_HEAD)
-    with malformed_refused("The head of a segment"):
-        reward_dtype = dtype_of(head.head["reward_dtype"])
+    with refuse_malformed("The head of a segment"):
+        reward_dtype = dtype_from_json(head.head["reward_dtype"])
     segment = unpack_segment(memoryview(payload)[head.nbytes :], columns, reward_dtype=reward_dtype)
     if segment.first_tick + segment.ticks > _MAX_TICK:
         raise DamageError(f"A segment starts at tick {segment.first_tick}, more than a writer counts.")

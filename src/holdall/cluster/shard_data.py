@@ -27,7 +27,7 @@ from holdall.delivery.host import DrawnRows, read_goal
 from holdall.errors import DamageError
 from holdall.machine import available_bytes
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun
-from holdall.schema import schema_of
+from holdall.schema_json import schema_from_json
 from holdall.store.view import View
 
 _RAW_DIVISOR = 4
@@ -74,7 +74,7 @@ class ShardData:
         self.changes = 0
         self.likelihood = Likelihood(sampler)
         self._tuning = tuning
-        self._schema = schema_of(self.words)
+        self._schema = schema_from_json(self.words)
         self._threads = max(1, (os.cpu_count() or 1) // neighbours)
         self._max_raw_bytes = available_bytes() // _RAW_DIVISOR // neighbours
         self._packer = AnswerPacker(tuning)

@@ -28,7 +28,7 @@ from holdall.cluster.roster import find_roster
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.stream import SentSegment, ShardStreams
 from holdall.errors import ClosedError, ShardError
-from holdall.schema import schema_of
+from holdall.schema_json import schema_from_json
 from holdall.store.step import Step
 
 _END_S = 10.0
@@ -64,7 +64,7 @@ class Writer:
 
     def __init__(self, config: MemoryConfig, num_envs: int, spread: int | None = None) -> None:
         tuning = config.tuning
-        self.schema = replace(schema_of(config.words), num_envs=num_envs)
+        self.schema = replace(schema_from_json(config.words), num_envs=num_envs)
         self.waited_s = 0.0
         self._config = config
         self._lanes = num_envs

@@ -12,7 +12,7 @@ import torch.utils.dlpack
 from holdall.delivery.staging import Staging, torch_dtype
 from holdall.device.tensors import TensorStep
 from holdall.errors import ArgumentError
-from holdall.schema import Leaf, Schema, Tree, channels_remedy, dtype_remedy, is_without_lanes
+from holdall.schema import Leaf, Schema, Tree, channels_remedy, dtype_remedy, lacks_lane_axis
 from holdall.store.step import Step, check_step
 
 _CUDA_IN_DLPACK = (2, 10)
@@ -154,7 +154,7 @@ class TensorCheck:
     ) -> torch.Tensor:
         """Return `value` as a tensor of shape `leading + leaf.shape`. Raise ArgumentError."""
         is_tensor = isinstance(value, torch.Tensor) and value.device == self._device
-        tensor = value if is_tensor else self.as_tensor(value, leaf.called(argument))
+        tensor = value if is_tensor else self.as_tensor(value, leaf.describe(argument))
         dtype = self._dtypes.get(leaf.dtype)
         if dtype is None:
             dtype = self._dtypes[leaf.dtype] = torch_dtype(leaf.dtype)
@@ -163,7 +163,7 @@ class TensorCheck:
         shape = tuple(tensor.shape)
         if tensor.dtype == dtype and shape == leading + leaf.shape:
             return tensor
-        called = leaf.called(argument)
+        called = leaf.describe(argument)
         if tensor.dtype != dtype:
             remedy = dtype_remedy(
                 str(tensor.dtype).removeprefix("torch."),
@@ -173,7 +173,7 @@ class TensorCheck:
                 is_reward=argument == "reward",
             )
             raise ArgumentError(f"{called} has dtype {tensor.dtype}, expected {dtype}. holdall never casts. {remedy}")
-        if is_without_lanes(shape, leading, leaf.shape) and axes == "the lanes":
+        if lacks_lane_axis(shape, leading, leaf.shape) and axes == "the lanes":
             return tensor.reshape(leading + leaf.shape)
         remedy = channels_remedy(shape, leaf.shape, "torch") or "pass a tensor of that shape"
         raise ArgumentError(

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import ray
 
+from holdall.checks import require_count
 from holdall.cluster.calls import actor_state
 from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.messages import GoneError
 from holdall.cluster.writer import Writer
 from holdall.errors import ShardError
-from holdall.schema import Array, Leaf, Tree, require_count
+from holdall.schema import Array, Leaf, Tree
 
 _TRY_AGAIN_S = 1.0
 _PROGRESS_S = 10.0

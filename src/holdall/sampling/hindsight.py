@@ -7,13 +7,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from holdall.batch import Draw, Goals, Ids, RewardFunction
+from holdall.checks import require_choice, require_number
 from holdall.errors import ArgumentError
 from holdall.sampling.composed import ComposedSampler
 from holdall.sampling.episodes import Episodes
 from holdall.sampling.held import Held
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.uniform import Uniform
-from holdall.schema import require_choice, require_number
 
 Strategy = Literal["future", "final", "episode"]
 

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Draw, Flags
+from holdall.checks import require_count, require_number
 from holdall.sampling.composed import ComposedSampler
 from holdall.sampling.episodes import find_steps_around
 from holdall.sampling.held import Held
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.uniform import Uniform
-from holdall.schema import require_count, require_number
 
 
 class NStep(ComposedSampler):

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from holdall._native import SumTree
 from holdall.batch import Draw, Ids
+from holdall.checks import require_number
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.sampling.held import Held
 from holdall.sampling.sampler import State
-from holdall.schema import require_number
 
 _MAX_SCALED = 1e280
 """Largest scaled priority: the sum over any number of transitions stays finite."""

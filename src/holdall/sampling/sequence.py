@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Draw, Flags, Ids
+from holdall.checks import require_count, require_flag
 from holdall.errors import TransitionIdError
 from holdall.sampling.composed import ComposedSampler
 from holdall.sampling.episodes import find_steps_around, pad_steps
@@ -15,7 +16,6 @@ from holdall.sampling.held import Held
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.row_order import PLACES_PER_LANE
 from holdall.sampling.uniform import Uniform
-from holdall.schema import require_count, require_flag
 
 
 class Sequence(ComposedSampler):

@@ -30,12 +30,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper,
 
 from holdall import ReplayMemory
 from holdall.checkpoint import SaveHandle, attached_files
+from holdall.checks import require_count
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.sampling import Prioritized, get_generator_state, restore_generator
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
-from holdall.schema import require_count
 from holdall.store.states import decode_state, encode_state
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]] | Literal["pickle"]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
+from holdall.checks import require_count
 from holdall.errors import ArgumentError
-from holdall.schema import require_count
 
 _FIRST_VERSION_THAT_WARNS = (2, 9, 1)
 """From this version on, Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""

@@ -20,10 +20,11 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.batch import Batch, Draw
+from holdall.checks import require_number
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
-from holdall.schema import on_host, require_number
+from holdall.schema import on_host
 
 
 class PrioritizedSamples(NamedTuple):

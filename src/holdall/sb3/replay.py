@@ -29,13 +29,13 @@ from stable_baselines3.common.vec_env import VecNormalize
 from holdall import ReplayMemory
 from holdall._native import draw_slots
 from holdall.batch import Batch, Draw
+from holdall.checks import require_count, to_whole
 from holdall.errors import ArgumentError
 from holdall.report import MemoryReport
 from holdall.sb3.ahead import BatchesAhead
 from holdall.sb3.casts import cast, cast_flags, read_time_limits
 from holdall.sb3.n_steps import require_steps, sum_rewards, warn_of_ignored_steps
 from holdall.sb3.slot_arrays import ReadRows, SlotArray, SlotField, WriteRows
-from holdall.schema import require_count, whole
 from holdall.space_leaves import stored_space
 from holdall.store.columns import Columns
 from holdall.store.tuning import Tuning
@@ -113,7 +113,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         _tuning: Tuning | None = None,
     ) -> None:
         # The parent's constructor is not called, because it allocates the arrays that this class avoids.
-        buffer_size = require_count("buffer_size", whole(buffer_size), 0)
+        buffer_size = require_count("buffer_size", to_whole(buffer_size), 0)
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage

@@ -21,13 +21,14 @@ from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, Roll
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall._native import estimate_advantages
+from holdall.checks import require_count
 from holdall.delivery.minibatches import Field, new_minibatches
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport, MemoryReport
 from holdall.rollout_fields import new_rollout_fields
 from holdall.sb3.casts import cast
 from holdall.sb3.slot_arrays import SlotArray
-from holdall.schema import Leaf, require_count
+from holdall.schema import Leaf
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import Block, Coded, Dictionary, PackedRun, Part, Segment, checksums, encode
+from holdall.checks import read_count, refuse_malformed
 from holdall.codec.codec import Codec, Method
 from holdall.errors import DamageError
-from holdall.schema import count_of, malformed_refused
 from holdall.store.columns import Columns
 from holdall.store.records import (
     MAX_RECORD_BYTES,
@@ -122,7 +122,7 @@ def read_dictionary(record: Record, read: Read) -> tuple[str, Dictionary]:
     record.require_kind(DICTIONARY)
     content = record.read_bytes("content", read, _MAX_DICTIONARY_BYTES)
     palette = record.read_bytes("palette", read, _MAX_DICTIONARY_BYTES)
-    with malformed_refused(f"The dictionary {record.place}"):
+    with refuse_malformed(f"The dictionary {record.place}"):
         dictionary = Dictionary(content, palette)
         name = name_dictionary(dictionary)
         if name != record.head["name"]:
@@ -172,8 +172,8 @@ def read_block(
     """
     record.require_kind(BLOCK)
     units = record.find("units")
-    with malformed_refused(f"The block {record.place}"):
-        count = count_of(record.head["slices"], _MAX_NUMBER)
+    with refuse_malformed(f"The block {record.place}"):
+        count = read_count(record.head["slices"], _MAX_NUMBER)
         codec = _read_codec(record.head, dictionaries)
         unit_count = -(-count // codec.group)
         offsets = record.read_array("offsets", read, "<u4", unit_count + 1)
@@ -214,7 +214,7 @@ def _read_codec(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary])
         if field.name == "dictionary":
             continue
         kind = int if field.default is MISSING else type(field.default)
-        values[field.name] = kind(count_of(words[field.name], _MAX_NUMBER))
+        values[field.name] = kind(read_count(words[field.name], _MAX_NUMBER))
     if len(words) != len(values) or values["group"] < 1:
         raise ValueError(f"{words!r} is not a codec")
     name = head["dictionary"]
@@ -293,19 +293,19 @@ def read_parts(
     """
     record.require_kind(SEGMENT)
     head = record.head
-    with malformed_refused(f"The segment {record.place}"):
-        ticks = count_of(head["ticks"], _MAX_NUMBER)
-        lanes = count_of(head["lanes"], _MAX_NUMBER)
-        if count_of(head["blocks"]) != len(blocks):
+    with refuse_malformed(f"The segment {record.place}"):
+        ticks = read_count(head["ticks"], _MAX_NUMBER)
+        lanes = read_count(head["lanes"], _MAX_NUMBER)
+        if read_count(head["blocks"]) != len(blocks):
             raise ValueError(f"it needs {head['blocks']} blocks instead of {len(blocks)}")
         reading = _PartsReading(record, read, columns, blocks, ticks, lanes, reward_dtype)
         parts: dict[int, Part] = {}
         for words in head["parts"]:
-            column = count_of(words["column"], columns.flags)
+            column = read_count(words["column"], columns.flags)
             if column in parts:
                 raise ValueError(f"column {column} occurs twice")
             parts[column] = reading.read_part(column, words)
-        return StoredParts(count_of(head["first_tick"]), ticks, lanes, parts)
+        return StoredParts(read_count(head["first_tick"]), ticks, lanes, parts)
 
 
 class _PartsReading:
@@ -341,10 +341,10 @@ class _PartsReading:
         block = None
         if kind == "sliced":
             layout = _read_layout(words["layout"])
-            block = self._blocks[count_of(words["block"], len(self._blocks) - 1)]
+            block = self._blocks[read_count(words["block"], len(self._blocks) - 1)]
             arrays = self._read_log(column, words["log_bytes"], layout[1])
         elif kind == "packed":
-            arrays = {"run": self._read_run(count_of(words["run"])), "leaf": np.array([words["leaf"]], np.uint32)}
+            arrays = {"run": self._read_run(read_count(words["run"])), "leaf": np.array([words["leaf"]], np.uint32)}
         else:
             arrays = {"rows": self._read_rows(column, kind, row_bytes)}
         if kind in ("shared", "packed") and f"{column}.exception_rows" in self._record.arrays:
@@ -393,7 +393,7 @@ def _read_layout(words: Any) -> tuple[str, int, int, int, int]:
     name, count, outer, run_bytes, shift = words
     if name != "sliced":
         raise ValueError(f"{words!r} is not the layout of a sliced part")
-    numbers = [count_of(number, _MAX_NUMBER) for number in (count, outer, run_bytes, shift)]
+    numbers = [read_count(number, _MAX_NUMBER) for number in (count, outer, run_bytes, shift)]
     return (name, numbers[0], numbers[1], numbers[2], numbers[3])
 
 
@@ -451,7 +451,7 @@ def unpack_segment(
 
 def build_segment(stored: StoredParts, columns: Columns) -> Segment:
     """Return the segment of `stored`, which must have all columns."""
-    with malformed_refused(f"The segment of tick {stored.first_tick}"):
+    with refuse_malformed(f"The segment of tick {stored.first_tick}"):
         parts = [stored.parts[column] for column in range(columns.flags + 1)]
         return Segment(stored.first_tick, stored.ticks, stored.lanes, parts)
 

@@ -23,8 +23,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from holdall.checks import refuse_malformed
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
-from holdall.schema import malformed_refused
 
 MAGIC = b"holdall\x01"
 """Seven letters and the version of the format."""
@@ -202,7 +202,7 @@ def read_record(read: Read, start: int, file_bytes: int, source: str = "") -> Re
     raw_head = read(start + PREAMBLE_BYTES, head_length)
     if len(raw_head) != head_length or zlib.crc32(raw_head) != head_crc:
         raise DamageError(f"The head of the record {place} is damaged.")
-    with malformed_refused(f"The head of the record {place}"):
+    with refuse_malformed(f"The head of the record {place}"):
         head = parse_json(raw_head)
         kind = head["kind"]
         if not isinstance(kind, str):

@@ -18,8 +18,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from holdall._native import Block, Coded
+from holdall.checks import require_path
 from holdall.errors import ArgumentError, ClosedError
-from holdall.schema import require_path
 from holdall.store.tuning import Tuning
 
 if sys.platform != "win32":

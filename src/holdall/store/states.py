@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.checks import read_count, refuse_malformed
 from holdall.errors import CheckpointError, DamageError
-from holdall.schema import count_of, dtype_name, dtype_of, malformed_refused
+from holdall.schema_json import dtype_from_json, dtype_to_json
 from holdall.store.records import MAX_RECORD_BYTES, Buffer, Read, Record, dump_json, pack_record, parse_json
 
 STATE = "state"
@@ -47,7 +48,7 @@ def _array_words(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, wha
     if value.dtype.kind not in "biuf":
         raise CheckpointError(f"{what} has an array of dtype {value.dtype}. Only arrays of numbers can be saved.")
     arrays.append(np.asarray(value, value.dtype.newbyteorder("<")))
-    return {kind: len(arrays) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+    return {kind: len(arrays) - 1, "dtype": dtype_to_json(value.dtype), "shape": list(value.shape)}
 
 
 def _scalar_words(value: Any, what: str) -> Any:
@@ -77,7 +78,7 @@ def decode_state(value: Any, arrays: Mapping[int, bytes | NDArray[np.uint8]], de
     if "$bytes" in value:
         return bytes(arrays[value["$bytes"]])
     if "$array" in value:
-        rows = np.frombuffer(arrays[value["$array"]], dtype_of(value["dtype"]))
+        rows = np.frombuffer(arrays[value["$array"]], dtype_from_json(value["dtype"]))
         return rows.reshape([int(length) for length in value["shape"]]).copy()
     return {key: decode_state(child, arrays, depth + 1) for key, child in value.items()}
 
@@ -94,8 +95,8 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
 def read_state(record: Record, read: Read) -> dict[str, Any]:
     """Return the state of a record. Raise DamageError if the record does not have one."""
     record.require_kind(STATE)
-    with malformed_refused(f"The state {record.place}"):
-        count = count_of(record.head["count"], len(record.arrays))
+    with refuse_malformed(f"The state {record.place}"):
+        count = read_count(record.head["count"], len(record.arrays))
         arrays = {number: record.read_bytes(str(number), read, MAX_RECORD_BYTES) for number in range(count)}
         tree = decode_state(parse_json(record.read_bytes("tree", read, MAX_RECORD_BYTES)), arrays)
         if not isinstance(tree, dict):

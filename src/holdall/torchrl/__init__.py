@@ -32,8 +32,8 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.torchrl needs torchrl; run \"pip install 'holdall[torchrl]'\"") from error
 
+from holdall.checks import require_count, to_whole
 from holdall.memory import ReplayMemory
-from holdall.schema import require_count, whole
 from holdall.store.tuning import Tuning
 from holdall.torchrl.fields import Fields, Ids, StoredTensor, numpy_index
 
@@ -97,7 +97,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         spill_dir: str | os.PathLike[str] | None = None,
         _tuning: Tuning | None = None,
     ) -> None:
-        max_size = require_count("max_size", whole(max_size), 1)
+        max_size = require_count("max_size", to_whole(max_size), 1)
         require_count("ndim", ndim, 1)
         if budget not in {"auto", None} and spill_dir is None:
             raise ArgumentError(

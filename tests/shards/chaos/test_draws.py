@@ -21,7 +21,8 @@ from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.tuning import ClusterTuning
 from holdall.sampling import Held, Prioritized, Uniform
-from holdall.schema import Schema, schema_words
+from holdall.schema import Schema
+from holdall.schema_json import schema_to_json
 from holdall.store.tuning import Tuning
 
 from .chi_square import chi_square_p
@@ -37,7 +38,7 @@ class BareShard:
     def __init__(self, number: int, rows: int, prioritized: bool) -> None:
         self.sampler = Prioritized(alpha=0.7, beta=1.0) if prioritized else Uniform()
         self.generator = np.random.default_rng([7, number])
-        self.data = ShardData(schema_words(SCHEMA), 4_096, self.sampler, self.generator, ClusterTuning())
+        self.data = ShardData(schema_to_json(SCHEMA), 4_096, self.sampler, self.generator, ClusterTuning())
         self.data.start_at(number << 36)  # as after some losses
         self.fill(rows)
         if isinstance(self.sampler, Prioritized):

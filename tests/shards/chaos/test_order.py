@@ -21,7 +21,7 @@ from holdall.cluster.messages import InsertRequest
 from holdall.cluster.shard import Shard
 from holdall.cluster.stream import SegmentStream, SentSegment
 from holdall.cluster.tuning import ClusterTuning
-from holdall.schema import schema_words
+from holdall.schema_json import schema_to_json
 
 from ..processes import shard_config
 from .test_slow_disk import SCHEMA, WRITER, segment
@@ -35,7 +35,7 @@ def payloads(count: int) -> list[bytes]:
 
 
 def begun(folder: Path) -> Any:
-    return Shard(0, shard_config(schema_words(SCHEMA), 10_000, folder), 0)
+    return Shard(0, shard_config(schema_to_json(SCHEMA), 10_000, folder), 0)
 
 
 def numbers_held(shard: Any) -> list[int]:

@@ -15,7 +15,8 @@ from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.cluster.messages import Ack, InsertRequest
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard import Shard
-from holdall.schema import Schema, schema_words
+from holdall.schema import Schema
+from holdall.schema_json import schema_to_json
 from holdall.store.tuning import Tuning
 
 from ..processes import shard_config
@@ -42,7 +43,7 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
         disk.wait()
         return create(blobs, name, content)
 
-    shard: Any = Shard(0, shard_config(schema_words(SCHEMA), 1_000, tmp_path), 0)
+    shard: Any = Shard(0, shard_config(schema_to_json(SCHEMA), 1_000, tmp_path), 0)
     monkeypatch.setattr(DirectoryBlobs, "create", create_slowly)
     told: list[Ack] = []
     payload = segment(range(50))

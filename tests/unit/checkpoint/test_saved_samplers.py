@@ -12,8 +12,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence, Uniform
+from holdall.checks import refuse_malformed
 from holdall.sampling import choose_sampler
-from holdall.schema import malformed_refused
 from holdall.testing import assert_same_bits
 
 LANES = 2
@@ -94,5 +94,5 @@ def test_a_sampler_whose_settings_are_not_saved_has_to_be_passed(sampler: Any, t
 )
 def test_settings_that_make_no_sense_are_damage(wrong: dict[str, Any]) -> None:
     """Whoever wrote them; and no class but holdall's own is ever made of a name."""
-    with pytest.raises(DamageError), malformed_refused("a checkpoint"):
+    with pytest.raises(DamageError), refuse_malformed("a checkpoint"):
         choose_sampler(None, wrong, has_same_ids=True)

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from holdall.checks import require_count
 from holdall.errors import ArgumentError
-from holdall.schema import Leaf, Tree, require_count
+from holdall.schema import Leaf, Tree
 
 Version = tuple[int, int, int]
 
