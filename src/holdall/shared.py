@@ -18,21 +18,23 @@ _ALIGNMENT_BYTES = 64
 
 
 class SharedObservations:
-    """One observation per lane, in shared memory; hand it to worker processes as an argument.
+    """One observation per lane in shared memory, which is passed to worker processes as an argument.
 
     No worker may write to a lane while the memory reads it. `RolloutMemory.observe` reads all lanes once, before the
     next actions are sent to the workers.
 
     Args:
-        observation_space: Of one lane.
-        num_envs: Lanes.
-        context: The multiprocessing context that starts the workers; None for the default one.
+        observation_space: Space of one lane's observation.
+        num_envs: Number of lanes.
+        context: Multiprocessing context that starts the workers. None for the default one.
     """
 
     def __init__(self, observation_space: spaces.Space[Any], num_envs: int, context: BaseContext | None = None) -> None:
         require_count("num_envs", num_envs)
         if context is not None and not isinstance(context, BaseContext):
-            raise ArgumentError(f"context ({context!r}) is no multiprocessing context; pass get_context(...), or None")
+            raise ArgumentError(
+                f"context ({context!r}) must be a multiprocessing context; pass get_context(...), or None"
+            )
         self._tree = Tree.of(observation_space, "observation_space")
         self._lanes = num_envs
         # The block has no name, so the system frees it with the last process that has it.
@@ -42,22 +44,22 @@ class SharedObservations:
 
     @property
     def obs(self) -> Any:
-        """The observations of all lanes, as `RolloutMemory.observe` and `.add` take them; views, never copies."""
+        """The observations of all lanes, for `RolloutMemory.observe` and `add`. They are views, never copies."""
         return self._tree.build(self._rows)
 
     @property
     def num_envs(self) -> int:
-        """Lanes."""
+        """Number of lanes."""
         return self._lanes
 
     def write(self, lane: int, obs: Any) -> None:
-        """Put one lane's observation, of exactly the space's shapes and dtypes, in its place."""
+        """Write the observation of one lane, which must have the space's shapes and dtypes."""
         self._require_lane(lane)
         for rows, new in zip(self._rows, self._tree.flatten(obs, (), "obs"), strict=True):
             rows[lane] = new
 
     def lane(self, lane: int) -> Any:
-        """Return one lane's observation as views to write to, for environments that render in place."""
+        """Return writable views of the observation of one lane, for environments that render in place."""
         self._require_lane(lane)
         return self._tree.build([rows[lane : lane + 1].reshape(rows.shape[1:]) for rows in self._rows])
 
@@ -66,11 +68,13 @@ class SharedObservations:
             raise ArgumentError(f"lane ({lane}) must be from 0 to {self._lanes - 1}; pass the worker's own")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a process needs when it is started; at any other time the memory cannot be passed on."""
+        """Return the state for a new process. multiprocessing allows this only while it starts a process."""
         return {"tree": self._tree, "lanes": self._lanes, "block": self._block}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._tree, self._lanes, self._block = state["tree"], state["lanes"], state["block"]
+        self._tree = state["tree"]
+        self._lanes = state["lanes"]
+        self._block = state["block"]
         self._view()
 
     def _view(self) -> None:

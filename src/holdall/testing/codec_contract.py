@@ -36,7 +36,7 @@ class CodecContract:
     shapes: tuple[tuple[int, ...], ...] = ((), (5,), (12, 17), (3, 9, 11), (10, 12, 3))
 
     def list_codecs(self, leaf: Leaf) -> Iterable[Codec]:
-        """Yield the codecs that are tested on whole observations of `leaf`; by default holdall's own."""
+        """Yield the codecs that are tested on whole observations of `leaf`. By default these are holdall's own."""
         window = Window.whole(leaf)
         yield Codec(leaf.nbytes)
         yield Codec(leaf.nbytes, Method.ZSTANDARD, 3, dictionary=Dictionary(b"frames of a film " * 30))
@@ -61,7 +61,7 @@ class CodecContract:
             self._require_slices(coded, slices, 0, len(slices))
 
     def test_any_slices_can_be_read(self) -> None:
-        """One, none, and the last ones; also from a pickled copy."""
+        """One slice, no slice, and the last ones, also from a pickled copy."""
         for slices, coded in self._cases(_SOME_DTYPES):
             for source in (coded, pickle.loads(pickle.dumps(coded))):
                 for first, count in ((8, 1), (0, 1), (3, 4), (5, 4), (4, 0)):

@@ -1,8 +1,8 @@
-"""The oracle: a plain list of transitions that shows which batches a memory and its samplers must return.
+"""The oracle: a plain list of transitions that a memory under test is compared with.
 
-In:  the same calls as `ReplayMemory`, or ids that a sampler drew.  Out: the batches they must give, bit for bit.
-Invariant: every array is copied when it is added and when it is read; plain loops over single transitions, and nothing
-is shared with the code under test.
+The oracle takes the same calls as `ReplayMemory` and returns the batches that the memory must return, bit for bit. It
+consists of plain loops over single transitions, copies every array that is added or read, and shares no code with the
+memory under test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdall.sampling import Held
 
 
 class OracleTick(NamedTuple):
-    """One tick as it was given, copied; every array has a leading lane axis."""
+    """Copies of the arguments of one `add`. Every array has a leading lane axis."""
 
     obs: Any
     action: Any
@@ -33,18 +33,18 @@ class OracleTick(NamedTuple):
     valid: NDArray[np.bool_]
 
 
-_IN_A_BATCH = [name for name in OracleTick._fields if name != "valid"]
+_BATCH_FIELDS = [name for name in OracleTick._fields if name != "valid"]
 
 
 class OracleMemory:
-    """What `ReplayMemory` promises, as a list of the ticks that were added.
+    """A list of ticks with the methods of `ReplayMemory`.
 
-    Arguments are trusted: it is the memory under test that has to refuse bad ones. Samplers read the small fields of
+    Arguments are not checked, because the memory under test must refuse wrong ones. Samplers read the small fields of
     the oracle itself, see `holdall.sampling.SmallFields`.
 
     Args:
-        capacity: Transitions over all lanes; rounded down to whole ticks.
-        num_envs: Lanes: the leading axis of everything that is added.
+        capacity: Transitions over all lanes, rounded down to whole ticks.
+        num_envs: Number of lanes, which is the leading axis of everything that is added.
     """
 
     def __init__(self, capacity: int, num_envs: int = 1) -> None:
@@ -54,10 +54,17 @@ class OracleMemory:
         self.flags_changed = 0
 
     def add(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
-        extras: Mapping[str, Any] | None = None, valid: Any = None,
-    ) -> None:  # fmt: skip
-        """Keep copies of one tick; the oldest leaves if the list is full."""
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Append copies of one tick. If the list is full, the oldest tick is removed."""
         given = (obs, action, reward, next_obs, terminated, truncated, {} if extras is None else extras)
         real = np.ones(self.num_envs, np.bool_) if valid is None else valid
         self._ticks.append(OracleTick(*(map_leaves(np.array, value) for value in (*given, real))))
@@ -71,36 +78,38 @@ class OracleMemory:
             self.add(*positional, **by_name)
 
     def gather(self, ids: Any) -> Batch:
-        """Return the transitions `ids`, in that order; at least one tick must have been added."""
+        """Return the transitions `ids`, in that order. At least one tick must have been added."""
         wanted = np.asarray(ids, dtype=np.int64)
         places = [self.place(int(number)) for number in wanted]
         if not self._ticks:
-            raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
-        ticks, lanes = [tick for tick, _ in places] or [self._ticks[0]], [lane for _, lane in places]
-        read = {name: _lane_rows([getattr(tick, name) for tick in ticks], lanes) for name in _IN_A_BATCH}
+            raise ArgumentError("The oracle has no transitions, so it cannot return any of ids. Add a tick first.")
+        ticks = [tick for tick, _ in places] or [self._ticks[0]]
+        lanes = [lane for _, lane in places]
+        read = {name: _lane_rows([getattr(tick, name) for tick in ticks], lanes) for name in _BATCH_FIELDS}
         return Batch(**read, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Set again how transitions ended."""
+        """Overwrite `terminated` and `truncated` of transitions."""
         self.flags_changed += 1
         for number, ended, cut in zip(ids, terminated, truncated, strict=True):
             tick, lane = self.place(int(number))
-            tick.terminated[lane], tick.truncated[lane] = ended, cut
+            tick.terminated[lane] = ended
+            tick.truncated[lane] = cut
 
     def update(self, ids: Any, /, **columns: Any) -> None:
-        """Rewrite extras, row by row: of an id that comes twice, the last row stays."""
+        """Overwrite extras, row by row. If an id occurs twice, its last row counts."""
         for k, number in enumerate(ids):
             tick, lane = self.place(int(number))
             for name, rows in columns.items():
                 _put_row(tick.extras[name], rows, lane, k)
 
     def held(self) -> Held:
-        """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
+        """Return the view of this memory that samplers get. Reading an id that is not held raises TransitionIdError."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
         return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, self)
 
     def __len__(self) -> int:
-        """Count the transitions that can be sampled."""
+        """Return the number of transitions. Entries added with `valid=False` are not transitions."""
         return sum(int(tick.valid.sum()) for tick in self._ticks)
 
     @property
@@ -115,17 +124,17 @@ class OracleMemory:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """All ids that `gather` takes: held, and not of a lane that made no transition."""
+        """The ids of all transitions that are held."""
         valid = [lane for tick in self._ticks for lane in tick.valid]
         return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
 
     @property
     def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
+        """Whether every entry that is held is a transition."""
         return len(self) == self.next_id - self.first_id
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which transitions are real: a lane may have made none."""
+        """Return which of some held ids are transitions."""
         return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
 
     def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -141,7 +150,7 @@ class OracleMemory:
         return np.array(values, dtype).reshape(np.shape(ids))
 
     def _tick_and_lane(self, number: int) -> tuple[OracleTick, int]:
-        """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
+        """Return the tick and the lane of a transition id. Raise TransitionIdError if it is not held."""
         first = self.first_id
         if not first <= number < self.next_id:
             raise TransitionIdError(f"ids holds {number}, but {first} to {self.next_id - 1} are held")
@@ -149,7 +158,7 @@ class OracleMemory:
         return self._ticks[index], lane
 
     def place(self, number: int) -> tuple[OracleTick, int]:
-        """Return the tick and the lane of a transition that was made; raise TransitionIdError if there is none."""
+        """Return the tick and the lane of a transition. Raise TransitionIdError if the id is not one that is held."""
         tick, lane = self._tick_and_lane(number)
         if not tick.valid[lane]:
             raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
@@ -157,8 +166,8 @@ class OracleMemory:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `change` to every array of a nest of mappings, tuples and lists."""
-    if isinstance(value, np.ndarray):  # nearly always
+    """Apply `change` to every array in nested mappings, tuples and lists."""
+    if isinstance(value, np.ndarray):  # The most frequent case.
         return change(value)
     if isinstance(value, Mapping):
         return {key: map_leaves(change, child) for key, child in value.items()}
@@ -168,11 +177,11 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def assert_same_bits(batch: Any, expected: Any) -> None:
-    """Raise AssertionError unless both are alike in nesting, dtypes, shapes and every byte.
+    """Raise AssertionError unless two values agree in nesting, dtypes, shapes and every byte.
 
     Args:
-        batch: A `Batch`, or any nest of arrays or torch tensors.
-        expected: The same, of arrays.
+        batch: A `Batch`, or nested arrays or torch tensors.
+        expected: A `Batch`, or nested arrays.
     """
     if isinstance(expected, Batch):
         for field in fields(Batch):
@@ -219,7 +228,7 @@ def _compare_arrays(array: NDArray[Any], expected: NDArray[Any], path: str) -> N
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """See an array or a torch tensor, on any device, as an array."""
+    """Return an array, or a torch tensor of any device, as an array."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     return np.asarray(value)
@@ -230,7 +239,7 @@ def _rows_at(value: Any, index: int) -> Any:
 
 
 def _lane_rows(values: Sequence[Any], lanes: Sequence[int]) -> Any:
-    """Copy one lane's row out of each of several nests of arrays that are alike; without lanes, no row."""
+    """Return the row of `lanes[i]` in `values[i]`, for every i. All values have the same nesting."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _lane_rows([value[key] for value in values], lanes) for key in first}
@@ -241,7 +250,7 @@ def _lane_rows(values: Sequence[Any], lanes: Sequence[int]) -> Any:
 
 
 def _put_row(into: Any, rows: Any, lane: int, k: int) -> None:
-    """Write the k-th of `rows` over what a lane has."""
+    """Overwrite the row of a lane with row `k` of `rows`."""
     if isinstance(into, np.ndarray):
         into[lane] = as_array(rows)[k]
         return
@@ -250,7 +259,7 @@ def _put_row(into: Any, rows: Any, lane: int, k: int) -> None:
 
 
 def stack_rows(values: Sequence[Any]) -> Any:
-    """Put nests of arrays behind each other along a new leading axis, leaf by leaf."""
+    """Stack nested arrays along a new leading axis, leaf by leaf."""
     first = values[0]
     if isinstance(first, dict):
         return {key: stack_rows([value[key] for value in values]) for key in first}
@@ -260,9 +269,10 @@ def stack_rows(values: Sequence[Any]) -> Any:
 
 
 def n_step_batch(oracle: OracleMemory, ids: NDArray[np.int64], n: int, gamma: float) -> Batch:
-    """Return what `NStep(n, gamma)` has to give for first steps `ids`; weights are ones."""
+    """Return the batch that `NStep(n, gamma)` must return for the first steps `ids`. All weights are 1."""
     runs = [steps_from(oracle, int(number), n) for number in ids]
-    first, last = oracle.gather(ids), oracle.gather([run[-1] for run in runs])
+    first = oracle.gather(ids)
+    last = oracle.gather([run[-1] for run in runs])
     returns = [_discounted(oracle.gather(run).reward, gamma) for run in runs]
     return replace(
         first,
@@ -275,7 +285,7 @@ def n_step_batch(oracle: OracleMemory, ids: NDArray[np.int64], n: int, gamma: fl
 
 
 def steps_from(oracle: OracleMemory, first: int, count: int) -> list[int]:
-    """Return `first` and the steps after it in its episode, `count` at most."""
+    """Return at most `count` steps of an episode, starting with `first`."""
     run = [first]
     while len(run) < count and not ends(oracle, run[-1]) and is_held(oracle, run[-1] + oracle.num_envs):
         run.append(run[-1] + oracle.num_envs)
@@ -283,7 +293,7 @@ def steps_from(oracle: OracleMemory, first: int, count: int) -> list[int]:
 
 
 def is_held(oracle: OracleMemory, number: int) -> bool:
-    """Whether a transition can be gathered."""
+    """Return whether a transition is held."""
     try:
         oracle.place(number)
     except TransitionIdError:
@@ -292,7 +302,7 @@ def is_held(oracle: OracleMemory, number: int) -> bool:
 
 
 def ends(oracle: OracleMemory, number: int) -> bool:
-    """Whether a transition is the last of its episode."""
+    """Return whether a transition is the last one of its episode."""
     tick, lane = oracle.place(number)
     return bool(tick.terminated[lane] or tick.truncated[lane])
 

@@ -1,8 +1,7 @@
-"""Hypothesis strategies: spaces of every kind, and streams that behave like environments.
+"""Hypothesis strategies for spaces of every kind, and for streams that behave like environments.
 
-In:  nothing.  Out: spaces, plans and streams to drive a memory with.
-Invariant: Hypothesis draws the structure and a seed; NumPy draws the bytes from the seed, so
-that a megabyte of observations costs as little to draw as a small one.
+Hypothesis draws the structure and a seed. NumPy draws the bytes from the seed, so large observations cost Hypothesis no
+more than small ones.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdall.schema import Tree
 from holdall.space_leaves import stored_space
-from holdall.testing.streams import DTYPES as DTYPES  # noqa: PLC0414 tests take it from here, too
+from holdall.testing.streams import DTYPES as DTYPES  # noqa: PLC0414  Tests import it from here, too.
 from holdall.testing.streams import Content, LeafPlan, Mishaps, Padding, Stream
 
 _CONTENTS: tuple[Content, ...] = ("noise", "table", "constant")
@@ -26,10 +25,10 @@ _WINDOWED: tuple[tuple[tuple[int, ...], int, int], ...] = (
     ((36, 36, 4), 2, 1),  # stack on the last axis
     ((24, 20, 12), 2, 3),  # four frames of three channels
     ((3, 40, 40), 0, 1),
-    ((4, 12, 12), 0, 1),  # between a ring and the segments
+    ((4, 12, 12), 0, 1),  # a small window
     ((10, 10, 4), 2, 1),
-    ((130, 3), 0, 1),  # rows short enough to lie in the log
-    ((130, 41), 0, 1),  # rows that are numbered
+    ((130, 3), 0, 1),  # short rows
+    ((130, 41), 0, 1),  # longer rows
     ((500, 3), 0, 5),  # several rows a step
     ((64, 9, 8), 0, 1),
     ((300,), 0, 1),
@@ -39,11 +38,11 @@ _WINDOWED: tuple[tuple[tuple[int, ...], int, int], ...] = (
     ((6, 32, 32), 0, 4),  # no whole number of steps in a window
     ((7,), 0, 1),
 )
-"""Shapes that overlap from step to step: large ones, small ones and those between the two."""
+"""Large, medium and small shapes of observations that overlap from step to step."""
 
 
 def box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
-    """Make a Box of whatever the dtype can hold."""
+    """Return a Box with the bounds of the dtype."""
     return stored_space(shape, np.dtype(dtype))
 
 
@@ -82,7 +81,7 @@ any_space: st.SearchStrategy[spaces.Space[Any]] = nested(leaf_spaces)
 
 @st.composite
 def leaf_plans(draw: st.DrawFn, shape: tuple[int, ...]) -> LeafPlan:
-    """Draw how a leaf of the given shape moves; along its usual axis if it is a windowed one."""
+    """Draw the movement of a leaf of the given shape, usually along the axis of its window."""
     usual = [(axis, step) for known, axis, step in _WINDOWED if known == shape]
     sliding = [*usual * 3, *[(axis, 1) for axis, length in enumerate(shape) if length > 1]]
     movements = [(None, 1), *sliding] if sliding else [(None, 1)]

@@ -1,7 +1,7 @@
-"""Synthetic environments whose observations overlap, repeat and break as real ones do.
+"""Synthetic environments whose observations overlap, repeat and are interrupted like real ones.
 
-In:  a plan per observation leaf, and how often something goes wrong.  Out: steps, ready for `add`.
-Invariant: the plans and the seed determine the stream, so a failure can be run again.
+A `Stream` is described by a `LeafPlan` for each observation leaf, by `Mishaps`, and by a seed. Its steps are the
+arguments of `add`. The description determines all of them, so a failed test can be repeated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Padding = Literal["zero", "first", "fresh"]
 
 _TABLE_ROWS = 40
 _RARE_BITS = {2: 0x7D01, 4: 0x7FA00001, 8: 0x7FF4000000000001}
-"""Signalling NaNs with a payload, by the size of the float: what a careless cast would quieten."""
+"""Signalling NaNs with a payload, by the size of the float. A cast would make them quiet."""
 
 
 def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Generator) -> Array:
-    """Draw every bit at random; among floats, NaN payloads and negative zeros are frequent."""
-    dtype, raw = leaf.dtype, generator.bit_generator.random_raw  # the generator's own methods take longer than a row
+    """Return rows of random bits. Floats have many NaN payloads and negative zeros."""
+    dtype = leaf.dtype
+    raw = generator.bit_generator.random_raw  # The generator's other methods are much slower for one row.
     count = prod(leading) * prod(leaf.shape)
     rows = raw(-(-count * dtype.itemsize // 8)).view(np.uint8)[: count * dtype.itemsize].view(dtype)
     if dtype.kind == "b":
@@ -46,15 +47,16 @@ def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Gener
 
 @dataclass(frozen=True, slots=True)
 class LeafPlan:
-    """How one leaf of an observation moves from step to step.
+    """Movement of one leaf of an observation from step to step.
 
     Args:
-        axis: Along which it slides; None: every observation is a new one.
-        step: Elements of the axis that are new in the next observation.
-        content: New elements are random, taken from a small table in order, or always the same.
-        padding: What a window is filled with at a reset besides its newest elements.
-        repeats: Share of the steps in which nothing moves.
-        later: The plan from tick `later_from` on: a wrapper that changes its mind.
+        axis: Axis along which observations slide. None: consecutive observations have nothing in common.
+        step: Number of elements of the axis that are new in the next observation.
+        content: New elements are random ("noise"), rows of a small table in order, or always the same.
+        padding: Older elements of the first observation of an episode: zeros, copies of its newest elements, or fresh
+            ones.
+        repeats: Share of the steps in which the observation does not change.
+        later: Plan that replaces this one at tick `later_from`.
     """
 
     axis: int | None = None
@@ -68,17 +70,17 @@ class LeafPlan:
 
 @dataclass(frozen=True, slots=True)
 class Mishaps:
-    """How likely it is, per lane and step, that something other than a plain step happens."""
+    """Probabilities, per lane and step, of events that interrupt the flow of observations."""
 
-    ends: float = 0.05  # an episode ends, by termination or truncation
-    silent_resets: float = 0.0  # an episode ends and no flag says so
-    skipped_steps: float = 0.0  # the next tick starts later than this one ended
-    foreign_next: float = 0.0  # next_obs is no observation that this lane will see
+    ends: float = 0.05  # An episode ends by termination or truncation.
+    silent_resets: float = 0.0  # An episode ends without a flag.
+    skipped_steps: float = 0.0  # The environment makes a step that is not added.
+    foreign_next: float = 0.0  # `next_obs` is random. The lane never has this observation.
 
 
 @dataclass(slots=True)
 class _LeafSource:
-    """One leaf in all lanes: what can be seen now."""
+    """Current observations of all lanes, for one leaf."""
 
     leaf: Leaf
     plan: LeafPlan
@@ -95,20 +97,20 @@ class _LeafSource:
         self.reset(np.ones(self.lanes, np.bool_))
 
     def begin_tick(self) -> None:
-        """Change the plan if its time is over."""
+        """Change to the later plan when it is due."""
         if self.plan.later is not None and self._tick >= self.plan.later_from:
             self.plan = self.plan.later
             self._begin()
         self._tick += 1
 
     def advance(self, lanes: NDArray[np.bool_]) -> None:
-        """Let one step pass in the given lanes."""
+        """Make one step in the given lanes."""
         moving = lanes & (self.generator.random(self.lanes) >= self.plan.repeats)
         for lane in moving.nonzero()[0].tolist():
             self._slide(lane)
 
     def reset(self, lanes: NDArray[np.bool_]) -> None:
-        """Show the first observation of an episode in the given lanes."""
+        """Begin an episode in the given lanes."""
         for lane in lanes.nonzero()[0].tolist():
             self._day[lane] = self.generator.integers(_TABLE_ROWS)
             first = self._unseen(lane)
@@ -116,25 +118,27 @@ class _LeafSource:
             if axis is None or self.plan.padding == "fresh" or first.shape[axis] == 0:
                 self.now[lane] = first
                 continue
-            length, step = first.shape[axis], self.plan.step
+            length = first.shape[axis]
+            step = self.plan.step
             newest = np.take(first, np.arange(length - step, length), axis=axis)
             fill = np.zeros_like(first) if self.plan.padding == "zero" else _tiled(newest, axis, length)
             kept = np.take(fill, np.arange(length - step), axis=axis)
             self.now[lane] = np.concatenate([kept, newest], axis=axis)
 
     def _begin(self) -> None:
-        axis, shape = self.plan.axis, self.leaf.shape
+        axis = self.plan.axis
+        shape = self.leaf.shape
         element = self.leaf if axis is None else replace(self.leaf, shape=shape[:axis] + shape[axis + 1 :])
         rows = 1 if self.plan.content == "constant" else _TABLE_ROWS
         self._table = random_rows(element, (rows,), self.generator)
         self._day = np.zeros(self.lanes, np.int64)
 
     def fresh_rows(self) -> Array:
-        """Return observations of all lanes, drawn at random."""
+        """Return random observations of all lanes."""
         return random_rows(self.leaf, (self.lanes,), self.generator)
 
     def _unseen(self, lane: int) -> Array:
-        """Return a whole observation: a random one, or one out of the table, as of the lane's day."""
+        """Return a whole observation: a random one, or rows of the table from the lane's day on."""
         if self.plan.content == "noise":
             return random_rows(self.leaf, (), self.generator)
         if self.plan.axis is None:
@@ -143,13 +147,15 @@ class _LeafSource:
         return np.moveaxis(self._table[days % len(self._table)], 0, self.plan.axis)
 
     def _slide(self, lane: int) -> None:
-        axis, step = self.plan.axis, self.plan.step
+        axis = self.plan.axis
+        step = self.plan.step
         self._day[lane] += step
         source = self._unseen(lane)
         if axis is None:
             self.now[lane] = source
             return
-        row, before = self.now[lane], (slice(None),) * axis
+        row = self.now[lane]
+        before = (slice(None),) * axis
         kept = row.shape[axis] - step
         newest = (*before, slice(kept, None))
         row[*before, slice(kept)] = row[*before, slice(step, None)]
@@ -158,7 +164,7 @@ class _LeafSource:
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """One tick of a stream, as `add` takes it."""
+    """One tick of a stream: the arguments of `add`."""
 
     obs: Any
     action: Any
@@ -169,24 +175,30 @@ class StreamStep:
     extras: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `add`, by name; extras only where there are any."""
+        """Return the arguments of `add` by name, with extras only if the stream has them."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "extras" or self.extras}
 
 
 class Stream:
-    """Lanes of a made-up environment; `tick()` lets one step pass in all of them.
+    """Lanes of a synthetic environment. `tick()` makes one step in all of them.
 
     Args:
-        observation_space: What is observed; its leaves follow `plans`, in order.
-        plans: One plan per leaf; leaves without one are noise.
+        observation_space: Space of observations. Its leaves move by `plans`, in order.
+        plans: One plan per leaf. Leaves without a plan are noise.
     """
 
     def __init__(
-        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], num_envs: int = 1,
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        num_envs: int = 1,
         *,
-        plans: Sequence[LeafPlan] = (), mishaps: Mishaps | None = None,
-        extras: Mapping[str, spaces.Space[Any]] | None = None, reward_dtype: Any = np.float32, seed: int = 0,
-    ) -> None:  # fmt: skip
+        plans: Sequence[LeafPlan] = (),
+        mishaps: Mishaps | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None,
+        reward_dtype: Any = np.float32,
+        seed: int = 0,
+    ) -> None:
         self.observation_space = observation_space
         self.action_space = action_space
         self.num_envs = num_envs
@@ -209,11 +221,14 @@ class Stream:
         return f"Stream({shown}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._settings})"
 
     def tick(self) -> StreamStep:
-        """Let one step pass in every lane, with whatever goes wrong in it."""
-        generator, lanes, rare = self._generator, self.num_envs, self._mishaps
+        """Make one step in every lane, and return it."""
+        generator = self._generator
+        lanes = self.num_envs
         chance = generator.random((4, lanes))
-        ends, silent = chance[0] < rare.ends, chance[1] < rare.silent_resets
-        skipped, foreign = chance[2] < rare.skipped_steps, chance[3] < rare.foreign_next
+        ends = chance[0] < self._mishaps.ends
+        silent = chance[1] < self._mishaps.silent_resets
+        skipped = chance[2] < self._mishaps.skipped_steps
+        foreign = chance[3] < self._mishaps.foreign_next
         truncated = ends & (generator.random(lanes) < 0.5)
         obs = [world.now.copy() for world in self._worlds]
         everywhere = np.ones(lanes, np.bool_)
@@ -223,7 +238,7 @@ class Stream:
         next_obs = [world.now.copy() for world in self._worlds]
         for world, rows in zip(self._worlds, next_obs, strict=True):
             if foreign.any():
-                rows[foreign] = world.fresh_rows()[foreign]  # which no lane will see
+                rows[foreign] = world.fresh_rows()[foreign]
             world.reset(ends | silent)
             world.advance(skipped)
         return StreamStep(
@@ -237,7 +252,7 @@ class Stream:
         )
 
     def ticks(self, count: int) -> StreamStep:
-        """Let `count` steps pass; every array has a leading time axis, as `extend` takes it."""
+        """Make `count` steps. Every array gets a leading time axis, as `extend` expects."""
         steps = [self.tick() for _ in range(count)]
         return stack_steps(steps) if steps else _empty_step(self.tick())
 
@@ -246,7 +261,7 @@ class Stream:
 
 
 def stack_steps(steps: Sequence[StreamStep]) -> StreamStep:
-    """Put ticks behind each other along a new leading time axis."""
+    """Stack ticks along a new leading time axis."""
     return StreamStep(**{name: stack_rows([getattr(step, name) for step in steps]) for name in StreamStep.__slots__})
 
 
@@ -258,6 +273,6 @@ def _empty_step(step: StreamStep) -> StreamStep:
 
 
 def _tiled(newest: Array, axis: int, length: int) -> Array:
-    """Repeat the newest elements over a whole axis."""
+    """Repeat the newest elements along a whole axis."""
     tiled: Array = np.take(newest, np.arange(length) % newest.shape[axis], axis=axis)
     return tiled
