@@ -73,6 +73,6 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
         if unit.lower() in _BYTES_BY_UNIT:
             return int(float(number) * _BYTES_BY_UNIT[unit.lower()])
     raise ArgumentError(
-        f"{argument} ({size!r}) is not a size. Pass a whole number of bytes, or text with a unit of kB, MB, GB, TB, KiB, "
-        'MiB, GiB or TiB, as in "8GiB".'
+        f"{argument} ({size!r}) is not a size. Pass a whole number of bytes, or text with a unit of kB, MB, GB, TB, "
+        'KiB, MiB, GiB or TiB, as in "8GiB".'
     )

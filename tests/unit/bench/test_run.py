@@ -76,7 +76,7 @@ def test_settings_survive_the_file() -> None:
         ({"profiles": ["slow"]}, r"profiles \(slow\) must be among"),
         ({"buffers": ["reverb"]}, r"buffers \(reverb\) must be among sb3, holdall"),
         ({"limit": "900TiB"}, r"limit \(900TiB\) is more than"),
-        ({"limit": "much"}, r"limit \('much'\) is no size"),
+        ({"limit": "much"}, r"limit \('much'\) is not a size"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:

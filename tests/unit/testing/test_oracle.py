@@ -74,7 +74,7 @@ def test_the_oracle_refuses_ids_that_are_not_held(bad: int) -> None:
 
 def test_an_empty_oracle_knows_no_shapes() -> None:
     """It never saw a space, so it says what to do."""
-    with pytest.raises(ArgumentError, match="add a tick first"):
+    with pytest.raises(ArgumentError, match="Add a tick first"):
         OracleMemory(4).gather([])
     oracle, _ = filled(1)
     assert oracle.gather([]).obs["image"].shape == (0, 2, 3)
