@@ -243,6 +243,14 @@ def measure_camera(rig: Rig) -> dict[str, Any]:
     return found
 
 
+def measure_loader(rig: Rig) -> tuple[float, float]:
+    """Return the milliseconds of a large batch over the bus alone, and through the loader."""
+    images = frames(rig.held + 1, FRAME_BYTES, np.random.default_rng(0))
+    with camera_memory(rig, images, device=rig.device) as memory, memory.loader(rig.large, prefetch=2) as loader:
+        bus_ms = take_turns(rig, {"": bus(rig, 2 * rig.large * FRAME_BYTES)})[""]["median_ms"]
+        return bus_ms, flow(rig, loader)["mean_ms"]
+
+
 def plain_store(rig: Rig, images: NDArray[np.uint8], rows: int) -> Way:
     """Return the way of plain tensors on the device, two copies of every observation: drawn and indexed there."""
     held = rig.held
@@ -327,12 +335,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="small memories, few turns: to see that it runs")
+    parser.add_argument("--loader", action="store_true", help="only 4,096 frames through the loader, and the bus")
     parser.add_argument("--json", type=Path, help="write the result there")
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         print("skipped: torch finds no CUDA device here")
         return 0
     rig = Rig(arguments.device, arguments.quick)
+    if arguments.loader:
+        bus_ms, loader_ms = measure_loader(rig)
+        print(
+            f"{2 * rig.large} frames: the bus {bus_ms:.3f} ms, the loader {loader_ms:.3f} ms, {loader_ms / bus_ms:.2f}"
+        )
+        return 0
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if rig.on_gpu else platform.processor(),
         "torch": torch.__version__,

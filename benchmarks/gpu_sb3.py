@@ -135,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="where batches go")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--turns", type=int, default=400, help="turns of every way to train")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -160,8 +161,8 @@ def main() -> None:
     fill([ahead], held)
     free = NoCost(theirs, batch)
     ways = {"no cost": free, "holdall": mine, "holdall, prefetch": ahead, "no cost, again": NoCost(theirs, batch)}
-    rates = train(args.device, ways, batch, 1 if args.quick else 400)
-    beside = train(args.device, {"no cost": free, "sb3": theirs}, batch, 1 if args.quick else 60)
+    rates = train(args.device, ways, batch, 1 if args.quick else args.turns)
+    beside = train(args.device, {"no cost": free, "sb3": theirs}, batch, 1 if args.quick else -(-args.turns // 8))
     rates["sb3"] = rates["no cost"] * beside["sb3"] / beside["no cost"]
     print("\n| batches of | gradient steps a second | over a batch that costs nothing |\n|---|---|---|")
     for name, rate in rates.items():

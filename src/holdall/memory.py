@@ -270,7 +270,7 @@ class ReplayMemory:
                 drawn = self._draw(view, batch_size, batch_size)
             return partial(delivery.prepare, drawn, view)
 
-        loader = Loader(draw, delivery.receive, prefetch)
+        loader = Loader(draw, delivery.receive, prefetch, delivery.start)
         self._loaders.add(loader)
         return loader
 
@@ -290,7 +290,7 @@ class ReplayMemory:
                 return partial(_return, delivery.prepare(drawn, view))
             return partial(delivery.prepare, drawn, view)
 
-        loader = Loader(start, delivery.receive, prefetch)
+        loader = Loader(start, delivery.receive, prefetch, delivery.start)
         self._loaders.add(loader)
         return loader
 

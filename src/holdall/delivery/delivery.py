@@ -3,8 +3,8 @@
     HostDelivery      NumPy arrays, or torch tensors on the CPU
     DeviceDelivery    torch tensors on another device
 
-Both have two steps. `prepare` reads the rows and may run in any thread. `receive` hands the batch to the thread that
-uses it. `deliver` does both.
+A batch is made in steps. `prepare` reads the rows and may run in any thread. `start` begins to send them, and `receive`
+returns the batch, both in the thread that uses it. `deliver` does all of it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class Delivery(ABC):
     @abstractmethod
     def prepare(self, draw: Draw, rows: Rows) -> Any:
         """Read the rows of a draw. Raise TransitionIdError if one of them is not held."""
+
+    def start(self, prepared: Any) -> None:  # noqa: B027  Rows on the host are not sent.
+        """Begin to send what `prepare` returned, without waiting. Optional, idempotent, and not thread-safe."""
 
     @abstractmethod
     def receive(self, prepared: Any) -> Batch:

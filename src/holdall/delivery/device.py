@@ -4,6 +4,9 @@ The rows are read on the host, by any thread, and cross the bus through pinned m
 stream that uses the batch waits for that copy; no thread does. Observations that are stored as slices of a window are
 sent as slices, each of them once, and put together on the device: a stack of four frames and its next stack are five
 frames on the bus.
+
+A batch that fits into one piece is read by `prepare` and sent by `start`. So the thread that prepares batches calls no
+torch operation for such a batch. Larger batches, and slices of windows, are sent by `prepare` while it reads on.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from holdall.delivery.host import DrawnRows, read_goal
 from holdall.delivery.staging import (
     ALIGNMENT_BYTES,
     Layout,
+    Slot,
     Staging,
     align,
     find_layout,
@@ -59,12 +63,19 @@ class _Packed(NamedTuple):
     layout: Layout
 
 
-class _Sent(NamedTuple):
-    """A batch whose copies are under way."""
+class _Unsent(NamedTuple):
+    """Arrays in pinned memory that are still to be sent."""
+
+    keys: tuple[Key, ...]
+    slot: Slot
+    layout: Layout
+
+
+class _Prepared(NamedTuple):
+    """A batch whose rows were read."""
 
     draw: Draw
     transfer: _Transfer
-    event: Any  # Recorded after the copies. None if they are complete.
 
 
 class DeviceDelivery(Delivery):
@@ -100,24 +111,22 @@ class DeviceDelivery(Delivery):
         """Bytes of pinned memory on the host."""
         return self._staging.nbytes
 
-    def prepare(self, draw: Draw, rows: Rows) -> _Sent:
-        """Read the rows, and start to copy them.
-
-        This uses as few torch operations as possible, because each of them competes for the GIL with the thread that
-        trains. `receive` makes the tensors.
-        """
+    def prepare(self, draw: Draw, rows: Rows) -> _Prepared:
+        """Read the rows. Those of a large batch are sent while others are read."""
         if draw.goals is not None and draw.goals.rows.size:
             drawn = DrawnRows.read(self._columns, draw, rows)
             drawn.relabel(self._schema, draw.goals, read_goal(self._schema, self._columns, draw.goals, rows))
             return self._send(draw, drawn)
-        with self._use_stream():
-            transfer = _Transfer(self._staging, self._row_bytes, rows, self._stream)
-            if draw.last_ids is None:
-                self._read_plain(transfer, draw)
-            else:
-                transfer.read(draw.ids.reshape(-1), self._columns.first_step_outputs, {})
-                transfer.read(draw.last_ids.reshape(-1), self._columns.last_step_outputs, _list_others(draw))
-            return self._finish(draw, transfer)
+        transfer = _Transfer(self._staging, self._row_bytes, rows, self._stream)
+        if draw.last_ids is None:
+            self._read_plain(transfer, draw)
+        else:
+            transfer.read(draw.ids.reshape(-1), self._columns.first_step_outputs, {})
+            transfer.read(draw.last_ids.reshape(-1), self._columns.last_step_outputs, _list_others(draw))
+        if transfer.has_sent:
+            # Sent later, the rest would follow copies of the next batch.
+            transfer.start()
+        return _Prepared(draw, transfer)
 
     def _read_plain(self, transfer: _Transfer, draw: Draw) -> None:
         """Read all rows of a draw. Slices that observations share are sent once."""
@@ -134,8 +143,8 @@ class DeviceDelivery(Delivery):
         """Make the batch of rows that were read, which may come from other machines."""
         return self.receive(self._send(draw, drawn))
 
-    def _send(self, draw: Draw, drawn: DrawnRows) -> _Sent:
-        """Start to copy rows to the device."""
+    def _send(self, draw: Draw, drawn: DrawnRows) -> _Prepared:
+        """Begin to send rows to the device."""
         columns = self._columns
         arrays: dict[Key, Array] = {
             columns.reward_output: drawn.reward,
@@ -147,22 +156,21 @@ class DeviceDelivery(Delivery):
         arrays |= zip(columns.action_outputs, drawn.action, strict=True)
         arrays |= zip(columns.extra_outputs, drawn.extras, strict=True)
         arrays |= _list_others(draw)
-        with self._use_stream():
-            transfer = _Transfer(self._staging, self._row_bytes, None, self._stream)
-            transfer.send(arrays)
-            return self._finish(draw, transfer)
+        transfer = _Transfer(self._staging, self._row_bytes, None, self._stream)
+        transfer.send(arrays)
+        return _Prepared(draw, transfer)
 
-    def _finish(self, draw: Draw, transfer: _Transfer) -> _Sent:
-        """Record that all copies were started on the current stream."""
-        event = None if self._stream is None else self._stream.record_event()
-        return _Sent(draw, transfer, event)
+    def start(self, prepared: _Prepared) -> None:
+        """Begin to send what `prepare` has only read."""
+        prepared.transfer.start()
 
-    def receive(self, prepared: _Sent) -> Batch:
+    def receive(self, prepared: _Prepared) -> Batch:
         """Return the batch. The current stream waits for its copies."""
-        draw, transfer, event = prepared
-        if event is not None:
+        draw, transfer = prepared
+        transfer.start()
+        if transfer.event is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(event)
+            stream.wait_event(transfer.event)
             for block in transfer.list_blocks():
                 block.record_stream(stream)
         batch = self._make_batch(draw, transfer.split())
@@ -190,17 +198,14 @@ class DeviceDelivery(Delivery):
             tensors.get("mask"),
         )
 
-    def _use_stream(self) -> Any:
-        """Return a context in which copies run on the stream of this delivery."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(self._stream)
-
 
 class _Transfer:
-    """Reads rows of one batch into pinned memory and starts to copy them on `stream`, which is the current one.
+    """Reads rows of one batch into pinned memory and copies them to the device on `stream`. Not thread-safe.
 
-    `rows` is None if the rows were read before.
+    `rows` is None if the rows were read before. `stream` is None on devices without streams.
+
+    Attributes:
+        event: Recorded after the copies that were started. None if they are complete.
     """
 
     def __init__(self, staging: Staging, row_bytes: dict[int, int], rows: Rows | None, stream: Any) -> None:
@@ -210,6 +215,38 @@ class _Transfer:
         self._stream = stream
         self._tensors: dict[Key, torch.Tensor] = {}  # Outputs that have memory of their own.
         self._packed: list[_Packed] = []
+        self._unsent: list[_Unsent] = []
+        self.event: Any = None
+
+    def start(self) -> None:
+        """Begin to send everything that was only read. An interrupted call may be repeated."""
+        if not self._unsent:
+            return
+        with self._use_stream():
+            while self._unsent:
+                keys, slot, layout = self._unsent[0]
+                block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._staging.device)
+                block.copy_(slot.memory[: layout.nbytes], non_blocking=True)
+                self._record()
+                self._packed.append(_Packed(keys, block, layout))
+                del self._unsent[0]
+                self._staging.return_slot(slot, self.event)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether a part of the batch was sent."""
+        return bool(self._tensors or self._packed)
+
+    def _record(self) -> None:
+        """Record that copies were started."""
+        if self._stream is not None:
+            self.event = self._stream.record_event()
+
+    def _use_stream(self) -> Any:
+        """Return a context in which torch operations run on the stream of the copies."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._stream)
 
     def list_blocks(self) -> list[torch.Tensor]:
         """Return one tensor of every block of memory on the device."""
@@ -236,7 +273,9 @@ class _Transfer:
 
     def send(self, arrays: dict[Key, Array]) -> None:
         """Send arrays."""
-        block, layout = self._staging.send_block(list(arrays.values()))
+        with self._use_stream():
+            block, layout = self._staging.send_block(list(arrays.values()))
+        self._record()
         self._packed.append(_Packed(tuple(arrays), block, layout))
 
     def read_windows(self, ids: NDArray[np.int64], leaf: int, form: Leaf, outputs: tuple[int, int]) -> bool:
@@ -251,16 +290,18 @@ class _Transfer:
         rows = max(1, _MAX_PIECE_BYTES // (2 * form.nbytes))
         parts = []
         missing = []
-        for first in range(0, len(ids), rows):
-            part = self._read_window_piece(ids[first : first + rows], leaf, form)
-            if part is None:
-                return False
-            both, positions = part
-            parts.append(both)
-            missing.append(first + positions)
-        tensors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        self._fill_missing(tensors, ids, np.concatenate(missing), outputs)
-        tensors = tensors.view(torch_dtype(form.dtype)).view(2, len(ids), *form.shape)
+        with self._use_stream():
+            for first in range(0, len(ids), rows):
+                part = self._read_window_piece(ids[first : first + rows], leaf, form)
+                if part is None:
+                    return False
+                both, positions = part
+                parts.append(both)
+                missing.append(first + positions)
+            tensors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            self._fill_missing(tensors, ids, np.concatenate(missing), outputs)
+            tensors = tensors.view(torch_dtype(form.dtype)).view(2, len(ids), *form.shape)
+        self._record()
         self._tensors |= zip(outputs, tensors.unbind(0), strict=True)
         return True
 
@@ -300,6 +341,7 @@ class _Transfer:
             return
         transfer = _Transfer(self._staging, self._row_bytes, self._rows, self._stream)
         transfer.read(ids[missing], outputs, {"positions": missing})
+        transfer.start()
         found = transfer.split()
         obs = found[outputs[0]]
         next_obs = found[outputs[1]]
@@ -308,16 +350,14 @@ class _Transfer:
         both[1].index_copy_(0, positions, next_obs.reshape(len(missing), -1).view(both.dtype))
 
     def _read_together(self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: dict[Key, Array]) -> None:
-        """Read all outputs, and send them and other arrays in one copy."""
+        """Read all outputs. `start` sends them and other arrays in one copy."""
         nbytes = self._count_bytes(len(ids), outputs) + sum([align(array.nbytes) for array in others.values()])
-        with self._staging.use_slot(nbytes, self._stream) as slot:
-            arrays = [*self._rows.read(ids, outputs, slot.array), *others.values()]
-            layout = find_layout(arrays)
-            for part, array in zip(layout.parts[len(outputs) :], others.values(), strict=True):
-                slot.array[part.start : part.start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-            block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._staging.device)
-            block.copy_(slot.memory[: layout.nbytes], non_blocking=True)
-        self._packed.append(_Packed((*outputs, *others), block, layout))
+        slot = self._staging.take_slot(nbytes)
+        arrays = [*self._rows.read(ids, outputs, slot.array), *others.values()]
+        layout = find_layout(arrays)
+        for part, array in zip(layout.parts[len(outputs) :], others.values(), strict=True):
+            slot.array[part.start : part.start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+        self._unsent.append(_Unsent((*outputs, *others), slot, layout))
 
     def _read_in_pieces(self, ids: NDArray[np.int64], outputs: tuple[int, ...], piece_bytes: int) -> None:
         """Read some rows at a time. While they cross the bus, the next ones are read."""
@@ -325,15 +365,17 @@ class _Transfer:
             return
         rows = max(1, piece_bytes // sum(self._row_bytes[output] for output in outputs))
         tensors: list[torch.Tensor] = []
-        for first in range(0, len(ids), rows):
-            part = ids[first : first + rows]
-            with self._staging.use_slot(self._count_bytes(len(part), outputs), self._stream) as slot:
-                arrays = self._rows.read(part, outputs, slot.array)
-                if not tensors:
-                    tensors = [self._allocate(len(ids), array) for array in arrays]
-                pieces = split_block(slot.memory, find_layout(arrays))
-                for tensor, piece in zip(tensors, pieces, strict=True):
-                    tensor[first : first + len(part)].copy_(piece, non_blocking=True)
+        with self._use_stream():
+            for first in range(0, len(ids), rows):
+                part = ids[first : first + rows]
+                with self._staging.use_slot(self._count_bytes(len(part), outputs), self._stream) as slot:
+                    arrays = self._rows.read(part, outputs, slot.array)
+                    if not tensors:
+                        tensors = [self._allocate(len(ids), array) for array in arrays]
+                    pieces = split_block(slot.memory, find_layout(arrays))
+                    for tensor, piece in zip(tensors, pieces, strict=True):
+                        tensor[first : first + len(part)].copy_(piece, non_blocking=True)
+        self._record()
         self._tensors |= zip(outputs, tensors, strict=True)
 
     def _allocate(self, rows: int, array: Array) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 The consumer's own call draws a batch, so the batches depend on the consumer's calls alone and never on how fast a
 thread is. A thread then reads the rows in the background. A batch is drawn `prefetch` batches before it is returned.
+
+The background thread only reads. Everything else is done by the consumer, because two threads that take turns with the
+GIL make each other wait for longer than the work takes.
 """
 
 from __future__ import annotations
@@ -28,11 +31,19 @@ class Loader:
         draw: Draws a batch, and returns the function that reads its rows.
         receive: Returns the batch of what that function returned.
         prefetch: Batches that are made ahead, besides the one that is requested.
+        start: Begins to send what that function returned, see `Delivery.start`.
     """
 
-    def __init__(self, draw: Callable[[], Prepare], receive: Callable[[Any], Batch], prefetch: int) -> None:
+    def __init__(
+        self,
+        draw: Callable[[], Prepare],
+        receive: Callable[[Any], Batch],
+        prefetch: int,
+        start: Callable[[Any], None] | None = None,
+    ) -> None:
         self._draw = draw
         self._receive = receive
+        self._start = start
         self._prefetch = prefetch
         self._pending: deque[Future[Any]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdall loader") if prefetch else None
@@ -56,7 +67,16 @@ class Loader:
                 self._pending.append(self._worker.submit(self._draw()))
             # The batch is removed only when it is complete, so an interrupt while waiting loses none.
             self._pending[0].exception()
+            self._start_complete()
             return self._receive(self._pending.popleft().result())
+
+    def _start_complete(self) -> None:
+        """Begin to send all batches whose rows were read. The later ones are sent while the consumer works."""
+        if self._start is None:
+            return
+        for future in self._pending:
+            if future.done() and future.exception() is None:
+                self._start(future.result())
 
     def wait_until_read(self) -> None:
         """Wait until the rows of all batches that were drawn are read, because they are about to be rewritten."""

@@ -1,8 +1,8 @@
 """Staging: pinned host memory through which arrays reach a device.
 
-A copy from ordinary memory makes the host wait. A copy from pinned memory does not, so arrays are first copied into one
-of a few pinned slots. A slot is used again when the device has read it. Large arrays are sent in pieces: while one
-piece crosses the bus, the next one is filled.
+A copy from ordinary memory makes the host wait. A copy from pinned memory does not, so arrays are first copied into a
+pinned slot. A slot is used again when the device has read it. Large arrays are sent in pieces: while one piece crosses
+the bus, the next one is filled.
 
 Guarantee: arrays may be changed as soon as a call returns. Tensors belong to the caller.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
@@ -27,6 +28,7 @@ from holdall.schema import Array
 SLOT_BYTES = 8 * 2**20
 """Bytes of a piece. Starting a copy costs nothing beside it, and filling the next one overlaps with it."""
 _SLOTS = 3
+"""Slots that take turns, so that one is filled while the device reads another."""
 ALIGNMENT_BYTES = 64
 """Every array in a block begins at a multiple of this number, as in `Reader.gather`."""
 _MIB = 2**20
@@ -72,7 +74,7 @@ class Layout(NamedTuple):
 
 
 class Slot:
-    """Pinned memory that one thread fills.
+    """Pinned memory with one owner at a time.
 
     Attributes:
         memory: The bytes, as a tensor.
@@ -82,7 +84,6 @@ class Slot:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.array: Bytes = self.memory.numpy()
-        self.lock = threading.Lock()
         self._event: Any = None  # Recorded after the device was told to read the slot.
 
     def reserve(self, nbytes: int, *, is_pinned: bool) -> None:
@@ -95,9 +96,9 @@ class Slot:
             self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
             self.array = self.memory.numpy()
 
-    def record(self, stream: Any) -> None:
-        """Keep the slot as it is until all copies that were started on `stream` have read it."""
-        self._event = stream.record_event()
+    def keep_until(self, event: Any) -> None:
+        """Keep the slot as it is until `event`, which was recorded after all copies from it were started."""
+        self._event = event
 
 
 class Staging:
@@ -106,6 +107,8 @@ class Staging:
     Copies run on the current stream of the thread that calls. On devices without streams, the copies are complete when
     a call returns.
 
+    There are as many slots as had an owner at the same time, and three at least.
+
     Args:
         slot_bytes: Bytes of a piece at most.
     """
@@ -113,29 +116,50 @@ class Staging:
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         self.device = device
         self._slot_bytes = slot_bytes
-        self._slots = [Slot() for _ in range(_SLOTS)]
-        self._turns = itertools.count()
+        self._free = deque(Slot() for _ in range(_SLOTS))  # The first one was returned first.
+        self._slots = weakref.WeakSet(self._free)  # Also those that have an owner.
+        self._lock = threading.Lock()
         self._is_asynchronous = is_asynchronous(device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of pinned memory."""
-        return sum(slot.memory.numel() for slot in self._slots)
+        with self._lock:
+            return sum(slot.memory.numel() for slot in self._slots)
+
+    def take_slot(self, nbytes: int) -> Slot:
+        """Return a slot of at least `nbytes` bytes that belongs to the caller until `return_slot`.
+
+        A slot whose owner drops it is freed.
+        """
+        with self._lock:
+            if self._free and len(self._slots) >= _SLOTS:
+                slot = self._free.popleft()
+            else:
+                slot = Slot()
+                self._slots.add(slot)
+        slot.reserve(nbytes, is_pinned=self._is_asynchronous)
+        return slot
+
+    def return_slot(self, slot: Slot, event: Any) -> None:
+        """Take back a slot. `event` was recorded after the copies from it were started. None: they are complete."""
+        slot.keep_until(event)
+        self._free.append(slot)
 
     @contextlib.contextmanager
     def use_slot(self, nbytes: int, stream: Any = None) -> Iterator[Slot]:
-        """Return a context with pinned memory of at least `nbytes` bytes.
+        """Return a context with a slot of at least `nbytes` bytes.
 
-        The caller fills the memory and starts copies from it on `stream`, which is the current one by default.
+        The caller fills the slot and starts copies from it on `stream`, which is the current one by default.
         """
-        slot = self._slots[next(self._turns) % _SLOTS]
-        with slot.lock:
-            slot.reserve(nbytes, is_pinned=self._is_asynchronous)
-            try:
-                yield slot
-            finally:
-                if self._is_asynchronous:
-                    slot.record(stream or torch.cuda.current_stream(self.device))
+        slot = self.take_slot(nbytes)
+        try:
+            yield slot
+        finally:
+            event = None
+            if self._is_asynchronous:
+                event = (stream or torch.cuda.current_stream(self.device)).record_event()
+            self.return_slot(slot, event)
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Return copies of the arrays on the device. They share one block of memory."""

@@ -48,6 +48,10 @@ class Shelf(Protocol):
         """Id of the first transition of the next tick."""
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        """Both, `first_id` and `next_id`."""
+
+    @property
     def capacity(self) -> int:
         """Most ids that are ever held."""
 
@@ -125,7 +129,7 @@ class DeviceSampler:
         device = self._shelf.device
         if self._is_capturing:
             return torch.ones(count, device=device)
-        if not self._weights or len(self._weights[-1]) != count:
+        if not self._weights or self._weights[-1].shape[0] != count:
             self._weights = list(torch.ones((_BATCHES_OF_WEIGHTS, count), device=device).unbind(0))
         return self._weights.pop()
 
@@ -133,7 +137,7 @@ class DeviceSampler:
         """Return the first id, and the id after the last one: numbers, or tensors inside a CUDA graph."""
         if self._is_capturing:
             return self._shelf.compute_bounds()
-        return self._shelf.first_id, self._shelf.next_id
+        return self._shelf.bounds
 
     def _draw_uniformly(self, count: int, generator: torch.Generator | None) -> torch.Tensor:
         """Draw ids, every transition with the same probability."""

@@ -92,6 +92,7 @@ class DeviceStore:
     ) -> None:
         check_device(device, "store_device")
         from holdall.delivery.device import find_device, require_torch_dtype  # noqa: PLC0415  They import torch.
+        from holdall.delivery.staging import is_asynchronous  # noqa: PLC0415
         from holdall.device.arguments import TensorCheck  # noqa: PLC0415
 
         for leaf in schema.leaves:
@@ -112,6 +113,7 @@ class DeviceStore:
         self._action = Nesting(schema.action)
         self._extras = Nesting(schema.extras)
         self._lock = threading.RLock()
+        self._has_streams = is_asynchronous(self.device)
         self._stream: Any = None  # Stream of the last operation.
         self._change: Any = None  # Weak reference to the call that changes the store, see `_change_alone`.
         self._valid_count = (0, 0)  # Transitions that were counted, and the first id at that time.
@@ -152,9 +154,18 @@ class DeviceStore:
         return self.next_tick * self.lanes
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        """Both, `first_id` and `next_id`."""
+        ring = self._ring
+        if ring is None:
+            return self.first_id, self.next_id
+        return ring.first_tick * self.lanes, ring.next_tick * self.lanes
+
+    @property
     def all_valid(self) -> bool:
         """Whether every entry is a transition. False if an entry may not be one."""
-        return self._ring is None or self._ring.masked_tick < self._ring.first_tick
+        ring = self._ring
+        return ring is None or ring.masked_tick < 0 or ring.masked_tick < ring.first_tick
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
@@ -470,12 +481,13 @@ class DeviceStore:
 
     def _require_transitions(self, count: int) -> None:
         """Raise ArgumentError if there is no transition. Waits for the device only if that is possible."""
+        first_id, next_id = self.bounds
         if self.all_valid:
-            require_enough(count, self.next_id - self.first_id, 1)
+            require_enough(count, next_id - first_id, 1)
             return
-        counted, first_id = self._valid_count
-        if counted <= self.first_id - first_id:
-            self._valid_count = (len(self), self.first_id)
+        counted, counted_from = self._valid_count
+        if counted <= first_id - counted_from:
+            self._valid_count = (len(self), first_id)
             require_enough(count, self._valid_count[0], 1)
 
     # ---------------------------------------------------------------- priorities
@@ -749,7 +761,7 @@ class DeviceStore:
 
         Return whether the operations of the current stream are being captured in a CUDA graph.
         """
-        if self.device.type != "cuda":
+        if not self._has_streams:
             return False
         cuda = self._torch.cuda
         if cuda.is_current_stream_capturing():

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from holdall.delivery.words import copy_all
+from holdall.delivery.staging import torch_dtype
+from holdall.delivery.words import choose_stored_dtype, copy_all
 from holdall.device.fields import (
     PLACE_BYTES,
     Clock,
@@ -26,6 +27,8 @@ _MIN_SLACK_TICKS = 4
 _MAX_SLACK_TICKS = 64
 _SLACK_DIVISOR = 64
 """There is room for this share of the ticks in the worst case, beyond what is held."""
+_TABLE_BYTES = 4
+"""Bytes of a number in a table."""
 
 
 class TensorStep(NamedTuple):
@@ -152,6 +155,9 @@ class Tensors:
 
     Not thread-safe, and it does not know which transitions are held: `DeviceStore` does.
 
+    A table has the numbers of 4 bytes that every batch needs, so one operation reads all of them: the places of all
+    observations, and the reward if it is such a number.
+
     Attributes:
         plan: Sizes of all tensors.
         cells: Transitions that fit.
@@ -169,7 +175,11 @@ class Tensors:
         self._device = device
         leaves = schema.observation.leaves
         self.fields: list[ObservationField] = []
-        self._starts = torch.zeros((len(leaves), 2, slots * lanes), dtype=torch.int32, device=device)
+        self._is_reward_in_table = plan.reward.shape == () and plan.reward.nbytes == _TABLE_BYTES
+        table_rows = 2 * len(leaves) + int(self._is_reward_in_table)
+        self._table = torch.zeros((table_rows, slots * lanes), dtype=torch.int32, device=device)
+        self._starts = self._find_starts()
+        self.reward = self._new_reward()
         for i, leaf in enumerate(leaves):
             places = plan.places(i, lanes)
             window = plan.windows[i]
@@ -180,9 +190,8 @@ class Tensors:
             else:
                 length = plan.log_length(i)
                 self.fields.append(WindowField.allocate(leaf, window, lanes, places, slots, length, device))
-        self.action = [RowField(leaf, lanes, slots, device) for leaf in schema.action.leaves]
-        self.extras = [RowField(leaf, lanes, slots, device) for leaf in schema.extras.leaves]
-        self.reward = RowField(plan.reward, lanes, slots, device)
+        self.action = [RowField.allocate(leaf, lanes, slots, device) for leaf in schema.action.leaves]
+        self.extras = [RowField.allocate(leaf, lanes, slots, device) for leaf in schema.extras.leaves]
         self.ends = FlagField(2, lanes, slots, device)  # terminated, truncated
         self.invalid: FlagField | None = None  # None: all entries are transitions.
         # The device's own count of ticks, for draws inside a CUDA graph.
@@ -207,7 +216,8 @@ class Tensors:
         """Write the ticks from `first_tick` on, which is `next_tick`, and increase `next_tick`."""
         ticks = len(step.reward)
         slots = self.plan.slots
-        new = self._list_new(step, self.place(step, ticks, has_previous=has_previous))
+        self.place(step, ticks, has_previous=has_previous)
+        new = self._list_new(step)
         written = 0
         while written < ticks:
             slot = (first_tick + written) % slots
@@ -216,13 +226,16 @@ class Tensors:
             copy_all(stored, [rows[written:stop] for rows in new])
             written = stop
 
-    def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
-        """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
-        new = self._list_new(step, places)
-        slot = tick % self.plan.slots
-        copy_all([by_slot[slot] for by_slot in self._by_slot], new)
+    def list_copies(self, step: TensorStep, tick: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors to which rows of a tick, without an axis of time, are copied, and these rows.
 
-    def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
+        `place` writes everything else.
+        """
+        new = self._list_new(step)
+        slot = tick % self.plan.slots
+        return [by_slot[slot] for by_slot in self._by_slot], new
+
+    def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> None:
         """Find or make places for the observations of the next ticks, and increase `next_tick`.
 
         Only the device knows which tick is next, so these operations can be captured in a CUDA graph.
@@ -230,17 +243,17 @@ class Tensors:
         numbers = self._one_tick if ticks == 1 else torch.arange(-1, ticks + 1, device=self._device)
         slots = (self.next_tick + numbers) % self.plan.slots
         clock = Clock(ticks, slots[:-2], slots[1:])
-        places = []
         for field, starts, obs, next_obs in zip(self.fields, self._starts, step.obs, step.next_obs, strict=True):
-            places.append(field.place(clock, starts, obs, next_obs, has_previous=has_previous))
+            field.place(clock, starts, obs, next_obs, has_previous=has_previous)
         self.next_tick.add_(ticks)
-        return places
 
-    def _list_new(self, step: TensorStep, places: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _list_new(self, step: TensorStep) -> list[torch.Tensor]:
         """Return the new rows for all tensors of `_by_slot`."""
-        new = []
-        for i, field in enumerate(self.fields):
-            new += field.list_new(places[i], step.next_obs[i])
+        new = [
+            next_obs
+            for field, next_obs in zip(self.fields, step.next_obs, strict=True)
+            if field.next_by_slot is not None
+        ]
         new += (*step.action, *step.extras, step.reward, step.terminated, step.truncated)
         if step.valid is not None and self.invalid is None:
             self.invalid = FlagField(1, self._lanes, self.plan.slots, self._device)
@@ -251,27 +264,46 @@ class Tensors:
 
     def _list_by_slot(self) -> list[torch.Tensor]:
         """Return all tensors to which rows are copied by slot, (slots, lanes, ...) each."""
-        by_slot = []
-        for i, field in enumerate(self.fields):
-            by_slot += field.list_by_slot(self._starts[i])
+        by_slot = [field.next_by_slot for field in self.fields if field.next_by_slot is not None]
         by_slot += [field.by_slot for field in (*self.action, *self.extras, self.reward)]
         by_slot += self.ends.by_slot
         if self.invalid is not None:
             by_slot += self.invalid.by_slot
         return by_slot
 
+    def _find_starts(self) -> torch.Tensor:
+        """Return the part of the table that has the places of observations, (leaves, 2, cells)."""
+        leaves = len(self._schema.observation.leaves)
+        return self._table[: 2 * leaves].view(leaves, 2, self.cells)
+
+    def _new_reward(self) -> RowField:
+        """Return the field of rewards, which may be a part of the table."""
+        leaf = self.plan.reward
+        slots = self.plan.slots
+        if not self._is_reward_in_table:
+            return RowField.allocate(leaf, self._lanes, slots, self._device)
+        stored = choose_stored_dtype(torch_dtype(leaf.dtype), leaf.nbytes)
+        return RowField(leaf, self._lanes, slots, self._table[-1].view(stored))
+
     # ---------------------------------------------------------------- reading
 
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> TensorRows:
         """Return rows. Next observations and flags are those of `last_ids`, if given."""
         cells = ids % self.cells
-        last_cells = cells if last_ids is None else last_ids % self.cells
-        obs, next_obs = self.read_observations(cells, last_cells, range(len(self.fields)))
-        terminated, truncated = self.read_flags(last_cells)
+        if last_ids is None:
+            last_cells = cells
+            numbers = self._table.index_select(1, cells)
+            obs, next_obs = self._read_pairs(numbers, range(len(self.fields)))
+            reward = self.reward.convert(numbers[-1]) if self._is_reward_in_table else self.reward.read(cells)
+        else:
+            last_cells = last_ids % self.cells
+            obs, next_obs = self.read_observations(cells, last_cells, range(len(self.fields)))
+            reward = self.reward.read(cells)
+        terminated, truncated = self.ends.read(last_cells).unbind(0)
         return TensorRows(
             obs,
             [field.read(cells) for field in self.action],
-            self.reward.read(cells),
+            reward,
             next_obs,
             terminated,
             truncated,
@@ -283,15 +315,21 @@ class Tensors:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return observations in `cells`, and next observations in `last_cells`, of some leaves."""
         if cells is last_cells:
-            both = self._starts.index_select(2, cells)  # (leaves, 2, rows)
-        else:
-            parts = (self._starts[:, 0].index_select(1, cells), self._starts[:, 1].index_select(1, last_cells))
-            both = torch.stack(parts, dim=1)
-        starts = both.flatten(1).unbind(0)
+            return self._read_pairs(self._table.index_select(1, cells), leaves)
+        parts = (self._starts[:, 0].index_select(1, cells), self._starts[:, 1].index_select(1, last_cells))
+        return self._read_pairs(torch.stack(parts, dim=1).flatten(0, 1), leaves)
+
+    def _read_pairs(
+        self, numbers: torch.Tensor, leaves: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return observations and next observations of some leaves. `numbers` are columns of the table."""
+        rows = numbers.shape[1]
         obs = []
         next_obs = []
         for i in leaves:
-            before, after = self.fields[i].read(starts[i]).unbind(0)
+            # One operation in place of two: a slice, and a view of both of its rows as one.
+            starts = numbers.as_strided((2 * rows,), (1,), 2 * i * rows)
+            before, after = self.fields[i].read(starts).unbind(0)
             obs.append(before)
             next_obs.append(after)
         return obs, next_obs
@@ -342,7 +380,9 @@ class Tensors:
         """Return tensors with more room for the leaves that have little. All other tensors are shared."""
         grown = copy.copy(self)
         grown.fields = list(self.fields)
-        grown._starts = self._starts.clone()
+        grown._table = self._table.clone()
+        grown._starts = grown._find_starts()
+        grown.reward = grown._new_reward()
         ticks = 2 * self.plan.slack_ticks
         for i, (slices, entries) in enumerate(used.tolist()):
             field = grown.fields[i]

@@ -108,6 +108,45 @@ def test_batches_stay_as_they_were(device: str) -> None:
         assert all(torch.equal(batch.obs["image"], copy) for batch, copy in zip(batches, copies, strict=True))
 
 
+def test_batches_that_wait_to_be_sent_keep_their_rows(device: str) -> None:
+    """Any number of them, whatever is delivered before they are sent, and however often sending begins."""
+    with feed() as memory:
+        delivery = DeviceDelivery(memory.schema, device)
+        expected = HostDelivery(memory.schema)
+        view = memory.store.view()
+        draws = [memory.draw(16) for _ in range(9)]
+        prepared = [delivery.prepare(draw, view) for draw in draws]
+        others = [memory.draw(32) for _ in range(9)]
+        for other in others:
+            assert_same_bits(delivery.deliver(other, view), expected.deliver(other, view))
+        for _ in range(2):
+            for batch in prepared[::2]:
+                delivery.start(batch)
+        for draw, batch in zip(draws, prepared, strict=True):
+            assert_same_bits(delivery.receive(batch), expected.deliver(draw, view))
+
+
+def test_pinned_memory_is_used_again(device: str) -> None:
+    """As many slots as batches waited at the same time, three at least."""
+    with feed() as memory:
+        delivery = DeviceDelivery(memory.schema, device)
+        view = memory.store.view()
+        for _ in range(3):
+            delivery.deliver(memory.draw(16), view)
+        before = delivery.pinned_bytes
+        for _ in range(10):
+            delivery.deliver(memory.draw(16), view)
+            assert delivery.pinned_bytes == before
+        for _ in range(3):
+            prepared = [delivery.prepare(memory.draw(16), view) for _ in range(9)]
+            for batch in prepared:
+                delivery.receive(batch)
+            assert delivery.pinned_bytes == 3 * before
+        dropped = [delivery.prepare(memory.draw(16), view) for _ in range(9)]
+        del prepared, batch, dropped
+        assert delivery.pinned_bytes == 0
+
+
 def test_a_row_that_was_evicted_is_refused(device: str) -> None:
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)

@@ -19,6 +19,7 @@ from holdall import (
     Prioritized,
     ReplayMemory,
 )
+from holdall.delivery import Loader
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -206,3 +207,25 @@ class Newest:
 
     def restore(self, _state: Any) -> None:
         pass
+
+
+def test_batches_that_were_read_are_sent_before_they_are_requested() -> None:
+    """All by the thread that requests batches, which the background thread must not keep waiting."""
+    numbers = iter(range(100))
+    started: set[int] = set()
+    threads = set()
+
+    def draw() -> Any:
+        number = next(numbers)
+        return lambda: number
+
+    def start(prepared: int) -> None:
+        started.add(prepared)
+        threads.add(threading.current_thread())
+
+    with Loader(draw, lambda prepared: prepared, 2, start) as loader:
+        for requested in range(8):
+            assert next(loader) == requested
+            assert set(range(requested + 2 if requested else 1)) <= started
+            loader.wait_until_read()
+    assert threads == {threading.current_thread()}
