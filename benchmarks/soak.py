@@ -33,6 +33,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ClosedError, ReplayMemory, RolloutMemory, TransitionIdError
+from holdall.store.tuning import Tuning
 
 LANES = 4
 FINAL = 1 << 40
@@ -158,14 +159,19 @@ class Tier:
     spills: bool = False
 
 
+SMALL_BLOCKS = Tuning(block_bytes=2**18)
+"""Blocks that fill within a second, so that they are compressed and moved to disk while the soak reads them."""
+
 TIERS = {
     "vectors": Tier(FLAT, 200_000, 0.78, 16_384, 16_000),
     "vectors, tensors": Tier(FLAT, 50_000, 0.15, 8_192, 4_000, {"device": "cpu"}),
     "raw stacks": Tier(STACK, 20_000, 0.01, 2_048, 600, {"budget": "1GiB"}),
-    "compressed": Tier(STACK, 30_000, 0.01, 2_048, 600, {"budget": None}),
-    "compressed, tensors": Tier(MIXED, 30_000, 0.005, 1_024, 600, {"budget": None, "device": "cpu"}),
-    "spilled": Tier(STACK, 60_000, 0.01, 1_024, 600, {"budget": None}, spills=True),
-    "windows": Tier(WINDOW, 30_000, 0.005, 1_024, 600, {"budget": None}),
+    "compressed": Tier(STACK, 30_000, 0.01, 2_048, 600, {"budget": None, "_tuning": SMALL_BLOCKS}),
+    "compressed, tensors": Tier(
+        MIXED, 30_000, 0.005, 1_024, 600, {"budget": None, "device": "cpu", "_tuning": SMALL_BLOCKS}
+    ),
+    "spilled": Tier(STACK, 60_000, 0.01, 1_024, 600, {"budget": None, "_tuning": SMALL_BLOCKS}, spills=True),
+    "windows": Tier(WINDOW, 30_000, 0.005, 1_024, 600, {"budget": None, "_tuning": SMALL_BLOCKS}),
     "vectors and stacks": Tier(MIXED, 20_000, 0.01, 2_048, 600),
 }
 ROLLOUT_SHARE = 0.02
@@ -224,6 +230,8 @@ class Round:
             fill = self.tier.capacity // LANES * float(np.random.default_rng(self.seed).choice([0.05, 0.4, 1.1]))
             while self.memory.next_id < fill * LANES:
                 self.extend(500)
+            if self.tier.spills:
+                self.memory.store.wait_idle()
             works = [(self.read, 0.0), (self.read, 0.005), (self.flag, 0.01), (self.save, 0.3)]
             threads = [
                 threading.Thread(target=self._repeat, args=(work, pause_s, number), daemon=True)

@@ -1,11 +1,12 @@
-"""What a transition consists of, leaf by leaf; and the checks of all that users pass and files say.
+"""The leaves of a transition, and the checks of everything that users pass and that files contain.
 
-In:  spaces, once; nested values with a leading lane axis, at every step; numbers and words; JSON that was read.
-Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype; checked values. What does not hold is
-an error that names the argument, its value and what holds; of a file, a `DamageError`.
-Invariant: no value is changed, clipped or broadcast; one that does not fit is refused before anything is written.
-Integers that another integer dtype holds exactly are stored in that one. With one lane, the lane axis may be left out:
-the space's shape says of every field whether it is there.
+A `Schema` is made of the spaces of a memory. It checks nested values and returns one array per leaf, in a fixed order,
+with exactly the shape and dtype of the leaf. A value that does not fit raises ArgumentError, which names the argument,
+its value, the rule and the remedy. Invalid content of a file raises DamageError.
+
+Guarantee: no value is changed, clipped or broadcast. Integers of another dtype are converted if the leaf's integer
+dtype holds them exactly. With one lane, the lane axis may be left out, because the shape of the space shows whether it
+is present.
 """
 
 from __future__ import annotations
@@ -24,43 +25,48 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError, SpaceError
-from holdall.space_leaves import STORABLE_KINDS, LeafForm, Structure, joined, taken_apart
+from holdall.space_leaves import STORABLE_KINDS, LeafForm, Structure, flatten_space, joined
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
-_MOST_DEPTH, _MOST_LEAF_BYTES, _MOST_COUNT = 32, 2**30, 2**62
+_MAX_DEPTH = 32
+_MAX_LEAF_BYTES = 2**30
+_MAX_COUNT = 2**62
 _DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
-_MOST_SHOWN = 8
-"""Numbers of an argument that an error shows."""
+_MAX_SHOWN = 8
+"""Largest number of rewards that an error message quotes."""
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Name a dtype as it is written down, in little-endian order."""
+    """Return the name of a dtype in files, where it is little-endian."""
     return str(dtype.newbyteorder("<").str)
 
 
 def dtype_of(text: Any) -> np.dtype[Any]:
-    """Return the dtype of a name, if it is one of numbers in little-endian order."""
+    """Return the dtype that `dtype_name` named. Raise DamageError for other names."""
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
-        raise DamageError(f"a checkpoint names the dtype {text!r}, which holdall does not store")
+        raise DamageError(f"Corrupt checkpoint: {text!r} is not a dtype that holdall stores.")
     return np.dtype(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a space: what a single lane contributes at a single step."""
+    """One array of a space, without the lane axis."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    nbytes: int = field(init=False, repr=False, compare=False)  # of one value
+    nbytes: int = field(init=False, repr=False, compare=False)  # Bytes of one lane's value.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
     def fit(self, value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> Array:
-        """Return `value` as an array of shape `leading + shape`, or say why it is none."""
+        """Return `value` as an array of shape `leading + shape`. Raise ArgumentError if it does not fit.
+
+        `axes` describes the leading axes in the error.
+        """
         array = value if type(value) is np.ndarray else as_array(value, self.called(argument))
         if array.dtype != self.dtype:
             whole = as_integers(array, self.dtype)
@@ -88,21 +94,21 @@ class Leaf:
         return array
 
     def called(self, argument: str) -> str:
-        """Name the leaf in an error about an argument."""
+        """Return the name of the leaf in an error about `argument`."""
         return f"{argument}[{self.name!r}]" if self.name else argument
 
 
 Fit = Callable[[Leaf, Any, tuple[int, ...], str], Any]
-"""Returns a value as an array of a leaf, of given leading axes; the last argument is what the caller calls it."""
+"""Function like `Leaf.fit`. Its arguments are a leaf, a value, the leading axes, and the name of the argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A space taken apart into leaves, and the way back."""
+    """The leaves of a space, and how they are nested."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
-    keys: tuple[str, ...] | None = field(init=False)  # of the leaves, if the space is a Dict of nothing but leaves
+    keys: tuple[str, ...] | None = field(init=False)  # Keys in leaf order if the space is a Dict that nests nothing.
 
     def __post_init__(self) -> None:
         structure = self.structure
@@ -111,13 +117,13 @@ class Tree:
 
     @classmethod
     def of(cls, space: spaces.Space[Any] | None, argument: str) -> Tree:
-        """Take `space` apart; refuse what cannot be stored bit for bit."""
+        """Return the tree of `space`. Raise SpaceError if the space cannot be stored bit for bit."""
         leaves: list[LeafForm] = []
-        structure = taken_apart(space, "", argument, leaves)
+        structure = flatten_space(space, "", argument, leaves)
         return cls(tuple(Leaf(*form) for form in leaves), structure)
 
     def flatten(self, value: Any, leading: tuple[int, ...], argument: str, fit: Fit = Leaf.fit) -> list[Any]:
-        """Return one checked array per leaf, in leaf order; `fit` checks one."""
+        """Return one checked array per leaf, in leaf order. `fit` checks each of them."""
         if type(self.structure) is int:
             return [fit(self.leaves[0], value, leading, argument)]
         if self.keys is not None and type(value) is dict and value.keys() == set(self.keys):
@@ -130,28 +136,34 @@ class Tree:
         return arrays
 
     def flatten_some(self, values: Mapping[str, Any], leading: tuple[int, ...], fit: Fit) -> dict[int, Any]:
-        """Return checked arrays of some keys of a Dict, by leaf; every key is an argument of its own."""
+        """Return checked arrays of some keys of a Dict, by leaf number. Errors name the key as the argument."""
         found: dict[int, Any] = {}
         structure = self.structure if isinstance(self.structure, dict) else {}
         for key, value in values.items():
             if key not in structure:
                 raise ArgumentError(
-                    f"{key} is no extra of this memory, which has {sorted(structure)}; pass one of these, or declare "
-                    f"it when the memory is made: extras={{{key!r}: Box(...)}}"
+                    f"{key} is not an extra of this memory, which has {sorted(structure)}; pass one of these, or "
+                    f"declare it when the memory is made: extras={{{key!r}: Box(...)}}"
                 )
-            called, arrays = partial(_fit_part, fit, leading, key), list[Any]()
-            self._collect(structure[key], value, called, key, "", arrays)
+            arrays: list[Any] = []
+            self._collect(structure[key], value, partial(_fit_part, fit, leading, key), key, "", arrays)
             found.update(zip(_leaf_numbers(structure[key]), arrays, strict=True))
         return found
 
     def build(self, arrays: Sequence[Any]) -> Any:
-        """Put one array per leaf back into the space's own nesting."""
+        """Return one array per leaf in the nesting of the space."""
         return _assemble(self.structure, arrays)
 
     def _collect(
-        self, structure: Structure, value: Any, fit: Callable[[Leaf, Any], Any], argument: str, path: str,
+        self,
+        structure: Structure,
+        value: Any,
+        fit: Callable[[Leaf, Any], Any],
+        argument: str,
+        path: str,
         arrays: list[Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Append the checked arrays of a nested value to `arrays`, in leaf order."""
         if isinstance(structure, int):
             arrays.append(fit(self.leaves[structure], value))
             return
@@ -182,7 +194,7 @@ class Tree:
 
 
 def _fit_part(fit: Fit, leading: tuple[int, ...], key: str, leaf: Leaf, value: Any) -> Any:
-    """Check a leaf under a key of a Dict, by the name that it has there."""
+    """Check a leaf of the Dict's child `key`. Errors name the leaf as it is named within that child."""
     return fit(replace(leaf, name=leaf.name[len(key) + 1 :]), value, leading, key)
 
 
@@ -195,7 +207,7 @@ def _leaf_numbers(structure: Structure) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Everything a transition consists of, leaf by leaf."""
+    """The leaves of a transition, the number of lanes, and the shape of rewards."""
 
     observation: Tree
     action: Tree
@@ -212,7 +224,7 @@ class Schema:
         num_envs: int,
         reward_shape: Any = (),
     ) -> Schema:
-        """Read the spaces of a memory's constructor."""
+        """Return the schema of the arguments of a memory. Raise SpaceError or ArgumentError if one does not fit."""
         named: Any = {} if extras is None else extras
         if not isinstance(named, Mapping) or not all(isinstance(space, spaces.Space) for space in named.values()):
             raise SpaceError(f"extras ({extras!r}) must map names to spaces; pass a dict of gymnasium spaces")
@@ -225,7 +237,7 @@ class Schema:
         )
 
     def reward_leaf(self, dtype: np.dtype[Any], name: str = "") -> Leaf:
-        """Describe rewards; the first add sets their dtype."""
+        """Return the leaf of rewards of `dtype`, which the first `add` sets."""
         return Leaf(name, self.reward_shape, dtype)
 
     @property
@@ -235,7 +247,7 @@ class Schema:
 
 
 def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> NDArray[np.bool_]:
-    """Return `value` as booleans of shape `leading`, or say why it is none."""
+    """Return `value` as booleans of shape `leading`. Raise ArgumentError if it does not fit."""
     array = value if type(value) is np.ndarray else as_array(value, argument)
     if array.dtype != np.bool_:
         raise ArgumentError(f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)")
@@ -250,7 +262,10 @@ def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "
 
 
 def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None, shape: tuple[int, ...] = ()) -> Array:
-    """Return `value` as rewards of shape `leading + shape`; the first add sets their dtype, a Python number float64."""
+    """Return `value` as rewards of shape `leading + shape`. Raise ArgumentError if it does not fit.
+
+    `dtype` is None before the first reward, which sets it. A Python number sets float64.
+    """
     if type(value) in {int, float} and dtype is None:
         dtype = np.dtype(np.float64)
     array = value if type(value) is np.ndarray else as_array(value, "reward")
@@ -277,19 +292,20 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     if array.shape != leading + shape:
         if is_without_lanes(array.shape, leading, shape):
             return array.reshape(leading + shape)
-        lanes, several = _axes(leading), f" then reward_shape={shape}" if shape else ""
-        hint = "; for several rewards a step, make the memory with reward_shape=(n,)"
-        remedy = "" if shape or not array.ndim else hint
-        shown = f" instead of {array.tolist()}" if array.size <= _MOST_SHOWN else ""
+        several = f" then reward_shape={shape}" if shape else ""
+        shown = f" instead of {array.tolist()}" if array.size <= _MAX_SHOWN else ""
+        remedy = "; for several rewards a step, make the memory with reward_shape=(n,)"
+        if shape or not array.ndim:
+            remedy = ""
         raise ArgumentError(
-            f"reward has shape {array.shape}, expected {leading + shape}: {lanes}{several}; pass an array of that shape"
-            f"{shown}{remedy}"
+            f"reward has shape {array.shape}, expected {leading + shape}: {_axes(leading)}{several}; pass an array of "
+            f"that shape{shown}{remedy}"
         )
     return array
 
 
 def as_integers(array: Array, dtype: np.dtype[Any], *, into_floats: bool = False) -> Array | None:
-    """Return integers as another dtype that holds every one of them exactly; None if it does not, or they are none."""
+    """Return integers in another dtype. None if `array` has none, or `dtype` does not hold all of them exactly."""
     if array.dtype.kind not in "iu" or not array.dtype.isnative or dtype.kind not in ("iuf" if into_floats else "iu"):
         return None
     most = 2 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else int(np.iinfo(dtype).max)
@@ -300,9 +316,9 @@ def as_integers(array: Array, dtype: np.dtype[Any], *, into_floats: bool = False
 
 
 def is_without_lanes(shape: tuple[int, ...], leading: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether an array lacks nothing but the axis of a single lane, the last one of `leading`.
+    """Return whether an array of `shape` lacks only the axis of a single lane, the last one of `leading`.
 
-    It is never in doubt: with the axis, the array of a field of shape `own` has one dimension more.
+    This is unambiguous, because an array with that axis has one dimension more.
     """
     return leading[-1:] == (1,) and shape == leading[:-1] + own
 
@@ -358,33 +374,31 @@ def _overflows(array: Array, dtype: np.dtype[Any], kinds: str) -> bool:
 
 
 def _required_shape(shape: Any) -> tuple[int, ...]:
-    """Return `reward_shape` as a tuple, or say why it is none."""
+    """Return `reward_shape` as a tuple. Raise ArgumentError if it is not a shape."""
     given = shape if isinstance(shape, tuple | list) else None
     if given is None or not all(type(n) is not bool and isinstance(n, Integral) and int(n) > 0 for n in given):
         raise ArgumentError(
-            f"reward_shape ({shape!r}) must be a tuple of whole numbers of at least 1; pass (n,) for n rewards a step, "
-            "or () for one"
+            f"reward_shape ({shape!r}) must be a tuple of whole numbers of at least 1; pass (n,) for n rewards per "
+            "step, or () for one"
         )
     return tuple(map(int, given))
 
 
 def on_host(value: Any) -> Any:
-    """Return a tensor where NumPy can read it, and anything else as it is."""
+    """Return a tensor on the CPU, without its graph, so that NumPy can read it. Return other values as they are."""
     return value.detach().cpu() if hasattr(value, "detach") else value
 
 
 def as_array(value: Any, called: str) -> Array:
-    """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
+    """Return a list, a scalar or a foreign array as an array of its own dtype. Raise ArgumentError if that fails."""
     if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError(
-            f"{called} is a masked array, whose mask would be lost; pass value.filled(...), without one"
-        )
+        raise ArgumentError(f"{called} is a masked array, whose mask would be lost; pass value.filled(...)")
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             f"{called} is a {type(value).__name__} that NumPy cannot read as one array ({error}); "
-            "pass an array, on the CPU"
+            "pass an array on the CPU"
         ) from error
     if array.dtype == np.object_:
         raise ArgumentError(
@@ -407,47 +421,47 @@ def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     return tuple(_assemble(child, arrays) for child in structure)
 
 
-# ---------------------------------------------------------------- numbers and words that users pass
+# ---------------------------------------------------------------- numbers and text that users pass
 
 
 def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> int:
-    """Return `value` as a whole number of at least `least`, or say why it is not one."""
+    """Return `value` as an int. Raise ArgumentError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
     return int(value)
 
 
 def whole(value: Any) -> Any:
-    """Return a float that is a whole number, such as 1e6, as that number; all else as it is."""
+    """Return a float without a fraction, such as 1e6, as an int. Return other values as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def require_flag(argument: str, value: Any) -> bool:
-    """Return `value` if it is True or False, or say that it is not."""
-    if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # Python's, and NumPy's without loading it
+    """Return `value` as a bool. Raise ArgumentError unless it is True or False."""
+    if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # NumPy's bool has one of these names.
         return bool(value)
     raise ArgumentError(f"{argument} ({value!r}) must be True or False; pass one of them")
 
 
 def require_path(argument: str, value: Any) -> str:
-    """Return a path or a url as text, or say that it is none."""
+    """Return a path or a URL as text. Raise ArgumentError if `value` is neither."""
     try:
         path = os.fspath(value)
     except TypeError:
         path = b""
     if isinstance(path, bytes):
-        raise ArgumentError(f"{argument} ({value!r}) is no path; pass text or a pathlib.Path")
+        raise ArgumentError(f"{argument} ({value!r}) is not a path; pass text or a pathlib.Path")
     return str(path)
 
 
 def require_choice(argument: str, value: Any, choices: Collection[str]) -> None:
-    """Refuse an argument that is none of the words that it may be."""
+    """Raise ArgumentError unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(choices)}; pass one of these")
 
 
 def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:
-    """Return `value` as a finite number within bounds, or say why it is not one."""
+    """Return `value` as a float. Raise ArgumentError unless it is finite and from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
         bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
         raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
@@ -456,18 +470,18 @@ def require_number(argument: str, value: Any, least: float, most: float = math.i
     return float(value)
 
 
-# ---------------------------------------------------------------- what was read
+# ---------------------------------------------------------------- numbers and text from files
 
 
-def count_of(value: Any, most: int = _MOST_COUNT) -> int:
-    """Return a whole number from 0 to `most` that was read, or refuse it."""
+def count_of(value: Any, most: int = _MAX_COUNT) -> int:
+    """Return a value from a file if it is a whole number from 0 to `most`. Raise DamageError if not."""
     if type(value) is not int or not 0 <= value <= most:
         raise DamageError(f"Corrupt data: {value!r} is not a whole number from 0 to {most}.")
     return value
 
 
 def text_of(value: Any, pattern: re.Pattern[str]) -> str:
-    """Return text that was read and has the right form, or refuse it."""
+    """Return a value from a file if it is text that matches `pattern`. Raise DamageError if not."""
     if not isinstance(value, str) or not pattern.fullmatch(value):
         raise DamageError(f"Corrupt data: invalid name {value!r}.")
     return value
@@ -476,8 +490,8 @@ def text_of(value: Any, pattern: re.Pattern[str]) -> str:
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-class malformed_refused:  # noqa: N801  entered for every record, at a quarter of the cost of a generator
-    """Turn the errors that malformed JSON leads to into a DamageError that names what was read."""
+class malformed_refused:  # noqa: N801  A class takes a quarter of the time of a generator, and every record enters it.
+    """Context that turns the errors of code that reads malformed JSON into a DamageError, which names the file."""
 
     __slots__ = ("_what",)
 
@@ -489,25 +503,26 @@ class malformed_refused:  # noqa: N801  entered for every record, at a quarter o
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if isinstance(error, _MALFORMED) and not isinstance(error, HoldallError):
-            said = f"{self._what} makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-            raise DamageError(said) from error
+            raise DamageError(
+                f"{self._what} is damaged ({type(error).__name__}: {error}). Nothing of it is used."
+            ) from error
 
 
 # ---------------------------------------------------------------- a schema as JSON
 
 
 def schema_words(schema: Schema) -> dict[str, Any]:
-    """Describe a schema."""
+    """Return a schema as JSON."""
     trees = {"observation": schema.observation, "action": schema.action, "extras": schema.extras}
     words = {"num_envs": schema.num_envs} | {name: _tree_words(tree, name) for name, tree in trees.items()}
     return words | ({"reward_shape": list(schema.reward_shape)} if schema.reward_shape else {})
 
 
 def schema_of(words: dict[str, Any]) -> Schema:
-    """Make a schema of its description."""
+    """Return the schema that `schema_words` described. Raise DamageError if the description is damaged."""
     lanes = words["num_envs"]
     if type(lanes) is not int or not 1 <= lanes < 2**24:
-        raise DamageError(f"a checkpoint of {lanes!r} lanes is none of holdall's")
+        raise DamageError(f"Corrupt checkpoint: {lanes!r} is not a number of lanes.")
     reward = _leaf_of("reward", "<f8", words.get("reward_shape", ()))
     observation, action, extras = (_tree_of(words[name]) for name in ("observation", "action", "extras"))
     return Schema(observation, action, extras, lanes, reward.shape)
@@ -524,7 +539,7 @@ def _structure_words(structure: Structure, what: str) -> Any:
     if isinstance(structure, tuple):
         return {"tuple": [_structure_words(child, what) for child in structure]}
     if not all(isinstance(key, str) for key in structure):
-        raise CheckpointError(f"the {what} space has keys that are no text; rename them to save the memory")
+        raise CheckpointError(f"The {what} space has keys that are not text. Rename them to save the memory.")
     return {"dict": [[key, _structure_words(child, what)] for key, child in structure.items()]}
 
 
@@ -533,13 +548,13 @@ def _tree_of(words: Any) -> Tree:
     named: list[int] = []
     structure = _structure_of(words["structure"], named, 0)
     if named != list(range(len(leaves))):
-        raise DamageError("a checkpoint's schema names its leaves in no order of holdall's")
+        raise DamageError("Corrupt checkpoint: the leaves of its schema are not in order.")
     return Tree(leaves, structure)
 
 
 def _structure_of(words: Any, named: list[int], depth: int) -> Structure:
-    if depth > _MOST_DEPTH:
-        raise DamageError("a checkpoint's schema is nested too deeply")
+    if depth > _MAX_DEPTH:
+        raise DamageError("Corrupt checkpoint: its schema is nested too deeply.")
     if type(words) is int:
         named.append(words)
         return words
@@ -550,8 +565,10 @@ def _structure_of(words: Any, named: list[int], depth: int) -> Structure:
 
 def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
     lengths = tuple(shape)
-    sound = isinstance(name, str) and all(type(length) is int and 0 <= length < 2**31 for length in lengths)
+    is_sound = isinstance(name, str) and all(type(length) is int and 0 <= length < 2**31 for length in lengths)
     leaf = Leaf(name, lengths, dtype_of(dtype))
-    if not sound or len(lengths) > 32 or math.prod(lengths) * leaf.dtype.itemsize > _MOST_LEAF_BYTES:
-        raise DamageError(f"a checkpoint's schema has a leaf {name!r} of shape {lengths}, which is none of holdall's")
+    if not is_sound or len(lengths) > 32 or math.prod(lengths) * leaf.dtype.itemsize > _MAX_LEAF_BYTES:
+        raise DamageError(
+            f"Corrupt checkpoint: its schema has a leaf {name!r} of shape {lengths}, which holdall never writes."
+        )
     return leaf

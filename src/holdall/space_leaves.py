@@ -1,7 +1,7 @@
-"""Spaces of gymnasium, taken apart into named leaves; and the space of a stored array.
+"""The leaves of gymnasium's spaces, and the space of a stored array.
 
-In:  a space, once.  Out: shape and dtype of every leaf, by name, and how leaves are nested.
-Invariant: what cannot be stored bit for bit is refused.
+`flatten_space` returns name, shape and dtype of every leaf of a space, and how the leaves are nested. It refuses spaces
+whose values cannot be stored bit for bit.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from gymnasium import spaces
 from holdall.errors import SpaceError
 
 Structure = int | dict[str, "Structure"] | tuple["Structure", ...]
-"""The number of a leaf, or those that are nested below it."""
+"""The number of a leaf, or the structures that are nested below it."""
 LeafForm = tuple[str, tuple[int, ...], np.dtype[Any]]
 """The name of a leaf, its shape and its dtype."""
 STORABLE_KINDS = "biuf"
 
 
 def joined(path: str, key: str) -> str:
-    """Name a leaf by what it is nested in."""
+    """Return the name of the child `key` of `path`."""
     return f"{path}.{key}" if path else key
 
 
-def taken_apart(space: spaces.Space[Any] | None, path: str, argument: str, leaves: list[LeafForm]) -> Structure:
-    """Append the leaves of a space to `leaves`, and return how they are nested; errors name the argument."""
+def flatten_space(space: spaces.Space[Any] | None, path: str, argument: str, leaves: list[LeafForm]) -> Structure:
+    """Append the leaves of `space` to `leaves`. Return how they are nested.
+
+    Raise SpaceError, which names `argument` and `path`, if the space cannot be stored.
+    """
     where = f"{argument}[{path!r}]" if path else argument
     if isinstance(space, spaces.Dict):
         return {
-            key: taken_apart(child, joined(path, str(key)), argument, leaves) for key, child in space.spaces.items()
+            key: flatten_space(child, joined(path, str(key)), argument, leaves) for key, child in space.spaces.items()
         }
     if isinstance(space, spaces.Tuple):
         return tuple(
-            taken_apart(child, joined(path, str(index)), argument, leaves) for index, child in enumerate(space.spaces)
+            flatten_space(child, joined(path, str(index)), argument, leaves) for index, child in enumerate(space.spaces)
         )
     if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
         raise SpaceError(
@@ -45,8 +48,9 @@ def taken_apart(space: spaces.Space[Any] | None, path: str, argument: str, leave
         raise SpaceError(f"{where} has no fixed shape and dtype; give it both")
     dtype = np.dtype(space.dtype)
     if dtype.kind not in STORABLE_KINDS:
-        as_two = "store real and imaginary part as a last axis of two"
-        remedy = as_two if dtype.kind == "c" else "use a bool, integer or floating point dtype"
+        remedy = "use a bool, integer or floating point dtype"
+        if dtype.kind == "c":
+            remedy = "store real and imaginary part as a last axis of two"
         raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
     if not dtype.isnative:
         raise SpaceError(
@@ -58,7 +62,7 @@ def taken_apart(space: spaces.Space[Any] | None, path: str, argument: str, leave
 
 
 def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
-    """Describe a stored array: the bounds say nothing, since values are never checked."""
+    """Return a space for a stored array. Its bounds are those of the dtype, because values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
     if dtype.kind == "b":

@@ -1,7 +1,6 @@
-"""Quantities as people write and read them: bytes, counts, times.
+"""Bytes, counts and times as text, and sizes that users write.
 
-In:  numbers, or a size as text.  Out: text; a size in bytes, or an error that says how to write one.
-Nothing here loads NumPy: commands begin fast.
+This module does not import NumPy, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -13,16 +12,26 @@ from typing import Any
 from holdall.errors import ArgumentError
 
 _FACTORS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TENTH = 0.1
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def format_bytes(count: float) -> str:
-    """Write a number of bytes with a binary unit: `16.0 MiB`."""
+    """Return a number of bytes with a binary unit: `16.0 MiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:
@@ -32,12 +41,12 @@ def format_bytes(count: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Write a count with its noun: `1 thread`, `4 processes`."""
+    """Return a count with its noun: `1 thread`, `4 processes`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
+    """Return a time with its unit: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
     if 0 < seconds < _TENTH:
         return f"{1000 * seconds:.3g} ms"
     if seconds < _MINUTE:
@@ -53,9 +62,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_bytes(size: Any, argument: str = "size") -> int:
-    """Read a size: a whole number of bytes, or text such as `"8GiB"`, `"500 MB"`, `"1.5gib"`.
+    """Return the bytes of a size: a whole number of bytes, or text such as `"8GiB"`, `"500 MB"`, `"1.5gib"`.
 
-    Units are as written: GB is 10^9 bytes, GiB is 2^30. A bare "8G" is refused, since people mean either by it.
+    GB is 10^9 bytes, and GiB is 2^30 bytes. "8G" is refused, because it could mean either of them.
     """
     if type(size) is not bool and isinstance(size, Integral) and int(size) >= 0:
         return int(size)

@@ -105,10 +105,8 @@ class Pair:
 
     def let_leave(self) -> None:
         """Tell the oracle what did not fit the budget."""
-        first_id = self.memory.first_id
-        assert first_id >= self.oracle.first_id
-        while self.oracle.first_id < first_id:
-            self.oracle._ticks.popleft()
+        assert self.memory.first_id >= self.oracle.first_id
+        self.oracle.evict(self.memory.first_id)
 
     def check(self, count: int, seed: int = 0) -> None:
         ids = np.random.default_rng(seed).choice(self.oracle.ids, count)

@@ -1,8 +1,7 @@
-"""The oracle: a plain list of transitions that shows which batches a memory and its samplers must return.
+"""The oracle: a plain list of transitions, which shows the batches that a memory and its samplers must return.
 
-In:  the same calls as `ReplayMemory`, or ids that a sampler drew.  Out: the batches they must give, bit for bit.
-Invariant: every array is copied when it is added and when it is read; plain loops over single transitions, and nothing
-is shared with the code under test.
+`OracleMemory` has the methods of `ReplayMemory`, and returns the same batches bit for bit. Every array is copied when
+it is added and when it is read. All loops are over single transitions, and no code is shared with the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from holdall.sampling import Held
 
 
 class OracleTick(NamedTuple):
-    """One tick as it was given, copied; every array has a leading lane axis."""
+    """Copies of the arguments of one `add`. Every array has a leading lane axis."""
 
     obs: Any
     action: Any
@@ -37,14 +36,14 @@ _IN_A_BATCH = [name for name in OracleTick._fields if name != "valid"]
 
 
 class OracleMemory:
-    """What `ReplayMemory` promises, as a list of the ticks that were added.
+    """A `ReplayMemory` as a list of the ticks that were added.
 
-    Arguments are trusted: it is the memory under test that has to refuse bad ones. Samplers read the small fields of
-    the oracle itself, see `holdall.sampling.SmallFields`.
+    Arguments are not checked, because the memory under test has to refuse bad ones. Samplers read the small fields of
+    the oracle, see `holdall.sampling.SmallFields`.
 
     Args:
-        capacity: Transitions over all lanes; rounded down to whole ticks.
-        num_envs: Lanes: the leading axis of everything that is added.
+        capacity: Transitions over all lanes, rounded down to whole ticks.
+        num_envs: Number of lanes.
     """
 
     def __init__(self, capacity: int, num_envs: int = 1) -> None:
@@ -54,24 +53,31 @@ class OracleMemory:
         self.flags_changed = 0
 
     def add(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
-        extras: Mapping[str, Any] | None = None, valid: Any = None,
-    ) -> None:  # fmt: skip
-        """Keep copies of one tick; the oldest leaves if the list is full."""
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Append a copy of one tick. If the list is full, drop the oldest tick."""
         given = (obs, action, reward, next_obs, terminated, truncated, {} if extras is None else extras)
         real = np.ones(self.num_envs, np.bool_) if valid is None else valid
         self._ticks.append(OracleTick(*(map_leaves(np.array, value) for value in (*given, real))))
         self._added += 1
 
     def extend(self, *given: Any, **named: Any) -> None:
-        """Add whole trajectories, tick by tick: the arguments of `add`, every array with a leading time axis."""
+        """Add whole trajectories tick by tick. The arguments are those of `add`, with a leading time axis."""
         count = len(given[2] if len(given) > 2 else named["reward"])
         for t in range(count):
             positional, by_name = _rows_at((given, named), t)
             self.add(*positional, **by_name)
 
     def gather(self, ids: Any) -> Batch:
-        """Return the transitions `ids`, in that order; at least one tick must have been added."""
+        """Return the transitions `ids`, in that order. At least one tick must have been added."""
         wanted = np.asarray(ids, dtype=np.int64)
         places = [self.place(int(number)) for number in wanted]
         if not self._ticks:
@@ -81,21 +87,26 @@ class OracleMemory:
         return Batch(**read, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Set again how transitions ended."""
+        """Overwrite terminated and truncated of transitions."""
         self.flags_changed += 1
         for number, ended, cut in zip(ids, terminated, truncated, strict=True):
             tick, lane = self.place(int(number))
             tick.terminated[lane], tick.truncated[lane] = ended, cut
 
     def update(self, ids: Any, /, **columns: Any) -> None:
-        """Rewrite extras, row by row: of an id that comes twice, the last row stays."""
+        """Rewrite extras row by row. If an id occurs twice, its last row counts."""
         for k, number in enumerate(ids):
             tick, lane = self.place(int(number))
             for name, rows in columns.items():
                 _put_row(tick.extras[name], rows, lane, k)
 
+    def evict(self, first_id: int) -> None:
+        """Drop the ticks before transition id `first_id`, as a memory with a budget does."""
+        while self.first_id < first_id:
+            self._ticks.popleft()
+
     def held(self) -> Held:
-        """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
+        """Return what a sampler sees of this memory. Reading an id that is not held raises TransitionIdError."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
         return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, self)
 
@@ -115,17 +126,17 @@ class OracleMemory:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """All ids that `gather` takes: held, and not of a lane that made no transition."""
+        """The ids of all held transitions. Entries added with `valid=False` are not transitions."""
         valid = [lane for tick in self._ticks for lane in tick.valid]
         return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
 
     @property
     def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
+        """Whether every held entry is a transition."""
         return len(self) == self.next_id - self.first_id
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which transitions are real: a lane may have made none."""
+        """Return which of the held `ids` are transitions."""
         return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
 
     def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
