@@ -1,12 +1,13 @@
-"""Gathers rows by the hundred million from memories of every tier, and compares every byte of every one of them.
+"""Adds rows by the hundred million to memories of every tier, gathers as many, and compares every byte of them.
 
-    python benchmarks/soak.py [--rows 1e8] [--seed 0] [--tier NAME ...] [--no-interrupts] [--json FILE]
+    python benchmarks/soak.py [--rows 1e8] [--rounds 20] [--seed 0] [--tier NAME ...] [--no-interrupts] [--json FILE]
 
-Every field of a transition follows from its id, so a row that is torn, mixed, old or another's is seen, and what a
-batch must hold is computed as fast as the batch. One round is one memory: the main thread adds and is interrupted by
-signals whose handler raises, in the middle of whatever it does; other threads draw, gather, overwrite flags, save and
-load. In between, children that load, add and save are killed. What they acknowledged is loaded and compared.
-The exit status is 1 if a row was wrong, or a call neither done nor undone.
+Every field of a transition follows from its id. So a torn, mixed or outdated row is found, and the expected rows of
+a batch are computed as fast as the batch. One round is one memory. The main thread adds, and compares what it added.
+It is interrupted by signals whose handler raises, in the middle of any call. Other threads draw, gather, overwrite
+flags, save and load. After that a forked child uses the memory, and a child that loads, adds and saves is killed.
+What the killed child acknowledged is loaded and compared.
+The exit status is 1 if a row was wrong, or if an interrupted call was neither done nor undone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ClosedError, ReplayMemory, RolloutMemory, TransitionIdError
+from holdall.store.tuning import Tuning
 
 LANES = 4
 FINAL = 1 << 40
@@ -152,23 +154,29 @@ class Tier:
     capacity: int
     share: float
     batch: int
+    max_ticks: int  # of one `extend`
     options: dict[str, Any] = field(default_factory=dict)
     spills: bool = False
 
 
+SMALL_BLOCKS = Tuning(block_bytes=2**18)
+"""Blocks that fill within a second, so that they are compressed and moved to disk while the soak reads them."""
+
 TIERS = {
-    "vectors": Tier(FLAT, 200_000, 0.62, 16_384),
-    "vectors, tensors": Tier(FLAT, 50_000, 0.1, 8_192, {"device": "cpu"}),
-    "raw stacks": Tier(STACK, 20_000, 0.06, 2_048, {"budget": "1GiB"}),
-    "compressed": Tier(STACK, 30_000, 0.06, 2_048, {"budget": None}),
-    "compressed, tensors": Tier(MIXED, 30_000, 0.02, 1_024, {"budget": None, "device": "cpu"}),
-    "spilled": Tier(STACK, 60_000, 0.05, 1_024, {"budget": None}, spills=True),
-    "windows": Tier(WINDOW, 30_000, 0.03, 1_024, {"budget": None}),
-    "vectors and stacks": Tier(MIXED, 20_000, 0.03, 2_048),
+    "vectors": Tier(FLAT, 200_000, 0.78, 16_384, 16_000),
+    "vectors, tensors": Tier(FLAT, 50_000, 0.15, 8_192, 4_000, {"device": "cpu"}),
+    "raw stacks": Tier(STACK, 20_000, 0.01, 2_048, 600, {"budget": "1GiB"}),
+    "compressed": Tier(STACK, 30_000, 0.01, 2_048, 600, {"budget": None, "_tuning": SMALL_BLOCKS}),
+    "compressed, tensors": Tier(
+        MIXED, 30_000, 0.005, 1_024, 600, {"budget": None, "device": "cpu", "_tuning": SMALL_BLOCKS}
+    ),
+    "spilled": Tier(STACK, 60_000, 0.01, 1_024, 600, {"budget": None, "_tuning": SMALL_BLOCKS}, spills=True),
+    "windows": Tier(WINDOW, 30_000, 0.005, 1_024, 600, {"budget": None, "_tuning": SMALL_BLOCKS}),
+    "vectors and stacks": Tier(MIXED, 20_000, 0.01, 2_048, 600),
 }
-ROLLOUT_SHARE = 0.03
-ROUND_ROWS = 0.05
-"""Of all rows of a tier, at least, in one round: every memory is filled, wrapped and closed several times."""
+ROLLOUT_SHARE = 0.02
+ROUNDS = 20
+"""Rounds of a tier, so that memories are filled, wrapped and closed several times."""
 
 
 class InterruptedCallError(KeyboardInterrupt):
@@ -179,7 +187,8 @@ class InterruptedCallError(KeyboardInterrupt):
 class Tally:
     """What was done, over all rounds."""
 
-    rows: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)  # Rows that were compared, by tier.
+    added: Counter[str] = field(default_factory=Counter)  # Rows that were added and then compared, by tier.
     done: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -204,8 +213,11 @@ class Round:
 
     def __init__(self, name: str, folder: Path, tally: Tally, rows: int, seed: int, *, interrupts: bool) -> None:
         self.name, self.tier, self.tally, self.folder = name, TIERS[name], tally, folder
-        self.stop, self.until = threading.Event(), tally.rows[name] + rows
-        self.interrupts, self.seed = interrupts, seed
+        self.stop = threading.Event()
+        self.max_rows = tally.rows[name] + rows
+        self.max_added = tally.added[name] + rows
+        self.interrupts = interrupts
+        self.seed = seed
         options = dict(self.tier.options)
         if self.tier.spills:
             options["spill_dir"] = folder / "spill"
@@ -218,7 +230,9 @@ class Round:
             fill = self.tier.capacity // LANES * float(np.random.default_rng(self.seed).choice([0.05, 0.4, 1.1]))
             while self.memory.next_id < fill * LANES:
                 self.extend(500)
-            works = [(self.read, 0.0), (self.read, 0.0), (self.flag, 0.01), (self.save, 0.3)]
+            if self.tier.spills:
+                self.memory.store.wait_idle()
+            works = [(self.read, 0.0), (self.read, 0.005), (self.flag, 0.01), (self.save, 0.3)]
             threads = [
                 threading.Thread(target=self._repeat, args=(work, pause_s, number), daemon=True)
                 for number, (work, pause_s) in enumerate(works)
@@ -241,8 +255,10 @@ class Round:
         faulthandler.cancel_dump_traceback_later()
 
     def is_over(self) -> bool:
-        """Whether enough rows were compared, or something is wrong already."""
-        return self.tally.rows[self.name] >= self.until or bool(self.tally.problems)
+        """Whether enough rows were added and compared, or something is wrong already."""
+        tally = self.tally
+        has_enough = tally.rows[self.name] >= self.max_rows and tally.added[self.name] >= self.max_added
+        return has_enough or bool(tally.problems)
 
     def problem(self, what: str) -> None:
         """Take down what must not be."""
@@ -274,12 +290,14 @@ class Round:
             "save": lambda: self.save(generator),
         }
         if name == "extend":
-            ticks = int(generator.integers(1, 300))
+            ticks = int(generator.integers(1, self.tier.max_ticks))
         if interrupts.cut_off(calls[name]):
             self.tally.count(f"interrupts of {name}")
         done = self.memory.next_id - first
         if done not in {0, ticks * LANES}:
             self.problem(f"{name} of {ticks} ticks was left at {done} ids")
+        if done:
+            self.check_newest(first)
 
     def add(self, ticks: int) -> None:
         """Add tick by tick."""
@@ -292,6 +310,15 @@ class Round:
         ids = self.memory.next_id + np.arange(ticks * LANES).reshape(ticks, LANES)
         self.memory.extend(*tick_of(self.tier.look, ids))
         self.tally.count("ticks added", ticks)
+
+    def check_newest(self, first: int) -> None:
+        """Compare all rows from id `first` on, which were just added."""
+        end = self.memory.next_id
+        for start in range(first, end, self.tier.batch):
+            ids = np.arange(start, min(start + self.tier.batch, end))
+            self.tally.compare(self.name, self.tier.look, self.memory.gather(ids))
+        with self.tally.lock:
+            self.tally.added[self.name] += end - first
 
     # ------------------------------------------------------------ the others
 
@@ -434,14 +461,15 @@ def roll_out(tally: Tally, rows: int, seed: int) -> None:
     looks = {"rollouts, flat": FLAT, "rollouts, raw slices": STACK, "rollouts, compressed": STACK}
     for number, (name, look) in enumerate(looks.items()):
         compress = "balanced" if name.endswith("compressed") else None
-        until, base = tally.rows[name] + rows // len(looks), seed * 10**6
+        until, base = tally.added[name] + rows // len(looks), seed * 10**6
         with RolloutMemory(look.space, _ACTIONS, 128, LANES, compress=compress, seed=number) as memory:
-            while tally.rows[name] < until and not tally.problems:
+            while tally.added[name] < until and not tally.problems:
                 for step in range(128):
                     ids = base + step * LANES + np.arange(LANES)
                     zeros = np.zeros(LANES, np.float32)
                     memory.add(look.seen(ids), ids, ids.astype(np.float64), ends(ids), ends(ids) & False, zeros, zeros)
                 memory.finish(np.zeros(LANES, np.float32))
+                tally.added[name] += 128 * LANES
                 for batch in memory.minibatches(256, epochs=4):
                     ids = base + np.asarray(batch.ids)
                     wrong = _differ(batch.obs, look.seen(ids)) | (np.asarray(batch.action) != ids)
@@ -457,23 +485,25 @@ def roll_out(tally: Tally, rows: int, seed: int) -> None:
 # ---------------------------------------------------------------- the whole
 
 
-def soak(rows: float, seed: int, tiers: list[str], *, interrupts: bool) -> Tally:
-    """Compare so many rows, tier by tier."""
+def soak(rows: float, rounds: int, seed: int, tiers: list[str], *, interrupts: bool) -> Tally:
+    """Add and compare `rows` rows, tier by tier."""
     tally, began, number = Tally(), time.perf_counter(), 0
     share = ROLLOUT_SHARE + sum(TIERS[name].share for name in tiers)
     goals = {name: int(rows * TIERS[name].share / share) for name in tiers}
-    while not tally.problems and any(tally.rows[name] < goal for name, goal in goals.items()):
+    while not tally.problems and any(tally.added[name] < goal for name, goal in goals.items()):
         for name, goal in goals.items():
-            if tally.rows[name] >= goal or tally.problems:
+            if tally.added[name] >= goal or tally.problems:
                 continue
             number += 1
             with tempfile.TemporaryDirectory(prefix="holdall-soak-") as folder:
-                some = max(int(goal * ROUND_ROWS), 1)
+                some = goal // rounds + 1
                 Round(name, Path(folder), tally, some, seed + number, interrupts=interrupts).run()
-            print(f"{time.perf_counter() - began:7.0f} s  {sum(tally.rows.values()):>13,} rows  {name}", flush=True)
-        roll_out(tally, int(rows * ROLLOUT_SHARE / share * ROUND_ROWS) + 1, seed + number)
-    while not tally.problems and sum(tally.rows.values()) < rows:
-        roll_out(tally, int(rows - sum(tally.rows.values())) + 3, seed + number)
+            seconds = time.perf_counter() - began
+            added = sum(tally.added.values())
+            print(f"{seconds:7.0f} s  {added:>13,} added  {sum(tally.rows.values()):>13,} compared  {name}", flush=True)
+        roll_out(tally, int(rows * ROLLOUT_SHARE / share) // rounds + 1, seed + number)
+    while not tally.problems and sum(tally.added.values()) < rows:
+        roll_out(tally, int(rows - sum(tally.added.values())) + 3, seed + number)
     return tally
 
 
@@ -481,18 +511,27 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=float, default=1e8)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="memories of each tier")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tier", choices=TIERS, nargs="+", default=list(TIERS))
     parser.add_argument("--no-interrupts", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     began = time.perf_counter()
-    tally = soak(arguments.rows, arguments.seed, arguments.tier, interrupts=not arguments.no_interrupts)
+    tally = soak(
+        arguments.rows,
+        arguments.rounds,
+        arguments.seed,
+        arguments.tier,
+        interrupts=not arguments.no_interrupts,
+    )
     result = {
         "rows": sum(tally.rows.values()),
+        "rows_added": sum(tally.added.values()),
         "wrong_rows": tally.done.pop("wrong rows", 0),
         "seconds": round(time.perf_counter() - began),
         "by_tier": dict(tally.rows),
+        "added_by_tier": dict(tally.added),
         "done": dict(tally.done),
         "problems": tally.problems,
     }

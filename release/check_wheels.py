@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
-TESTS = ("tests/contract/test_codecs.py", "tests/unit/test_sealed_memory.py", "tests/unit/native")
+TESTS = ("tests/contract/test_codecs.py", "tests/unit/test_compressed_memory.py", "tests/unit/store")
 """Tests that need neither torch nor a framework."""
 REQUIRED_FILES = (
     r"holdall/_native(\.abi3)?\.(so|pyd)",

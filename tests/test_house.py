@@ -64,3 +64,17 @@ def _reached_into(file: Path) -> list[str]:
 
 def test_a_package_is_entered_through_its_front_door() -> None:
     assert not {str(file): reached for file in _files() if (reached := _reached_into(file))}
+
+
+NAMED_PATH = re.compile(r"(?<![\w/.<@-])(?:tests|benchmarks|examples|release)/[\w./-]*[\w/]")
+
+
+def test_paths_that_workflows_and_release_scripts_name_exist() -> None:
+    """A test file that was renamed would otherwise only be missed when a release is made."""
+    files = [ROOT / "Makefile", *(ROOT / ".github" / "workflows").glob("*.yml"), *(ROOT / "release").glob("*.*")]
+    files += [ROOT / name for name in ("CONTRIBUTING.md", "RELEASE.md", "benchmarks/README.md")]
+    named = {
+        path: file.name for file in files if file.is_file() for path in NAMED_PATH.findall(file.read_text("utf-8"))
+    }
+    assert len(named) > 10
+    assert not {path: file for path, file in named.items() if not (ROOT / path).exists()}

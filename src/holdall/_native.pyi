@@ -265,6 +265,7 @@ class Writer:
     catalog: Catalog  # What is held right now. Its last segment is open and grows with every tick.
     next_tick: int
     first_tick: int
+    dropped_early: int  # Transitions that `evict` dropped with `is_early`, in all.
 
     def __init__(
         self,
@@ -322,8 +323,11 @@ class Writer:
 
         Return the closed segment, or None if none of its ticks is held. Segments without held ticks are dropped.
         """
-    def evict(self, before_tick: int) -> None:
-        """Publish a catalog without older ticks."""
+    def evict(self, before_tick: int, is_early: bool = False, /) -> None:
+        """Publish a catalog without older ticks.
+
+        With `is_early`, `dropped_early` grows by their transitions in the same call.
+        """
     def replace(self, segment: Segment, parts: dict[int, Part]) -> bool:
         """Publish a catalog in which `segment` has other parts. Return False if it is no longer held."""
     def adopt(self, segment: Segment) -> int:

@@ -5,14 +5,13 @@
     ├── SpaceError (TypeError)           a space that cannot be stored bit for bit
     ├── TransitionIdError (IndexError)   an id that was never added, is evicted, or is not valid
     ├── ClosedError (RuntimeError)       use after close()
-    ├── DamageError (OSError)            stored bytes that do not make sense, or cannot be read
-    │   └── NewerFormatError             they make sense to a later version of holdall
-    ├── SpillError (OSError)             a disk tier that cannot be written to
-    ├── CheckpointError (OSError)        a checkpoint that cannot be written, or is not there
+    ├── DamageError (OSError)            stored bytes that are damaged or cannot be read
+    │   └── NewerFormatError             stored bytes in the format of a later version of holdall
+    ├── CheckpointError (OSError)        a checkpoint that cannot be written, or does not exist
     │   ├── BlobMissingError             a blob that does not exist
-    │   └── FencedError                  another writer has the place
-    │       └── LockedError              and had it before this one came
-    ├── ShardError (RuntimeError)        a shard that does not answer, or memory that cannot be shared out
+    │   └── FencedError                  another writer took over the place of the checkpoint
+    │       └── LockedError              another writer already holds the lock of the place
+    ├── ShardError (RuntimeError)        a shard that does not answer, or memory that cannot be shared
     ├── WatchError (OSError)             a process that cannot be watched
     └── MissingPackageError (ImportError) an optional package that this call needs
 
@@ -33,7 +32,7 @@ class SpaceError(HoldallError, TypeError):
 
 
 class TransitionIdError(HoldallError, IndexError):
-    """A transition id names nothing that is held."""
+    """No transition with this id is held."""
 
 
 class ClosedError(HoldallError, RuntimeError):
@@ -41,23 +40,19 @@ class ClosedError(HoldallError, RuntimeError):
 
 
 class DamageError(HoldallError, OSError):
-    """Stored bytes do not make sense; nothing of them was returned."""
+    """Stored bytes are damaged. None of them was returned."""
 
 
 class NewerFormatError(DamageError):
-    """Stored bytes are of a format that this version does not know; they are left as they are."""
-
-
-class SpillError(HoldallError, OSError):
-    """The disk tier cannot be written to."""
+    """Stored bytes have a format that this version does not know. They were not changed."""
 
 
 class CheckpointError(HoldallError, OSError):
-    """A checkpoint could not be written or found; the one before is as it was."""
+    """A checkpoint could not be written or found. Earlier checkpoints were not changed."""
 
 
 class FencedError(CheckpointError):
-    """Another writer has the place that a checkpoint was to be written to."""
+    """Another writer took over the place of the checkpoint."""
 
 
 class LockedError(FencedError):
@@ -69,12 +64,12 @@ class BlobMissingError(CheckpointError):
 
 
 class ShardError(HoldallError, RuntimeError):
-    """A shard is needed and does not answer, or refused what was sent to it."""
+    """A shard does not answer, or it refused a call."""
 
 
 class WatchError(HoldallError, OSError):
-    """A process cannot be read, or what a watch needs cannot be written."""
+    """A process cannot be read, or a file of the watch cannot be written."""
 
 
 class MissingPackageError(HoldallError, ImportError):
-    """An optional package is needed for this call and is not installed."""
+    """This call needs an optional package that is not installed."""

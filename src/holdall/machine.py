@@ -24,26 +24,25 @@ _COUNTED = {b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, 
 """The lines of smaps that are read, and where they are added up."""
 _HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 _MOST_THREADS = 8
-"""Decoding a batch still gains from so many; four copy raw slices as fast, see RAW_HELPERS in C."""
+"""More threads do not decode a batch faster."""
 _SHARE_OF_A_CORE = 0.02
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-def usable_cores() -> int:
-    """Count the cores that this process may use: its affinity, or its container's share if that is less."""
+def usable_cores(control_groups: Path = _CONTROL_GROUPS) -> int:
+    """Return the number of cores that this process may use: its affinity, or its container's share if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota()
+    quota = _read_quota(control_groups)
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def pool_threads(most: int = _MOST_THREADS) -> int:
-    """Count the threads of a pool of holdall's own: HOLDALL_THREADS, or the cores that can be used; `most` at most."""
+    """Return the number of threads of a pool: HOLDALL_THREADS, or the usable cores, but not more than `most`."""
     return min(wished_threads() or usable_cores(), most)
 
 
 def wished_threads() -> int | None:
-    """Return what HOLDALL_THREADS says; None if it is not set."""
+    """Return the value of HOLDALL_THREADS, or None if it is not set. Raise ArgumentError if it is not a number."""
     wish = os.environ.get("HOLDALL_THREADS", "")
     if not wish:
         return None
@@ -52,12 +51,14 @@ def wished_threads() -> int | None:
     return int(wish)
 
 
-def _quota() -> float | None:
-    """Read the share of cores that a control group is given; None if it has no limit."""
+def _read_quota(control_groups: Path) -> float | None:
+    """Return how many cores the control group may use, or None if it has no limit that can be read."""
+    version_1 = [control_groups / "cpu" / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    text = read_text(control_groups / "cpu.max") or " ".join(map(read_text, version_1))
     try:
-        most, period = (read_text(_QUOTA) or " ".join(map(read_text, _QUOTA_V1))).split()
-        return int(most) / int(period) if most not in {"max", "-1"} else None
-    except (ValueError, ZeroDivisionError):  # no such control group, or none that says so
+        quota_us, period_us = text.split()
+        return None if quota_us in {"max", "-1"} else int(quota_us) / int(period_us)
+    except (ValueError, ZeroDivisionError):
         return None
 
 

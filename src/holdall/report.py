@@ -1,8 +1,7 @@
-"""Where the bytes of a memory are.
+"""Where the bytes of a memory are: one record per field, and their sums.
 
-In:  counts that the stages keep.  Out: a record per field and their sums, for people and JSON.
-Invariant: bytes are those of pages in use, counted by what was written; reserved address space
-that was never touched is not counted. USS from the operating system is the judge in tests.
+Bytes are counted as they are written. Address space that is reserved and was never written to does not count. Tests
+compare the counts with the USS that the operating system measures.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from holdall.units import format_bytes
 
 
 def field_name(prefix: str, leaf: str) -> str:
-    """Name a leaf of a space for people, by what it is part of and its own name there."""
+    """Return the name of a leaf in reports: the part of the transition, and the leaf's own name in it."""
     return f"{prefix}.{leaf}" if leaf else prefix
 
 
 @dataclass(frozen=True, slots=True)
 class FieldReport:
-    """One field: its bytes by kind, and what was found about it."""
+    """The bytes of one field by kind, and how the field is stored."""
 
     name: str
-    slice_bytes: int  # unique slices in memory, raw or sealed
-    log_bytes: int  # logs of slice numbers and cursors into them
-    row_bytes: int  # rows of flat rings
-    plain_bytes: int  # what the plain layout takes for the same transitions
-    finding: str
-    sealed_bytes: int = 0  # of slice_bytes: compressed, or the index of what lies on disk
-    disk_bytes: int = 0  # on disk, besides the bytes in memory
+    slice_bytes: int  # Unique slices in memory, raw or compressed.
+    log_bytes: int  # Logs of slice numbers, and cursors into them.
+    row_bytes: int  # Rows.
+    plain_bytes: int  # Bytes of the same transitions in plain arrays.
+    finding: str  # How the field is stored.
+    sealed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
+    disk_bytes: int = 0  # Slices on disk.
 
     @property
     def total_bytes(self) -> int:
@@ -39,7 +38,7 @@ class FieldReport:
         return self.slice_bytes + self.log_bytes + self.row_bytes
 
     def plus(self, before: FieldReport) -> FieldReport:
-        """Add the same field of another memory, whose words stay."""
+        """Return the sums of this field and of the same field in another memory, with the texts of the other one."""
         added = {
             name: value + getattr(self, name) for name, value in asdict(before).items() if not isinstance(value, str)
         }
@@ -48,38 +47,41 @@ class FieldReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """All fields of a memory, and what is held besides them."""
+    """The bytes of all fields of a memory, and what it dropped."""
 
     transitions: int
     fields: tuple[FieldReport, ...]
-    staging_bytes: int  # memory of batches, kept for the next ones
+    staging_bytes: int  # Memory of freed batches that is kept for the next ones.
     segments: int
-    backlog: int = 0  # blocks that wait to be compressed or spilled, or are being
-    # What went wrong when a block was compressed or spilled last; it then stays as it is. Also while transitions are
-    # missing that were dropped for it.
+    backlog: int = 0  # Blocks that are to be compressed or moved to disk.
+    # Why the last block could not be compressed or moved to disk. With a disk tier, it is not empty as long as
+    # transitions are missing that were dropped for that reason.
     failure: str = ""
-    budget_bytes: int | None = None  # the limit over everything, if one was named
-    capacity_that_fits: int | None = None  # transitions that the limit holds, if fewer than asked for
-    dropped_early: int = 0  # transitions that left before the capacity was reached, in all
-    drop_reason: str = ""  # why the newest of them did, and what to do about it
+    budget_bytes: int | None = None  # The hard limit. None without one.
+    capacity_that_fits: int | None = None  # Transitions that the limit holds. None: the whole capacity, or not known.
+    dropped_early: int = 0  # Transitions that were evicted before the capacity was reached, in all.
+    drop_reason: str = ""  # Why the newest of them were evicted, and what to do.
 
     @classmethod
     def added_up(cls, parts: Collection[MemoryReport], staging_bytes: int = 0) -> MemoryReport:
-        """Add up what some memories hold, such as the shards of one; words are those of the first that has any.
+        """Return the sums of several memories, such as shards. Texts are those of the first memory that has any.
 
         Args:
-            staging_bytes: Beside theirs.
+            staging_bytes: Memory of freed batches besides that of the memories.
         """
         fields: dict[str, FieldReport] = {}
         for field in (field for part in parts for field in part.fields):
             fields[field.name] = field.plus(fields[field.name]) if field.name in fields else field
         return cls(
-            sum(part.transitions for part in parts), tuple(fields.values()),
-            staging_bytes + sum(part.staging_bytes for part in parts), sum(part.segments for part in parts),
-            sum(part.backlog for part in parts), next((part.failure for part in parts if part.failure), ""),
+            transitions=sum(part.transitions for part in parts),
+            fields=tuple(fields.values()),
+            staging_bytes=staging_bytes + sum(part.staging_bytes for part in parts),
+            segments=sum(part.segments for part in parts),
+            backlog=sum(part.backlog for part in parts),
+            failure=next((part.failure for part in parts if part.failure), ""),
             dropped_early=sum(part.dropped_early for part in parts),
             drop_reason=next((part.drop_reason for part in parts if part.drop_reason), ""),
-        )  # fmt: skip
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -98,12 +100,12 @@ class MemoryReport:
 
     @property
     def bytes_per_transition(self) -> float:
-        """Bytes of all fields over the transitions held; nan if there are none."""
+        """Bytes of all fields divided by the number of transitions. NaN for an empty memory."""
         return self.total_bytes / self.transitions if self.transitions else float("nan")
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than the plain layout; nan if nothing is held."""
+        """Bytes of plain arrays divided by bytes in memory. NaN for an empty memory."""
         return self.plain_bytes / self.total_bytes if self.total_bytes else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,16 +134,16 @@ class MemoryReport:
         if self.disk_bytes:
             lines.append(f"{format_bytes(self.disk_bytes)} more on disk")
         if self.backlog:
-            lines.append(f"{self.backlog} blocks wait to be compressed or spilled")
+            lines.append(f"{self.backlog} blocks are still to be compressed or moved to disk")
         if self.capacity_that_fits is not None and self.budget_bytes is not None:
             lines.append(
                 f"the budget of {format_bytes(self.budget_bytes)} holds about {self.capacity_that_fits} transitions; "
-                "from then on the oldest leave early"
+                "older ones are dropped early"
             )
         if self.dropped_early:
             lines.append(f"{self.dropped_early} transitions were dropped early: {self.drop_reason}")
         elif self.failure:
-            lines.append(f"the worker failed last with {self.failure}; what it concerns stays as it is")
+            lines.append(f"the last failure: {self.failure}")
         return "\n".join(lines)
 
 

@@ -352,7 +352,7 @@ def as_array(value: Any, argument: str) -> Array:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             f"{argument} is a {type(value).__name__} that NumPy cannot read as one array ({error}); "
-            "pass an array, on the CPU"
+            "pass an array on the CPU"
         ) from error
     if array.dtype == np.object_:
         raise ArgumentError(

@@ -31,7 +31,7 @@ def dtype_to_json(dtype: np.dtype[Any]) -> str:
 def dtype_from_json(text: Any) -> np.dtype[Any]:
     """Return the dtype with a name that `dtype_to_json` returns."""
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
-        raise DamageError(f"a checkpoint names the dtype {text!r}, which holdall does not store")
+        raise DamageError(f"Corrupt checkpoint: {text!r} is not a dtype that holdall stores.")
     return np.dtype(text)
 
 
@@ -49,7 +49,7 @@ def schema_from_json(fields: dict[str, Any]) -> Schema:
     """Return the schema that `schema_to_json` described."""
     lanes = fields["num_envs"]
     if type(lanes) is not int or not 1 <= lanes < _MAX_LANES:
-        raise DamageError(f"a checkpoint has an impossible number of lanes: {lanes!r}")
+        raise DamageError(f"Corrupt checkpoint: {lanes!r} is not a possible number of environments.")
     reward = _leaf_from_json("reward", "<f8", fields.get("reward_shape", ()))
     return Schema(
         observation=_tree_from_json(fields["observation"]),
@@ -71,7 +71,7 @@ def _structure_to_json(structure: Structure, name: str) -> Any:
     if isinstance(structure, tuple):
         return {"tuple": [_structure_to_json(child, name) for child in structure]}
     if not all(isinstance(key, str) for key in structure):
-        raise CheckpointError(f"the {name} space has keys that are not text; rename them to save the memory")
+        raise CheckpointError(f"The {name} space has keys that are not text. Rename them to save the memory.")
     return {"dict": [[key, _structure_to_json(child, name)] for key, child in structure.items()]}
 
 
@@ -80,14 +80,14 @@ def _tree_from_json(fields: Any) -> Tree:
     numbers: list[int] = []
     structure = _structure_from_json(fields["structure"], numbers, 0)
     if numbers != list(range(len(leaves))):
-        raise DamageError("the leaves of a checkpoint's schema are in an impossible order")
+        raise DamageError("Corrupt checkpoint: the leaves of its schema are not in order.")
     return Tree(leaves, structure)
 
 
 def _structure_from_json(fields: Any, numbers: list[int], depth: int) -> Structure:
     """Return a nested structure, and append the numbers of its leaves to `numbers`."""
     if depth > _MAX_DEPTH:
-        raise DamageError("a checkpoint's schema is nested too deeply")
+        raise DamageError("Corrupt checkpoint: its schema is nested too deeply.")
     if type(fields) is int:
         numbers.append(fields)
         return fields
@@ -101,7 +101,7 @@ def _leaf_from_json(name: Any, dtype: Any, shape: Any) -> Leaf:
     are_lengths = all(type(length) is int and 0 <= length < _MAX_AXIS for length in lengths)
     stored = dtype_from_json(dtype)
     if not isinstance(name, str) or not are_lengths or len(lengths) > _MAX_AXES:
-        raise DamageError(f"a checkpoint's schema has an impossible leaf {name!r} of shape {lengths}")
+        raise DamageError(f"Corrupt checkpoint: its schema has an impossible leaf {name!r} of shape {lengths}.")
     if math.prod(lengths) * stored.itemsize > _MAX_LEAF_BYTES:
-        raise DamageError(f"a checkpoint's schema has a leaf {name!r} of shape {lengths}, which is too large")
+        raise DamageError(f"Corrupt checkpoint: its schema has a leaf {name!r} of shape {lengths}, which is too large.")
     return Leaf(name, lengths, stored)

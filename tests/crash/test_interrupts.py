@@ -169,8 +169,7 @@ class Scene:
     def check(self, memory: Any) -> None:
         oracle = self.oracle
         assert (memory.next_id, memory.first_id) == (oracle.next_id, max(oracle.first_id, memory.first_id))
-        while oracle.first_id < memory.first_id:  # a budget without a disk
-            oracle._ticks.popleft()
+        oracle.evict(memory.first_id)  # A budget without a disk tier drops transitions early.
         assert len(memory) == len(oracle)
         ids = oracle.ids
         assert_same_bits(memory.gather(ids), oracle.gather(ids))
@@ -252,6 +251,32 @@ def settle_add(scene: Scene) -> None:
 def test_an_interrupted_add_is_made_or_is_not(name: str, points: int | None, tmp_path: Path) -> None:
     make = scenes(tmp_path)[name]
     sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), points, settle_add)
+
+
+@pytest.mark.parametrize(
+    "points", [pytest.param(None, id="all", marks=pytest.mark.nightly), pytest.param(8, id="some")]
+)
+def test_an_interrupt_between_an_early_drop_and_its_report_loses_no_count(points: int | None) -> None:
+    """The capacity is never reached, so every transition that is gone was dropped early."""
+    several = 16  # One of so many ticks closes a segment, and evicts.
+
+    def make() -> Scene:
+        return Scene(IMAGE, ticks=330, capacity=4_000, settings={"budget": 2_500_000})
+
+    def add_several(scene: Scene) -> None:
+        for k in range(several):
+            scene.memory.add(**scene.step(scene.t + k))
+
+    def settle(scene: Scene) -> None:
+        for _ in range(scene.memory.next_id - scene.oracle.next_id):
+            scene.oracle.add(**scene.step(scene.t))
+            scene.t += 1
+        while not scene.memory.first_id:
+            scene.add()
+        scene.go_on()
+        assert scene.memory.report().dropped_early == scene.memory.first_id
+
+    sweep(make, add_several, points, settle)
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])

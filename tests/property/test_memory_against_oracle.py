@@ -277,8 +277,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.memory.store.wait_idle()
         first_id = self.memory.first_id
         assert first_id >= self.oracle.first_id, "what left does not come back"
-        while self.oracle.first_id < first_id:
-            self.oracle._ticks.popleft()
+        self.oracle.evict(first_id)
 
     def _check(self, batch: Batch, ids: NDArray[np.int64]) -> None:
         expected = self.oracle.gather(ids)

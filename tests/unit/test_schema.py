@@ -274,7 +274,7 @@ def test_what_is_no_array_is_refused(value: Any) -> None:
 
 def test_a_tensor_that_needs_gradients_is_refused_with_torchs_own_reason() -> None:
     """The lower-level cause is part of the message and chained."""
-    with pytest.raises(ArgumentError, match=r"^obs is a Tensor .*detach.*; pass an array, on the CPU") as refusal:
+    with pytest.raises(ArgumentError, match=r"^obs is a Tensor .*detach.*; pass an array on the CPU") as refusal:
         tree(box((3,), "f4")).flatten(torch.zeros((2, 3), requires_grad=True), LANES, "obs")
     assert isinstance(refusal.value.__cause__, RuntimeError)
 

@@ -68,8 +68,7 @@ class Film:
     def settle(self) -> None:
         """Let the worker finish, and tell the oracle what left early."""
         self.memory.store.wait_idle()
-        while self.oracle.first_id < self.memory.first_id:
-            self.oracle._ticks.popleft()
+        self.oracle.evict(self.memory.first_id)
 
     def check(self) -> None:
         """Everything that is held is right, and what is in memory is bounded."""

@@ -92,6 +92,7 @@ class Pair:
         self._lanes = lanes
         self._ticks = ticks_of(lanes)
         self._generator = np.random.default_rng(7)
+        self.added = 0  # Transitions, without invalid entries.
 
     def feed(self, count: int, *, invalid: float = 0.0) -> None:
         for _ in range(count):
@@ -100,13 +101,12 @@ class Pair:
                 tick["valid"] = self._generator.random(self._lanes) >= invalid
             self.memory.add(**tick)
             self.oracle.add(**tick)
+            self.added += int(np.sum(tick.get("valid", np.ones(self._lanes, np.bool_))))
 
     def let_leave(self) -> None:
         """Tell the oracle what did not fit the budget."""
-        first_id = self.memory.first_id
-        assert first_id >= self.oracle.first_id
-        while self.oracle.first_id < first_id:
-            self.oracle._ticks.popleft()
+        assert self.memory.first_id >= self.oracle.first_id
+        self.oracle.evict(self.memory.first_id)
 
     def check(self, count: int, seed: int = 0) -> None:
         ids = np.random.default_rng(seed).choice(self.oracle.ids, count)
@@ -291,6 +291,7 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
         pair.check_all()
         first = pair.memory.first_id
         assert first > 0
+        assert pair.memory.report().dropped_early == pair.added - len(pair.oracle)
         assert pair.memory.next_id - first < 6_000
         for gone in (0, first - 1):
             with pytest.raises(TransitionIdError, match=f"ids holds {gone}"):

@@ -112,9 +112,8 @@ def test_a_containers_share_of_cores_counts(
 ) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text(content)
-    monkeypatch.setattr(machine, "_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
-    assert threads.usable_cores() == cores
+    assert machine.usable_cores(tmp_path) == cores
 
 
 def test_no_core_is_lost_where_nothing_limits_them() -> None:

@@ -48,6 +48,7 @@ typedef struct {
     Py_ssize_t lanes;
     Py_ssize_t segment_ticks;
     Py_ssize_t block_bytes;
+    int64_t dropped_early; /* transitions that `evict` dropped before the capacity was reached */
 } Writer;
 
 static inline Segment *open_segment(const Writer *w) { return w->catalog->segments[w->catalog->segment_count - 1]; }
@@ -681,11 +682,26 @@ failed:
     return NULL;
 }
 
-/* evict(before_tick) */
+/* Count the transitions of held ticks before `end_tick`. Invalid entries are not transitions. */
+static int64_t count_transitions(const Catalog *catalog, int64_t end_tick) {
+    const int64_t first_tick = catalog_first_tick(catalog);
+    int64_t count = (end_tick - first_tick) * catalog->lanes;
+    for (Py_ssize_t i = 0; i < catalog->segment_count; i++) {
+        const Segment *const segment = catalog->segments[i];
+        const int64_t from = first_tick > segment->first_tick ? first_tick - segment->first_tick : 0;
+        int64_t end = end_tick - segment->first_tick;
+        if (end > segment->ticks) end = segment->ticks;
+        if (end > from) count -= segment_count_invalid(segment, (Py_ssize_t)from, (Py_ssize_t)end);
+    }
+    return count;
+}
+
+/* evict(before_tick, is_early=False) */
 static PyObject *writer_evict(PyObject *self, PyObject *arguments) {
     Writer *const w = (Writer *)self;
     long long before_tick;
-    if (!PyArg_ParseTuple(arguments, "L", &before_tick)) return NULL;
+    int is_early = 0;
+    if (!PyArg_ParseTuple(arguments, "L|p", &before_tick, &is_early)) return NULL;
     const int64_t next_tick = catalog_next_tick(w->catalog);
     if (before_tick > next_tick) before_tick = next_tick;
     if (before_tick <= catalog_first_tick(w->catalog)) Py_RETURN_NONE;
@@ -694,6 +710,7 @@ static PyObject *writer_evict(PyObject *self, PyObject *arguments) {
     if (!catalog) return NULL;
     catalog->floor_tick = before_tick;
     for (Py_ssize_t i = 0; i < catalog->segment_count; i++) put_segment(catalog, i, w->catalog->segments[dropped + i]);
+    if (is_early) w->dropped_early += count_transitions(w->catalog, before_tick);
     publish(w, catalog);
     Py_RETURN_NONE;
 }
@@ -1110,6 +1127,10 @@ static PyObject *writer_first_tick(PyObject *self, void *Py_UNUSED(closure)) {
     return PyLong_FromLongLong(catalog_first_tick(((Writer *)self)->catalog));
 }
 
+static PyObject *writer_dropped_early(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromLongLong(((Writer *)self)->dropped_early);
+}
+
 static PyMethodDef writer_methods[] = {
     {"append", (PyCFunction)(void (*)(void))writer_append, METH_FASTCALL, "Write one tick, or nothing."},
     {"extend", writer_extend, METH_VARARGS, "Write steps until the open segment is full."},
@@ -1126,6 +1147,7 @@ static PyGetSetDef writer_properties[] = {
     {"catalog", writer_catalog, NULL, "What is held right now.", NULL},
     {"next_tick", writer_next_tick, NULL, "The tick that is written next.", NULL},
     {"first_tick", writer_first_tick, NULL, "The oldest tick that is held.", NULL},
+    {"dropped_early", writer_dropped_early, NULL, "Transitions that were evicted early.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot writer_slots[] = {

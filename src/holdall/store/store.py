@@ -491,10 +491,9 @@ class Store:
     def _evict_early(self, plan: PlacementPlan[Block], inventory: Inventory) -> None:
         """Evict the oldest ticks, because they fit neither into memory nor on the disk."""
         assert plan.evict_before_tick is not None
-        reason = self._explain_drop()
-        held = len(self)
-        self._writer.evict(plan.evict_before_tick)
-        self._drops.record(held - len(self), reason)
+        self._drops.reason = self._explain_drop()
+        self._writer.evict(plan.evict_before_tick, True)
+        self._drops.warn(self._writer.dropped_early)
         self._forget(inventory.evict(plan.evict_before_tick))
         self._disk_room.record_freed(plan.freed_disk_bytes)
 
@@ -680,12 +679,12 @@ class Store:
     @property
     def dropped_early(self) -> int:
         """Number of transitions that were evicted before the capacity was reached."""
-        return self._drops.transitions
+        return self._writer.dropped_early
 
     @property
     def drop_reason(self) -> str:
         """Why transitions were evicted early, and what to do. Empty if none were."""
-        return self._drops.reason
+        return self._drops.reason if self._writer.dropped_early > 0 else ""
 
     @property
     def capacity_that_fits(self) -> int | None:

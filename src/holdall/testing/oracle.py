@@ -103,6 +103,11 @@ class OracleMemory:
             for name, rows in columns.items():
                 _put_row(tick.extras[name], rows, lane, k)
 
+    def evict(self, first_id: int) -> None:
+        """Drop the ticks before transition id `first_id`, as a memory with a budget does."""
+        while self.first_id < first_id:
+            self._ticks.popleft()
+
     def held(self) -> Held:
         """Return the view of this memory that samplers get. Reading an id that is not held raises TransitionIdError."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs

@@ -248,6 +248,30 @@ def test_steps_that_are_written_together_are_those_written_one_by_one() -> None:
     check(world, writer, Reader())
 
 
+@pytest.mark.parametrize("capacity", [7, 100])
+def test_early_drops_count_transitions_and_no_others(capacity: int) -> None:
+    """Neither invalid entries, nor ticks that the capacity dropped or that were evicted before."""
+    world = World(3, 5)
+    writer = new_writer(3, capacity)
+    for _ in range(23):
+        write(world, writer)
+
+    def count_held() -> int:
+        catalog = writer.catalog
+        return (catalog.next_tick - catalog.first_tick) * 3 - catalog.invalid_count
+
+    writer.evict(writer.first_tick + 1)
+    assert writer.dropped_early == 0
+    expected = 0
+    for before_tick in (2, 19, 20, 20, 22, 99):
+        held = count_held()
+        writer.evict(before_tick, True)
+        expected += held - count_held()
+        assert writer.dropped_early == expected
+    assert count_held() == 0
+    assert expected > 0
+
+
 def test_an_id_that_is_not_held_is_an_index_error() -> None:
     world = World(2, 3)
     writer = new_writer(2, 4)
