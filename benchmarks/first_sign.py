@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = os.environ.get("BLOCKS_FOLDER")
+KNOWN: set[int] = set()
+"""Identities of the optimizers whose weights were noted."""
 METHODS = ("add", "extend", "append", "update")
 
 
@@ -28,9 +30,20 @@ def note_sign(*ignored: Any) -> None:
         os.replace(path + ".part", path)  # noqa: PTH105  likewise
 
 
+def note_networks(optimizer: Any, *ignored: Any) -> None:
+    """Append the bytes of large weights to the file `networks`. Gradients and moments have the same sizes."""
+    if id(optimizer) in KNOWN:
+        return
+    KNOWN.add(id(optimizer))
+    with open(os.path.join(str(FOLDER), "networks"), "a", encoding="ascii") as file:  # noqa: PTH118, PTH123  likewise
+        for group in optimizer.param_groups:
+            file.writelines(f"{weight.numel() * weight.element_size()}\n" for weight in group["params"])
+    note_sign()
+
+
 def watch_optimizers(module: ModuleType) -> None:
     """Note the first step of any optimizer of torch."""
-    module.register_optimizer_step_post_hook(note_sign)
+    module.register_optimizer_step_post_hook(note_networks)
 
 
 def watch_classes(*names: str) -> Callable[[ModuleType], None]:
@@ -66,6 +79,7 @@ MODULES: dict[str, Callable[[ModuleType], None]] = {
     "torchrl.data.replay_buffers.replay_buffers": watch_classes("ReplayBuffer", "TensorDictReplayBuffer"),
     "tianshou.data.buffer.buffer_base": watch_classes("ReplayBuffer"),
     "tianshou.data.buffer.base": watch_classes("ReplayBuffer"),
+    "tianshou.data.buffer.manager": watch_classes("ReplayBufferManager"),
     "pfrl.replay_buffers.replay_buffer": watch_classes("ReplayBuffer"),
 }
 

@@ -11,7 +11,8 @@ Each script runs twice:
 1. The probe stops it when it is about to train. Processes are counted before and after.
 2. It runs without the probe until it has trained for `TRAINING_S`. `large_blocks.c` records every large block that the
    process allocates, so the truth is what the allocator was asked for, and not what a walk over objects finds. A block
-   that is live at two readings is persistent. `first_sign.py` notes when training begins: the script's own time.
+   that is live at two readings is persistent. `first_sign.py` notes when training begins, which is the script's own
+   time, and the sizes of weights, which are no buffers.
 
 A script is exact if the probe names as many arrays of each size as the allocator has persistent blocks of that size,
 from `MIN_ARRAY_BYTES` on. Deques and lists have many small blocks. Their truth is `expected_bytes` in the list, which
@@ -50,6 +51,8 @@ MIN_ARRAY_BYTES = 16 * 2**20
 MIN_BUFFER_BYTES = 100 * 2**20
 TRAINING_S = 5.0
 TIMEOUT_S = 180.0
+SIGN_S = 60.0
+"""Seconds that the truth waits for the first sign of training. On-policy scripts may collect for longer."""
 
 
 # ---------------------------------------------------------------- one script
@@ -71,7 +74,7 @@ def measure(script: dict[str, Any], checkouts: Path, python: str, library: Path)
         snapshot = probe(command, TIMEOUT_S, cwd=folder)
         left = [process for process in _list_processes() - before if _is_ours(process)]
         row |= describe(snapshot) | {"processes_left": len(left)}
-        truth = run_truth(command, folder, library, Path(scratch))
+        truth = run_truth(command, folder, library, Path(scratch), script.get("training_s", TRAINING_S))
     row |= truth
     if snapshot.allocation is not None:
         row["exact"] = snapshot.allocation.nbytes in truth["failed_bytes"]
@@ -131,7 +134,7 @@ def compare(snapshot: Snapshot, truth: dict[str, Any], expected_bytes: int | Non
 # ---------------------------------------------------------------- the truth
 
 
-def run_truth(command: list[str], folder: Path, library: Path, scratch: Path) -> dict[str, Any]:
+def run_truth(command: list[str], folder: Path, library: Path, scratch: Path, training_s: float) -> dict[str, Any]:
     """Run a command until it has trained for a while. Return what the allocator says, and when it began to train."""
     blocks = scratch / "blocks"
     blocks.mkdir()
@@ -153,27 +156,24 @@ def run_truth(command: list[str], folder: Path, library: Path, scratch: Path) ->
     sign = blocks / "sign"
     started_s = None
     try:
-        while process.poll() is None and time.monotonic() - begun < TIMEOUT_S and not sign.exists():
+        while process.poll() is None and time.monotonic() - begun < SIGN_S and not sign.exists():
             time.sleep(0.05)
         if sign.exists():
             started_s = float(sign.read_text(encoding="ascii")) - begun
-            _wait(process, TRAINING_S)
+            _wait(process, training_s)
         first = _read_blocks(process, blocks)
         _wait(process, 2.0)
         second = _read_blocks(process, blocks) if process.poll() is None else first
     finally:
         _end_group(process)
+    networks = {int(line) for line in _read_lines(blocks / "networks")}
     persistent = sorted(nbytes for place, nbytes in second.items() if first.get(place) == nbytes)
     failed = [
-        int(line.split()[1])
-        for file in blocks.iterdir()
-        if not file.name.startswith("sign")
-        for line in file.read_text(encoding="ascii").splitlines()
-        if line.startswith("failed")
+        int(line.split()[1]) for file in blocks.iterdir() for line in _read_lines(file) if line.startswith("failed")
     ]
     return {
         "own_s": None if started_s is None else round(started_s, 2),
-        "block_bytes": [nbytes for nbytes in persistent if nbytes >= 2**20],
+        "block_bytes": [nbytes for nbytes in persistent if nbytes >= 2**20 and nbytes not in networks],
         "failed_bytes": sorted(set(failed)),
     }
 
@@ -189,11 +189,15 @@ def _read_blocks(process: subprocess.Popen[bytes], blocks: Path) -> dict[tuple[s
     tables: dict[str, dict[tuple[str, str], int]] = {}
     for file in sorted(set(blocks.iterdir()) - known if process.poll() is None else blocks.iterdir()):
         pid, _, kind = file.name.partition(".")
-        if file.name.startswith("sign") or kind.endswith("part"):
+        if not pid.isdigit() or kind.endswith("part"):
             continue
-        lines = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
+        lines = [line.split() for line in _read_lines(file)]
         tables[pid] = {(pid, address): int(nbytes) for address, nbytes in lines if address != "failed"}
     return max(tables.values(), key=lambda table: sum(table.values()), default={})
+
+
+def _read_lines(file: Path) -> list[str]:
+    return file.read_text(encoding="ascii").splitlines() if file.exists() else []
 
 
 def _list_group(pid: int) -> list[psutil.Process]:
@@ -227,9 +231,10 @@ def _list_processes() -> set[psutil.Process]:
 
 
 def _is_ours(process: psutil.Process) -> bool:
-    """Return whether a process still runs and belongs to a probe."""
+    """Return whether a process still runs and belongs to a probe of this process."""
     with contextlib.suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE and "HOLDALL_PROBE_DIR" in process.environ()
+        is_running = process.status() != psutil.STATUS_ZOMBIE
+        return is_running and process.environ().get("HOLDALL_PROBE_PID") == str(os.getpid())
     return False
 
 
