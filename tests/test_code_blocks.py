@@ -54,7 +54,10 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "python": (3, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
         "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
     },
-    "docs/extending.md": {"python": (6, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts")},
+    "docs/extending.md": {
+        "python": (7, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts"),
+        "sh": (1, LOOKED_UP),
+    },
     "docs/format.md": {"": (1, NO_CODE)},
     "docs/gpu.md": {"python": (1, "test_code_blocks.py::test_the_program_of_gpu_md_runs_without_a_gpu_too")},
     "docs/guides/cleanrl.md": {
@@ -293,6 +296,8 @@ def _looked_up(command: list[str]) -> None:
             assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     elif word == "make":
         assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M) for target in rest)
+    elif word == "pytest":
+        assert (ROOT / rest[0]).exists(), f"there is no {rest[0]}"
     elif word == "python" and rest[0] == "-c":
         ast.parse(rest[1])
     elif word == "python":

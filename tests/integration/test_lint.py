@@ -126,7 +126,7 @@ def test_a_file_that_python_cannot_parse_is_an_error_at_its_place(project: Path)
     (project / "broken.py").write_text("def train(:\n    pass\n")
     told = lint("broken.py")
     assert told.exit_code == 3
-    assert told.stdout.startswith("broken.py:1:11: F01 error: cannot be parsed: ")
+    assert told.stdout.startswith("broken.py:1:11: F01 error: cannot be parsed by Python 3.")
 
 
 def test_a_file_in_another_encoding_is_refused_by_name_and_skipped_in_a_directory(project: Path) -> None:

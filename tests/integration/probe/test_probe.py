@@ -412,3 +412,44 @@ def test_a_snapshot_survives_json(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Snapshot.from_json("[]")
     assert os.getpid() not in {process.pid for process in snapshot.processes}
+
+
+def test_an_empty_buffer_of_tianshou_gets_the_arrays_of_a_filled_one(tmp_path: Path) -> None:
+    package = tmp_path / "tianshou" / "data" / "buffer"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "buffer_base.py").write_text(
+        textwrap.dedent("""
+        import numpy as np
+
+        class Batch:
+            pass
+
+        class ReplayBuffer:
+            def __init__(self, size):
+                self.maxsize = size
+                self._size = 0
+                self._meta = Batch()
+
+            def add(self, observation):
+                self._meta.obs = np.zeros((self.maxsize, *observation.shape), observation.dtype)
+                self._size = 1
+        """)
+    )
+    snapshot = run(
+        tmp_path,
+        """
+        import numpy as np
+        from tianshou.data.buffer.buffer_base import ReplayBuffer
+
+        tests = ReplayBuffer(10_000)
+        training = ReplayBuffer(1_000_000)
+        tests.add(np.zeros(24, np.float32))
+        """,
+    )
+    assert snapshot.trigger == "add"
+    found = {buffer.owner: buffer for buffer in snapshot.buffers}
+    assert (found["tests"].nbytes, found["tests"].is_exact) == (10_000 * 24 * 4, True)
+    assert found["training"].nbytes == 1_000_000 * 24 * 4
+    assert not found["training"].is_exact

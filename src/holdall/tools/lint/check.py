@@ -6,6 +6,7 @@ Nothing of a file is executed or imported. A file that cannot be parsed gives on
 from __future__ import annotations
 
 import io
+import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -53,7 +54,8 @@ def _check_source(text: str, path: str, rules: Rules, machine: Machine) -> Itera
 
 def _not_parsed(message: str, place: Place, rules: Rules) -> Iterator[Finding]:
     if NotParsed.code in rules:
-        yield NotParsed().finding(Match(f"cannot be parsed: {message}", place))
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        yield NotParsed().finding(Match(f"cannot be parsed by Python {python}: {message}", place))
 
 
 def _without_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:

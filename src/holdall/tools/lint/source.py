@@ -29,6 +29,8 @@ _SHARED_NODES = (ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boo
 _MAX_NAMES = 50
 """Names that stand for names, before `constant` gives up."""
 _MAX_EXPONENT = 64
+_STEP_METHODS = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
+"""Beginnings of names of methods that a training calls once per step or update."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -137,6 +139,29 @@ class Source:
             child = parent
         return None
 
+    def block(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost statement whose body contains a node: a module, function, loop, condition or `with`."""
+        return next((parent for parent in self.ancestors(node) if hasattr(parent, "body")), None)
+
+    def describe_repetition(self, node: ast.AST) -> str:
+        """Say what repeats a node: a loop around it, or around a call of its function. Empty if nothing does."""
+        if self.loop(node) is not None:
+            return "in a loop"
+        owner = self.function(node)
+        if owner is None:
+            return ""
+        if owner.name.startswith(_STEP_METHODS):
+            return f"in {owner.name}, which runs at every update"
+        for call in self.calls:
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            if name == owner.name and self.loop(call) is not None:
+                return f"in {owner.name}, which a loop calls"
+        return ""
+
+    def is_bound_in(self, scope: ast.AST, node: ast.AST) -> bool:
+        """Return whether a node is a name that gets a value in `scope`."""
+        return isinstance(node, ast.Name) and (scope, node.id) in self._bindings
+
     def function(self, node: ast.AST) -> Function | None:
         """Return the function that contains a node, or None."""
         return next((parent for parent in self.ancestors(node) if isinstance(parent, Function)), None)
@@ -202,6 +227,11 @@ class Source:
                 for alias in origin.names:
                     full[alias.asname or alias.name] = f"{origin.module}.{alias.name}"
         return full
+
+    @cached_property
+    def imports_torch(self) -> bool:
+        """Whether the file imports torch, or a part of it."""
+        return any(name.partition(".")[0] == "torch" for name in self.imports.values())
 
     def dotted(self, node: ast.AST | None) -> str:
         """Return the full name of an imported thing, or of a class or function of this file; empty if neither."""

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -486,12 +487,13 @@ def _walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]
 def _find_buffers(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Describe every buffer: those of libraries, then owners of large arrays, then deques and lists."""
     inner = {id(part) for buffer in objects.buffers for part in _get_parts(buffer)}
-    for buffer in objects.buffers:
-        if id(buffer) in inner or _get_package(type(buffer)) == "holdall":
-            continue
-        found = _describe_buffer(buffer, objects)
-        if found is not None and found.nbytes:
-            yield found
+    described = [
+        _describe_buffer(buffer, objects)
+        for buffer in objects.buffers
+        if id(buffer) not in inner and _get_package(type(buffer)) != "holdall"
+    ]
+    completed = _complete_empty_buffers([found for found in described if found is not None])
+    yield from (found for found in completed if found.nbytes)
     for optimizer in objects.optimizers:
         _claim_parameters(optimizer, objects)
     yield from _find_owners(objects)
@@ -542,6 +544,40 @@ def _describe_buffer(buffer: Any, objects: LiveHeap) -> FoundBuffer | None:
         arrays=tuple(arrays),
         settings=read_settings(attributes),
     )
+
+
+def _complete_empty_buffers(buffers: list[FoundBuffer]) -> Iterator[FoundBuffer]:
+    """Give Tianshou's buffers that have received nothing the arrays of one that has.
+
+    Tianshou allocates arrays when experience is first added, and its trainers fill the buffer of the tests first. Both
+    buffers get the experience of the same environment.
+    """
+    filled = max((one for one in buffers if _get_batch_arrays(one)), key=lambda one: one.items_now, default=None)
+    for buffer in buffers:
+        is_empty = buffer.class_name.startswith("tianshou.") and buffer.rows and not _get_batch_arrays(buffer)
+        if not is_empty or filled is None or not filled.rows:
+            yield buffer
+            continue
+        arrays = [
+            replace(
+                array,
+                shape=(buffer.rows, *array.shape[1:]),
+                nbytes=array.nbytes // filled.rows * buffer.rows,
+                resident_bytes=0,
+            )
+            for array in _get_batch_arrays(filled)
+        ]
+        yield replace(
+            buffer,
+            arrays=(*buffer.arrays, *arrays),
+            nbytes=buffer.nbytes + sum(array.nbytes for array in arrays),
+            is_exact=False,
+        )
+
+
+def _get_batch_arrays(buffer: FoundBuffer) -> list[FoundArray]:
+    """Return the arrays of the batch in which Tianshou's buffers keep experience, one entry for each row."""
+    return [one for one in buffer.arrays if one.name.startswith("_meta.") and one.shape[:1] == (buffer.rows,)]
 
 
 def _count_info_bytes(attributes: Mapping[str, Any]) -> int:

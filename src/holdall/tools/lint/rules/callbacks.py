@@ -145,7 +145,7 @@ class FrequencyIgnoresEnvironments(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Compare the frequencies of a file with the number of environments, if all models have the same number."""
-        counts = {environment_count(source, model.env) for model in models(source)}
+        counts = {environment_count(source, model.env) for model in models(source) if model.env is not None}
         count = counts.pop() if len(counts) == 1 else None
         if count is None or count < 2:
             return

@@ -270,6 +270,18 @@ def _carries_flags(source: Source, step: _Step) -> bool:
     return False
 
 
+def _find_copies(step: _Step, call: ast.Call) -> set[str]:
+    """Return the names that the loop gives to copies of the next observations before `call`."""
+    assignments = [node for node in ast.walk(step.loop) if isinstance(node, ast.Assign) and node.lineno < call.lineno]
+    return {
+        name
+        for node in assignments
+        if ast.unparse(node.value) in {step.obs, f"{step.obs}.copy()"}
+        for target in node.targets
+        for name in names_in(target)
+    }
+
+
 def _additions(source: Source, step: _Step) -> Iterator[ast.Call]:
     """Yield the calls in a loop that add the observations and rewards of every step to something."""
     for name in _ADDERS:
@@ -282,5 +294,7 @@ def _additions(source: Source, step: _Step) -> Iterator[ast.Call]:
                 continue
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
             used = {used for argument in given for used in names_in(argument)}
+            if not used.isdisjoint(_find_copies(step, call)):
+                used.add(step.obs)
             if {step.obs, step.reward} <= used and argument_of(call, "valid", _VALID_INDEX) is None:
                 yield call

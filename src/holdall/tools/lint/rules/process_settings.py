@@ -62,7 +62,8 @@ class AllocatorSetTooLate(Rule):
                 continue
             for call in source.calls:
                 full = source.dotted(call.func)
-                is_use = full.startswith("torch.cuda.") and full not in _HARMLESS
+                is_moved = isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and source.imports_torch
+                is_use = is_moved or (full.startswith("torch.cuda.") and full not in _HARMLESS)
                 if is_use and call.lineno < node.lineno and source.scope(call) is source.scope(node):
                     text = f"{name} is set after the GPU was used in line {call.lineno}"
                     yield Match(text, source.place(node), {"used_line": call.lineno})

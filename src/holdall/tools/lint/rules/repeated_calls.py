@@ -12,8 +12,6 @@ from holdall.tools.lint.source import Source
 
 _MIN_RARE_PERIOD = 10_000
 """A call is rare if a condition such as `step % 50_000 == 0` lets this many rounds of a loop pass between two calls."""
-_STEP_METHODS = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
-"""Beginnings of names of methods that a training calls once per step or update."""
 _TIMERS = ("time.perf_counter", "time.time", "time.monotonic", "torch.cuda.Event")
 
 
@@ -105,25 +103,9 @@ class SynchronizeInLoop(Rule):
 def _find_repeated(source: Source, name: str) -> Iterator[Match]:
     """Yield the calls of the function `name` that are repeated often."""
     for call in source.calls_of(name):
-        where = _describe_repetition(source, call)
+        where = source.describe_repetition(call)
         if where and not _is_rare(source, call):
             yield Match(f"{name}() {where}", source.place(call))
-
-
-def _describe_repetition(source: Source, node: ast.AST) -> str:
-    """Say what repeats a node; empty if nothing does."""
-    if source.loop(node) is not None:
-        return "in a loop"
-    owner = source.function(node)
-    if owner is None:
-        return ""
-    if owner.name.startswith(_STEP_METHODS):
-        return f"in {owner.name}, which runs at every update"
-    for call in source.calls:
-        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-        if name == owner.name and source.loop(call) is not None:
-            return f"in {owner.name}, which a loop calls"
-    return ""
 
 
 def _is_rare(source: Source, node: ast.AST) -> bool:

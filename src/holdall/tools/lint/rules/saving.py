@@ -18,6 +18,8 @@ _DEFAULT_IS_ENOUGH = (3, 14)
 """First Python version whose default pickle protocol is 5."""
 _LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
 """Names of objects that contain arrays by the gigabyte. A pickled dict of settings does not matter."""
+_FACTORY = re.compile(r"\b(?:make|create|build)_")
+"""Beginnings of names of functions that make a buffer."""
 
 
 def _buffer_savers(model: TrainedModel) -> Iterator[TrainedCallback]:
@@ -151,7 +153,8 @@ def _set_protocol(source: Source, call: ast.Call, given: ast.expr | None) -> Edi
 def _pickling_calls(source: Source, function: str) -> Iterator[ast.Call]:
     """Yield the calls of `pickle.dump` or `pickle.dumps` that pickle a buffer, judged by its name."""
     for call in source.calls_of(f"pickle.{function}", f"cloudpickle.{function}"):
-        if call.args and _LARGE.search(ast.unparse(call.args[0])):
+        name = ast.unparse(call.args[0]) if call.args else ""
+        if _LARGE.search(name) and not _FACTORY.search(name):
             yield call
 
 
@@ -207,14 +210,23 @@ class ResumesWithEmptyBuffer(Rule):
     severity = Severity.WARNING
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
-        """Look for `learn` of loaded models in files that never mention their replay buffer."""
-        if {"load_replay_buffer", "replay_buffer"} & source.attributes:
+        """Look for `learn` of loaded models in files that fill no replay buffer in another way."""
+        if "load_replay_buffer" in source.attributes or any(_uses_of_replay_buffers(source)):
             return
         for call, owner in source.method_calls("learn"):
             model = model_of(source, owner)
             if model is not None and model.is_loaded and model.algorithm in OFF_POLICY:
                 text = f"{model.algorithm} is loaded and continues learning with an empty replay buffer"
                 yield Match(text, source.place(call))
+
+
+def _uses_of_replay_buffers(source: Source) -> Iterator[ast.Attribute]:
+    """Yield the uses of a model's `replay_buffer` that may fill it: all but a look at its size."""
+    for node in source.of_kind(ast.Attribute):
+        parent = source.parent(node)
+        is_size = isinstance(parent, ast.Attribute) and parent.attr in {"size", "pos", "full", "buffer_size"}
+        if node.attr == "replay_buffer" and not is_size:
+            yield node
 
 
 class PickledInAThread(Rule):
@@ -253,19 +265,21 @@ class PickledInAThread(Rule):
         owners = [source.function(call) for call in calls]
         pickling = {owner.name for owner in owners if owner is not None}
         for call in source.calls:
-            name = _thread_function(source, call)
-            if name in pickling:
-                yield Match(f"{name} pickles a buffer in a thread, while others may add to it", source.place(call))
+            target = _thread_target(source, call)
+            name = target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+            is_lambda = isinstance(target, ast.Lambda) and any(target in source.ancestors(one) for one in calls)
+            if is_lambda or name in pickling:
+                who = "a lambda" if is_lambda else name
+                yield Match(f"{who} pickles a buffer in a thread, while others may add to it", source.place(call))
 
 
-def _thread_function(source: Source, call: ast.Call) -> str:
-    """Return the name of the function that a call hands to a thread; empty if there is none."""
-    target: ast.expr | None = None
+def _thread_target(source: Source, call: ast.Call) -> ast.expr | None:
+    """Return the function that a call hands to a thread; None if there is none."""
     if source.dotted(call.func) == "threading.Thread":
-        target = argument_of(call, "target")
-    elif isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
-        target = call.args[0]
-    return target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+        return argument_of(call, "target")
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
+        return call.args[0]
+    return None
 
 
 class NormalisationNotSaved(Rule):

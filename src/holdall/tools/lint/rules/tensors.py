@@ -40,11 +40,8 @@ class TensorKeptWithGraph(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for `append` and `+=` of tensors that `backward` was called on, in loops."""
-        differentiated = {
-            (source.scope(call), loss.id)
-            for call, loss in source.method_calls("backward")
-            if isinstance(loss, ast.Name)
-        }
+        losses = [(call, _get_reduced_tensor(tensor)) for call, tensor in source.method_calls("backward")]
+        differentiated = {(source.scope(call), loss.id) for call, loss in losses if isinstance(loss, ast.Name)}
         for node in (*source.of_kind(ast.Call), *source.of_kind(ast.AugAssign)):
             match node:
                 case ast.Call(func=ast.Attribute(attr="append", value=container), args=[value]):
@@ -53,7 +50,8 @@ class TensorKeptWithGraph(Rule):
                     pass
                 case _:
                     continue
-            if source.loop(node) is None:
+            is_kept = not source.is_bound_in(source.scope(node), container)  # A local list ends with its function.
+            if source.loop(node) is None and not (is_kept and source.describe_repetition(node)):
                 continue
             if isinstance(value, ast.Name) and (source.scope(node), value.id) in differentiated:
                 kept = value.id
@@ -63,6 +61,14 @@ class TensorKeptWithGraph(Rule):
                     continue
                 kept = value.id if isinstance(value, ast.Name) else f"the result of {ast.unparse(call.func)}"
             yield Match(f"{ast.unparse(container)} keeps {kept} with its graph, step after step", source.place(node))
+
+
+def _get_reduced_tensor(node: ast.expr) -> ast.expr:
+    """Return `loss` for `loss.mean()`, and any other expression as it is."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=value, attr="mean" | "sum")):
+            return value
+    return node
 
 
 def _returns_loss(function: Function | None) -> bool:

@@ -287,19 +287,28 @@ class ResetByHand(Rule):
     severity = Severity.WARNING
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
-        """Look for a reset of the model's environment in the loop that calls `learn`."""
+        """Look for a reset of the model's environment in the loop that calls `learn`, or between two calls."""
         environments: dict[ast.AST, list[ast.expr]] = {}
+        """Environments of calls of `learn` that continue, by loop, or by the block of a call that follows another."""
+        first_lines: dict[ast.AST | None, int] = {}
+        """Line of the first call of `learn` in a block without a loop."""
         for call, owner in source.method_calls("learn"):
-            loop = source.loop(call)
             model = model_of(source, owner)
-            continues = source.constant(argument_of(call, "reset_num_timesteps", 4)) is False
-            if loop is not None and model is not None and model.env is not None and continues:
-                environments.setdefault(loop, []).append(model.env)
-        for call, owner in source.method_calls("reset"):
+            if model is None or model.env is None:
+                continue
             loop = source.loop(call)
+            first_lines.setdefault(source.block(call), call.lineno)
+            is_first = loop is None and first_lines[source.block(call)] == call.lineno
+            continues = source.constant(argument_of(call, "reset_num_timesteps", 4)) is False
+            where = loop or source.block(call)
+            if continues and not is_first and where is not None:
+                environments.setdefault(where, []).append(model.env)
+        for call, owner in source.method_calls("reset"):
+            where = source.loop(call) or source.block(call)
             made = source.last_assignment(owner)
-            trained = environments.get(loop, []) if loop is not None else []
-            if made is not None and any(source.last_assignment(env) is made for env in trained):
+            trained = environments.get(where, []) if where is not None else []
+            is_before = source.loop(call) is None and call.lineno < first_lines.get(where, 0)
+            if made is not None and not is_before and any(source.last_assignment(env) is made for env in trained):
                 yield Match("the environment is reset by hand between two calls of learn", source.place(call))
 
 
