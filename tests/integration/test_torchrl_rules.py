@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 TESTS = os.environ.get("HOLDALL_TORCHRL_TESTS", "")
-FILES = ("test_storages.py", "test_writers.py", "test_prioritized.py", "test_samplers.py")
+FILES = ("test_storages.py", "test_writers.py", "test_prioritized.py", "test_samplers.py", "test_rb_core.py")
 LEFT_OUT = (
     "process", "shared", "cleanup", "compil", "ray", "distributed", "memmap", "ListStorage", "multi_thread", "prefetch",
 )  # fmt: skip
