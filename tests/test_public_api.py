@@ -80,7 +80,14 @@ def test_adapters_import_no_tool() -> None:
     assert done.stdout.split() == []
 
 
-USES = ("plan.model", "lint.model", "elegantrl.TrajectoryBuffer", "sb3.ReplayBuffer", "torchrl.HoldallStorage")
+USES = (
+    "plan.model",
+    "lint.model",
+    "elegantrl.TrajectoryBuffer",
+    "sb3.ReplayBuffer",
+    "torchrl.HoldallStorage",
+    "dreamer.Replay",
+)
 
 
 def test_a_module_is_imported_when_it_is_first_asked_for() -> None:

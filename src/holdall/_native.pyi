@@ -191,7 +191,7 @@ class Part:
     """What one segment stores of one column. Immutable, except in the open segment and for `Writer.rewrite`."""
 
     serial: int  # A number that no other part has, even after this one is gone.
-    kind: str  # "rows", "shared", "paired", "sliced" or "packed"
+    kind: str  # "rows", "shared", "paired", "sliced", "packed", "halves" or "bits"
     row_bytes: int  # Bytes of one lane's row, or observation.
     nbytes: int  # Bytes in memory, without the block.
     block: Block | None
@@ -332,10 +332,11 @@ class Writer:
         """Publish a catalog in which `segment` has other parts. Return False if it is no longer held."""
     def adopt(self, segment: Segment) -> int:
         """Append a closed segment that was built elsewhere. Return its first tick."""
-    def rewrite(self, ids: NDArray[np.int64], columns: tuple[int, ...], rows: tuple[NDArray[Any], ...]) -> None:
+    def rewrite(self, ids: NDArray[np.int64], columns: tuple[int, ...], rows: tuple[NDArray[Any], ...]) -> bool:
         """Overwrite rows of columns that are not observations. If an id occurs twice, its last row counts.
 
-        Raise IndexError if an id is not held. Rows of the column of flags keep their bit FLAG_INVALID.
+        Return whether a part was replaced by a wider one, because it could not represent a value. Raise IndexError if
+        an id is not held. Rows of the column of flags keep their bit FLAG_INVALID.
         """
     def snapshot(self) -> Catalog:
         """Return a catalog that never changes."""

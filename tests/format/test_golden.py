@@ -84,3 +84,9 @@ def test_the_golden_checkpoint_of_changes_has_units_of_changes_and_places() -> N
     placed = [record for record in blocks if "places" in record.arrays]
     assert placed
     assert all(record.arrays["places"].nbytes == 2 * record.head["slices"] for record in placed)
+
+
+def test_the_golden_checkpoint_of_narrow_extras_has_every_kind_of_rows() -> None:
+    segments = [record for record in list_records("v1_narrow") if record.kind == "segment"]
+    kinds = {part["kind"] for record in segments for part in record.head["parts"]}
+    assert kinds >= {"rows", "halves", "bits"}

@@ -2,8 +2,8 @@
 
 The folders are the checkpoints that every later version has to read. `v1` has the codecs that holdall chooses by
 itself. In `v1_colours` the pixels of images are numbers of their colours. In `v1_changes` frames are changes of each
-other, and the blocks have the place of every slice. Until the first release, a change of the format may write them
-again: delete the folder first.
+other, and the blocks have the place of every slice. In `v1_narrow` some extras need fewer than four bytes per
+value. Until the first release, a change of the format may write them again: delete the folder first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdall.codec.codec import Codec, Method, Transform
 from holdall.store.tuning import Tuning
 
 HERE = Path(__file__).parent
-COLOURED, CHANGED = "v1_colours", "v1_changes"
+COLOURED, CHANGED, NARROW = "v1_colours", "v1_changes", "v1_narrow"
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
 SPACE = spaces.Dict(
     {
@@ -56,6 +56,27 @@ def observation(tick: int, name: str) -> dict[str, Any]:
     }
 
 
+def extra_spaces(name: str) -> dict[str, spaces.Space[Any]]:
+    """Return the extras of a golden checkpoint."""
+    extras: dict[str, spaces.Space[Any]] = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
+    if name == NARROW:
+        extras |= {"bits": spaces.Box(0, 1, (9,), np.float32), "halves": spaces.Box(-np.inf, np.inf, (3,), np.float32)}
+    return extras
+
+
+def extras_at(tick: int, name: str) -> dict[str, Any]:
+    """Return both lanes' extras at a tick."""
+    log_prob = np.full((LANES, 1), -tick, np.float16)
+    if name != NARROW:
+        return {"log_prob": log_prob}
+    places = np.arange(LANES * 9).reshape(LANES, 9)
+    bits = ((tick + places) % 3 == 0).astype(np.float32)
+    halves = (places[:, :3] - tick / 4).astype(np.float32)
+    if tick == 60:
+        halves[1, 2] = 1 / 3
+    return {"bits": bits, "halves": halves, "log_prob": log_prob}
+
+
 def tick_arguments(tick: int, name: str) -> dict[str, Any]:
     """Return what is added at a tick."""
     ended = np.array([tick % 29 == 28, tick % 41 == 40])
@@ -66,7 +87,7 @@ def tick_arguments(tick: int, name: str) -> dict[str, Any]:
         "next_obs": observation(1000 + tick if ended.any() else tick + 1, name),
         "terminated": ended,
         "truncated": ended[::-1] & ~ended,
-        "extras": {"log_prob": np.full((LANES, 1), -tick, np.float16)},
+        "extras": extras_at(tick, name),
         "valid": np.array([tick % 13 != 0, True]),
     }
 
@@ -111,7 +132,7 @@ def main(name: str) -> None:
     folder = HERE / name
     if folder.exists():
         sys.exit(f"{folder} exists. Delete it to write it in the present format.")
-    extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
+    extras = extra_spaces(name)
     # Blocks that a test compresses itself must not be compressed by the memory before.
     budget = "auto" if name in COMPRESS else None
     tuning = Tuning(block_bytes=2**14, max_segment_ticks=40, min_packed_rows=8)

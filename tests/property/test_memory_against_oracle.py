@@ -192,6 +192,8 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         ids = generator.choice(self.oracle.ids, count)
         names = list(self.stream.extras)
         rows = self._new_extras(count, names if all_columns else [names[seed % len(names)]])
+        if generator.random() < 0.5:  # Values that do not fit into narrow parts.
+            rows = map_leaves(lambda array: _change_bits(array, generator), rows)
         self.oracle.update(ids, **rows)
         lent = _lent((ids, rows), seed)
         self.memory.update(lent[0], **lent[1])
@@ -337,6 +339,16 @@ LAYOUTS: list[Callable[[Any], Any]] = [
     lambda array: array[::-1].copy()[::-1],
     lambda array: array[..., ::-1].copy()[..., ::-1],
 ]
+
+
+def _change_bits(array: Any, generator: np.random.Generator) -> Any:
+    """Return float32 rows with other bits in some rows. Rows of another dtype stay as they are."""
+    if array.dtype != np.float32:
+        return array
+    words = array.view(np.uint32)
+    is_changed = generator.random(len(array)) < 0.3
+    words[is_changed] ^= generator.integers(1, 2**32, words[is_changed].shape, np.uint32)
+    return words.view(np.float32)
 
 
 def _scribble(array: Any) -> None:

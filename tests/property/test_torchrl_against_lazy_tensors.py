@@ -30,7 +30,11 @@ leaves = st.tuples(
     st.sampled_from(KEYS), st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(["both", "now", "next"])
 )
 operations = st.lists(
-    st.tuples(st.sampled_from(["extend", "extend", "add", "write", "slice", "empty"]), st.integers(1, 30)), max_size=8
+    st.tuples(
+        st.sampled_from(["extend", "extend", "add", "write", "slice", "patch", "patch", "key", "empty"]),
+        st.integers(1, 30),
+    ),
+    max_size=8,
 )
 
 
@@ -114,6 +118,25 @@ def operate(buffers: list[Any], source: Source, others: tuple[int, ...], name: s
         data = source.batch(end, others)
         for buffer in buffers:
             buffer.storage[:end] = data.clone()
+    elif name == "patch" and held:  # Some keys of some cells.
+        cells = tuple(torch.from_numpy(source.rng.integers(0, along, count)) for along in storage.shape)
+        if size is not None:
+            cells = (torch.from_numpy(source.rng.permutation(held)[:count].copy()),)
+        else:
+            flat = np.unique(np.ravel_multi_index([part.numpy() for part in cells], storage.shape))
+            cells = tuple(torch.from_numpy(part) for part in np.unravel_index(flat, storage.shape))
+        data = source.batch(len(cells[0]), ())
+        keys = list(data.keys(include_nested=True, leaves_only=True))
+        data = data.select(*[key for key in keys if source.rng.random() < 0.5] or keys[:1])
+        for buffer in buffers:
+            buffer.storage[cells if len(cells) > 1 else cells[0]] = data.clone()
+    elif name == "key" and held and size is not None:
+        positions = torch.from_numpy(source.rng.permutation(held)[:count].copy())
+        data = source.batch(len(positions), others)
+        keys = list(data.keys(include_nested=True, leaves_only=True))
+        key = keys[int(source.rng.integers(len(keys)))]
+        for buffer in buffers:
+            buffer.set_at_(key, data.get(key).clone(), positions)
     elif name == "empty":
         in_turn(buffers, lambda buffer: buffer.empty())
 

@@ -20,7 +20,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, tensorclass
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SliceSampler
-from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
+from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter
 
 import holdall
 from holdall.errors import ArgumentError, CheckpointError
@@ -357,3 +357,124 @@ def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.Monke
     script = runpy.run_path(str(benchmarks / "torchrl_storage.py"))
     results = json.loads((benchmarks / "results" / "torchrl_storage.json").read_text())
     assert script["rewritten"](GUIDE.read_text(), results["cases"]) == GUIDE.read_text()
+
+
+# ---------------------------------------------------------------- writes of some keys
+
+
+def latents(count: int, seed: int = 0) -> TensorDictBase:
+    """Return latents as a world model stores them: bfloat16 as float32, and zeros and ones."""
+    generator = torch.Generator().manual_seed(seed)
+    deter = torch.randn(count, 100, generator=generator).bfloat16().float()
+    stoch = torch.nn.functional.one_hot(torch.randint(0, 8, (count, 16), generator=generator), 8).float()
+    return TensorDict({"deter": deter, "stoch": stoch}, batch_size=[count])
+
+
+def with_latents(size: int = 300, count: int = 250) -> tuple[ReplayBuffer, TensorDictBase]:
+    buffer = ReplayBuffer(storage=HoldallStorage(size), batch_size=8)
+    data = steps(count).update(latents(count)).update({"value": torch.arange(count, dtype=torch.float32)})
+    buffer.extend(data)
+    return buffer, data
+
+
+def test_some_keys_are_rewritten_in_place_and_nothing_is_appended() -> None:
+    buffer, data = with_latents()
+    storage = buffer.storage
+    index = torch.tensor([3, 200, 3, 77])
+    for turn in range(3):
+        new = latents(4, seed=turn)
+        storage[index] = new
+        for place in (1, 2, 3):
+            data[index[place]] = data[index[place]].update(new[place])
+        require_same(storage[torch.arange(250)], data)
+        assert storage.memory.next_id == 250
+    assert {field.name for field in storage.memory.report().fields} >= {"extras.deter", "extras.stoch", "obs.pixels"}
+
+
+@pytest.mark.parametrize("way", ["set_at_", "update_", "slice", "integer"])
+def test_every_way_to_write_one_key_rewrites_it(way: str) -> None:
+    buffer, data = with_latents()
+    new = latents(250, seed=5)["deter"]
+    if way == "set_at_":
+        index = torch.tensor([4, 9])
+        buffer.set_at_("deter", new[index], index)
+        data["deter"][index] = new[index]
+    elif way == "update_":
+        buffer.update_(TensorDict({"deter": new}, [250]))
+        data["deter"] = new
+    elif way == "slice":
+        buffer.storage[10:20] = TensorDict({"deter": new[10:20]}, [10])
+        data["deter"][10:20] = new[10:20]
+    else:
+        buffer.storage[7] = TensorDict({"deter": new[7], "value": torch.tensor(-1.0)}, [])
+        data["deter"][7] = new[7]
+        data["value"][7] = -1
+    require_same(buffer.storage[torch.arange(250)], data)
+    assert buffer.storage.memory.next_id == 250
+
+
+def test_cells_of_two_dimensions_are_rewritten_in_place() -> None:
+    """As R2-Dreamer does, with one step of all environments in each `extend`."""
+    buffer = ReplayBuffer(storage=HoldallStorage(120, ndim=2), batch_size=8)
+    data = TensorDict({"image": torch.randint(0, 255, (40, 3, 300), dtype=torch.uint8)}, [40, 3])
+    data.update(latents(120).reshape(40, 3))
+    for step in data:
+        buffer.extend(step.unsqueeze(1).clone())
+    index = (torch.tensor([0, 39, 5]), torch.tensor([2, 0, 1]))
+    new = latents(3, seed=1)
+    for turn in range(2):
+        buffer[index[1], index[0]] = new  # The buffer swaps both dimensions.
+        data[index] = data[index].update(new)
+        require_same(buffer.storage[:].clone().to_tensordict(), data)
+        new = latents(3, seed=2 + turn)
+    assert buffer.storage.memory.next_id == 120
+
+
+def test_images_are_not_moved_to_extras_when_they_are_written_again() -> None:
+    buffer = ReplayBuffer(storage=HoldallStorage(40), batch_size=8)
+    data = TensorDict({"image": torch.randint(0, 255, (40, 600), dtype=torch.uint8), "t": torch.arange(40)}, [40])
+    buffer.extend(data)
+    buffer.storage[torch.tensor([1, 2])] = TensorDict({"image": data["image"][:2]}, [2])
+    data["image"][1:3] = data["image"][:2].clone()
+    require_same(buffer.storage[torch.arange(40)], data)
+    assert any(field.name == "obs.image" for field in buffer.storage.memory.report().fields)
+
+
+def test_rewritten_keys_are_saved_and_loaded(tmp_path: Path) -> None:
+    buffer, data = with_latents()
+    other, _ = with_latents(count=20)  # Its keys are not extras.
+    buffer.storage[torch.arange(9)] = latents(9, seed=3)
+    data[:9] = data[:9].update(latents(9, seed=3))
+    buffer.dumps(tmp_path / "run")
+    other.loads(tmp_path / "run")
+    require_same(other.storage[torch.arange(250)], data)
+    other.storage[torch.arange(3)] = latents(3, seed=4)
+    assert other.storage.memory.next_id == 250
+
+
+def test_a_write_of_some_keys_that_do_not_fit_changes_nothing() -> None:
+    buffer, data = with_latents()
+    for given, says in (
+        ({"deter": torch.zeros(2, 99)}, r"data\[\('deter',\)\] has shape \(99,\)"),
+        ({"deter": torch.zeros(2, 100).double()}, "dtype torch.float64"),
+        ({"stoch": torch.zeros(2, 16, 8), "mean": torch.zeros(2)}, "unknown keys"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            buffer.storage[torch.tensor([0, 1])] = TensorDict(given, [2])
+    require_same(buffer.storage[torch.arange(250)], data)
+
+
+def test_records_are_updated_if_their_slot_was_not_written_again() -> None:
+    """TorchRL's conditional updates, which a learner sends while others add."""
+    buffer = TensorDictReplayBuffer(
+        storage=HoldallStorage(8), writer=TensorDictRoundRobinWriter(track_generations=True), batch_size=4
+    )
+    index = buffer.extend(steps(8).update(latents(8)))
+    generation = buffer.writer.generations_of(index)
+    buffer.extend(steps(3, first=8).update(latents(3)))  # Takes the first three slots.
+    new = latents(8, seed=9)
+    result = buffer.update_if_present(index=index, generation=generation, patch={"deter": new["deter"]})
+    assert result.updated_count == 5
+    held = buffer.storage[torch.arange(8)]["deter"]
+    assert torch.equal(held[3:], new["deter"][3:])
+    assert torch.equal(held[:3], latents(3)["deter"])

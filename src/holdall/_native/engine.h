@@ -91,7 +91,12 @@ enum {
     PART_PAIRED = 2, /* the observation and the next observation, both in full */
     PART_SLICED = 3, /* log and block */
     PART_PACKED = 4, /* a packed run, see packed.h */
+    PART_HALVES = 5, /* the upper halves of float32 rows whose lower halves are zero */
+    PART_BITS = 6,   /* one bit for each value of float32 rows of zeros and ones */
 };
+
+/* Whether the rows of a part of this kind are narrower than those of the column. A larger kind is narrower. */
+static inline int is_narrow(int kind) { return kind >= PART_HALVES; }
 
 /* What one segment stores of one column. */
 typedef struct {
@@ -101,6 +106,7 @@ typedef struct {
     int is_frozen;            /* a snapshot refers to this part, so a rewrite must copy it first */
     Py_ssize_t lanes;
     Py_ssize_t row_bytes;     /* one lane's row, or observation */
+    Py_ssize_t stored_bytes;  /* of them in `rows`; less than `row_bytes` if the part is narrow */
     Py_ssize_t capacity;      /* ticks that fit */
 
     /* Rows. Transition (tick, lane) has row tick * lanes + lane; ticks count from the segment's first. Shared parts
@@ -251,6 +257,21 @@ int part_copy_exceptions(const Part *from, Part *to);
 Py_ssize_t part_row_count(const Part *part, Py_ssize_t ticks);
 /* Bytes in memory, without the block. */
 Py_ssize_t part_bytes(const Part *part);
+
+/* ---- narrow parts, see narrow.c ------------------------------------------------------ */
+
+/* Bytes in which a part of `kind` stores a row. */
+Py_ssize_t narrow_row_bytes(int kind, Py_ssize_t row_bytes);
+/* Return the narrowest kind that represents float32 values: PART_BITS, PART_HALVES or PART_ROWS. */
+int narrow_find_kind(const uint8_t *values, Py_ssize_t bytes);
+/* Write a row to a narrow part that can represent it. */
+void narrow_write(const Part *part, Py_ssize_t row, const uint8_t *values);
+/* Read a row of a narrow part. */
+void narrow_read(const Part *part, Py_ssize_t row, uint8_t *out);
+/* Return a closed copy of the first `ticks` ticks of float32 rows, in the narrowest kind. NULL with an exception set. */
+Part *narrow_close(const Part *part, Py_ssize_t ticks);
+/* Return a copy of a closed narrow part as a part of a wider kind. NULL with an exception set. */
+Part *narrow_widen(const Part *part, int kind);
 
 /* A segment without ticks, whose parts are still NULL. */
 Segment *segment_new(int64_t first_tick, Py_ssize_t lanes, int part_count);

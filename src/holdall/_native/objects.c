@@ -508,23 +508,23 @@ static PyType_Spec block_spec = {"holdall._native.Block", sizeof(Block), 0, Py_T
 
 /* ---- Part ---------------------------------------------------------------------------- */
 
-static const char *const kind_names[] = {"rows", "shared", "paired", "sliced", "packed"};
+static const char *const kind_names[] = {"rows", "shared", "paired", "sliced", "packed", "halves", "bits"};
 
 static int kind_of_name(const char *name) {
-    for (int kind = 0; kind <= PART_PACKED; kind++)
+    for (int kind = 0; kind <= PART_BITS; kind++)
         if (strcmp(name, kind_names[kind]) == 0) return kind;
     return -1;
 }
 
 Py_ssize_t part_row_count(const Part *part, Py_ssize_t ticks) {
-    if (part->kind == PART_ROWS) return ticks * part->lanes;
+    if (part->kind == PART_ROWS || is_narrow(part->kind)) return ticks * part->lanes;
     if (part->kind == PART_SHARED) return (ticks + 1) * part->lanes;
     if (part->kind == PART_PAIRED) return 2 * ticks * part->lanes;
     return 0;
 }
 
 static size_t rows_bytes(const Part *part) {
-    return (size_t)(part_row_count(part, part->capacity) * part->row_bytes);
+    return (size_t)(part_row_count(part, part->capacity) * part->stored_bytes);
 }
 static size_t cursors_bytes(const Part *part) {
     return (size_t)(part->capacity * part->lanes) * sizeof *part->cursors;
@@ -538,6 +538,7 @@ Part *part_new(int kind, Py_ssize_t lanes, Py_ssize_t row_bytes, Py_ssize_t capa
     part->kind = kind;
     part->lanes = lanes;
     part->row_bytes = row_bytes;
+    part->stored_bytes = narrow_row_bytes(kind, row_bytes);
     part->capacity = capacity;
     if (kind == PART_SLICED) {
         part->cut = *cut;
@@ -902,6 +903,10 @@ static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
     if (ticks < 1 || lanes < 1 || row_bytes < 0 || ticks > INT32_MAX / lanes || row_bytes > INT32_MAX ||
         ticks * lanes > PY_SSIZE_T_MAX / 4 / (row_bytes + 4)) {
         PyErr_Format(PyExc_ValueError, "%zd ticks of %zd lanes with rows of %zd bytes are no part", ticks, lanes, row_bytes);
+        return NULL;
+    }
+    if (is_narrow(kind) && row_bytes % (Py_ssize_t)sizeof(float) != 0) {
+        PyErr_Format(PyExc_ValueError, "rows of %zd bytes are not float32, so a part of kind '%s' cannot store them", row_bytes, name);
         return NULL;
     }
     if (kind == PART_PACKED) return restore_packed(ticks, lanes, row_bytes, arrays);

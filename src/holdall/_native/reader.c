@@ -312,7 +312,7 @@ static int locate(const Catalog *catalog, int64_t first_tick, const int64_t *ids
 
 /* The row of a part of rows or shared rows, or the observation of a paired one. */
 static inline const uint8_t *row_at(const Part *part, Py_ssize_t row) {
-    return part->rows + (part->kind == PART_PAIRED ? 2 * row : row) * part->row_bytes;
+    return part->rows + (part->kind == PART_PAIRED ? 2 * row : row) * part->stored_bytes;
 }
 
 /* The next observation of a shared, paired or packed part; NULL if it must be read from the packed run. */
@@ -334,7 +334,7 @@ PREFETCHER void prefetch_row(const Part *part, Py_ssize_t row) {
     if (part->rows) {
         const uint8_t *const from = row_at(part, row);
         FETCH_SOON(from);
-        if (part->row_bytes > 1) FETCH_SOON(from + part->row_bytes - 1);
+        if (part->stored_bytes > 1) FETCH_SOON(from + part->stored_bytes - 1);
         if (part->kind == PART_SHARED) FETCH_SOON(from + (part->lanes + 1) * part->row_bytes - 1);
     } else if (part->cursors) {
         FETCH_SOON(&part->cursors[row]);
@@ -388,6 +388,7 @@ static void copy_rows(int column, const location *locations, Py_ssize_t count, i
         uint8_t *const to = out + i * row_bytes;
         if (part->kind == PART_SLICED) continue;
         if (part->kind == PART_PACKED) copy_packed_row(part, locations[i].row, is_next, to);
+        else if (is_narrow(part->kind)) narrow_read(part, locations[i].row, to);
         else copy_bytes(to, is_next ? next_row_at(part, locations[i].row) : row_at(part, locations[i].row), (size_t)row_bytes);
     }
 }

@@ -587,6 +587,11 @@ failed:
     return NULL;
 }
 
+/* Whether the values of column `i` may be stored in narrow parts: it is an extra of float32. */
+static int may_be_narrow(const Writer *w, int i) {
+    return i >= w->groups[GROUP_EXTRAS].first && i < w->flags && w->catalog->columns[i].type_number == NPY_FLOAT32;
+}
+
 /* Return a closed copy of the open segment that shares its blocks. NULL with an exception set. */
 static Segment *close_copy(const Writer *w) {
     const Segment *const open = open_segment(w);
@@ -595,7 +600,8 @@ static Segment *close_copy(const Writer *w) {
     closed->ticks = open->ticks;
     closed->invalid_count = open->invalid_count;
     for (int i = 0; i < open->part_count; i++) {
-        closed->parts[i] = part_trim(open->parts[i], open->ticks, w->columns[i].longest);
+        closed->parts[i] = may_be_narrow(w, i) ? narrow_close(open->parts[i], open->ticks)
+                                               : part_trim(open->parts[i], open->ticks, w->columns[i].longest);
         if (!closed->parts[i]) {
             Py_DECREF((PyObject *)closed);
             return NULL;
@@ -742,9 +748,9 @@ static Catalog *catalog_copy(const Catalog *catalog) {
 /* Whether a part may stand for column `i` of a segment of `ticks` ticks. */
 static int part_fits(const Writer *w, int i, const Part *part, Py_ssize_t ticks) {
     const column *const c = &w->catalog->columns[i];
-    const int is_obs = c->role == ROLE_OBSERVATION;
-    return part->capacity == ticks && part->lanes == w->lanes && part->row_bytes == c->row_bytes &&
-           is_obs == (part->kind != PART_ROWS);
+    if (part->capacity != ticks || part->lanes != w->lanes || part->row_bytes != c->row_bytes) return 0;
+    if (is_narrow(part->kind)) return may_be_narrow(w, i);
+    return (c->role == ROLE_OBSERVATION) == (part->kind != PART_ROWS);
 }
 
 /* replace(segment, parts) -> bool */
@@ -851,26 +857,38 @@ static Py_ssize_t find_missing(const Catalog *catalog, const int64_t *ids, Py_ss
     return -1;
 }
 
-/* Replace the parts of a column that a snapshot refers to by copies, in all segments that hold `ids`. -1 with an
- * exception set. `*old` gets the catalog that was replaced, or NULL. Releasing it can run any code, so the caller does
- * that last. */
-static int thaw_column(Writer *w, int column, const int64_t *ids, Py_ssize_t count, Catalog **old) {
+/* Return the kind that a part must have to store a row as well: its own, or a wider one. */
+static int find_kind(const Part *part, const uint8_t *row) {
+    if (!is_narrow(part->kind)) return part->kind;
+    const int needed = narrow_find_kind(row, part->row_bytes);
+    return needed < part->kind ? needed : part->kind;
+}
+
+/* Replace the parts of a column that a snapshot refers to, or that are too narrow for one of `rows`, by copies, in all
+ * segments that hold `ids`. -1 with an exception set. `*old` gets the catalog that was replaced, or NULL. Releasing it can
+ * run any code, so the caller does that last. `*has_grown` is set if a part was widened. */
+static int thaw_column(Writer *w, int column, const int64_t *ids, Py_ssize_t count, const uint8_t *rows, Catalog **old,
+                       int *has_grown) {
     Catalog *catalog = NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         const Py_ssize_t place = catalog_find(w->catalog, ids[i] / w->lanes);
         const Segment *const segment = (catalog ? catalog : w->catalog)->segments[place];
-        if (!segment->parts[column]->is_frozen) continue;
+        const Part *const before = segment->parts[column];
+        const int kind = find_kind(before, rows + i * before->row_bytes);
+        if (!before->is_frozen && kind == before->kind) continue;
         if (!catalog && !(catalog = catalog_copy(w->catalog))) return -1;
         Segment *const copy = segment_copy(segment);
-        Part *const part = copy ? part_trim(segment->parts[column], segment->ticks, 0) : NULL;
+        Part *part = NULL;
+        if (copy) part = kind == before->kind ? part_trim(before, segment->ticks, 0) : narrow_widen(before, kind);
         if (!part) {
             Py_XDECREF((PyObject *)copy);
             Py_DECREF((PyObject *)catalog);
             return -1;
         }
+        if (kind != before->kind) *has_grown = 1;
         Py_DECREF((PyObject *)copy->parts[column]); /* the old segment still has it */
         copy->parts[column] = part;
-        Py_DECREF((PyObject *)catalog->segments[place]); /* the old catalog still has it */
+        Py_DECREF((PyObject *)catalog->segments[place]); /* the old catalog, or its copy, still has it */
         catalog->segments[place] = copy;
     }
     *old = catalog ? w->catalog : NULL;
@@ -894,19 +912,22 @@ static int check_rewrite(const Writer *w, PyObject *number_object, PyObject *row
     return (int)number;
 }
 
-/* Overwrite rows of one column in parts that no snapshot refers to. */
+/* Overwrite rows of one column in parts that no snapshot refers to and that can represent the rows. */
 static void rewrite_column(const Writer *w, int number, const int64_t *ids, Py_ssize_t count, const uint8_t *from) {
     const Py_ssize_t row_bytes = w->catalog->columns[number].row_bytes;
     for (Py_ssize_t i = 0; i < count; i++, from += row_bytes) {
         const int64_t at = ids[i] / w->lanes, lane = ids[i] - at * w->lanes;
         const Segment *const segment = w->catalog->segments[catalog_find(w->catalog, at)];
-        uint8_t *const to = segment->parts[number]->rows + ((at - segment->first_tick) * w->lanes + lane) * row_bytes;
-        if (number == w->flags) *to = (uint8_t)((*from & (FLAG_TERMINATED | FLAG_TRUNCATED)) | (*to & FLAG_INVALID));
+        const Part *const part = segment->parts[number];
+        const Py_ssize_t row = (at - segment->first_tick) * w->lanes + lane;
+        uint8_t *const to = part->rows + row * part->stored_bytes;
+        if (is_narrow(part->kind)) narrow_write(part, row, from);
+        else if (number == w->flags) *to = (uint8_t)((*from & (FLAG_TERMINATED | FLAG_TRUNCATED)) | (*to & FLAG_INVALID));
         else memcpy(to, from, (size_t)row_bytes);
     }
 }
 
-/* rewrite(ids, columns, rows) */
+/* rewrite(ids, columns, rows) -> bool: whether a part was widened */
 static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
     Writer *const w = (Writer *)self;
     PyArrayObject *ids;
@@ -935,12 +956,17 @@ static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
     /* Copies of parts change nothing that is held, so it does not matter if only some of them can be made. */
     Catalog *old[MAX_COLUMNS];
     Py_ssize_t thawed = 0;
-    while (thawed < changed && thaw_column(w, numbers[thawed], named, count, &old[thawed]) == 0) thawed++;
+    int has_grown = 0;
+    while (thawed < changed) {
+        const uint8_t *const from = PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, thawed));
+        if (thaw_column(w, numbers[thawed], named, count, from, &old[thawed], &has_grown) < 0) break;
+        thawed++;
+    }
     for (Py_ssize_t k = 0; thawed == changed && k < changed; k++)
         rewrite_column(w, numbers[k], named, count, PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, k)));
     for (Py_ssize_t k = 0; k < thawed; k++) Py_XDECREF((PyObject *)old[k]);
     if (thawed < changed) return NULL;
-    Py_RETURN_NONE;
+    return PyBool_FromLong(has_grown);
 }
 
 /* ---- construction ---------------------------------------------------------------------- */

@@ -26,7 +26,7 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Leaf, Schema
 from holdall.schema_json import dtype_from_json, dtype_to_json
 from holdall.store.columns import Columns
-from holdall.store.format import pack_segment, unpack_segment
+from holdall.store.format import ROW_KINDS, pack_segment, unpack_segment
 from holdall.store.records import pack_record, read_record, reader_of
 from holdall.store.snapshot import Layout
 from holdall.store.step import Step, check_step
@@ -345,7 +345,7 @@ def flatten_lanes(segment: Segment) -> Segment:
 def _flatten_part(part: Part, ticks: int, lanes: int) -> Part:
     arrays = part.arrays()
     rows = ticks * lanes
-    if part.kind in ("rows", "paired"):  # The same memory, read as one lane.
+    if part.kind in ROW_KINDS or part.kind == "paired":  # The same memory, read as one lane.
         return Part.restore(part.kind, rows, 1, part.row_bytes, arrays, part.layout, None)
     if part.kind == "shared":
         paired = {"rows": _pair_rows(arrays, ticks, lanes, part.row_bytes)}

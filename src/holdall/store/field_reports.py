@@ -13,6 +13,12 @@ from holdall.report import FieldReport, field_name
 from holdall.schema import Schema
 from holdall.store.columns import Columns
 
+_FINDINGS = {
+    "rows": "rows",
+    "halves": "rows of 2 bytes per value, because the other 2 are zero",
+    "bits": "rows of 1 bit per value, because all values are 0 or 1",
+}
+"""How a column that is not an observation is stored, by the kind of its newest closed part."""
 _PLAIN_FLAG_BYTES = 2
 """Bytes of `terminated` and `truncated` in the plain layout."""
 
@@ -47,11 +53,14 @@ def report_fields(
         plain_bytes = 2 * held * leaf.nbytes
         name = field_name("obs", leaf.name)
         reports.append(_report_observation(counted[column], name, plain_bytes, describe(column)))
+    newest = catalog.segments[-2:][0]
     names = [field_name("action", leaf.name) for leaf in schema.action.leaves]
     names += ["reward", *[field_name("extras", leaf.name) for leaf in schema.extras.leaves], "flags"]
     for column, name in enumerate(names, len(schema.observation.leaves)):
         plain_bytes = held * _count_plain_bytes(schema, columns, reward_dtype, column)
-        reports.append(FieldReport(name, 0, 0, counted[column].row_bytes, plain_bytes, "rows"))
+        reports.append(
+            FieldReport(name, 0, 0, counted[column].row_bytes, plain_bytes, _FINDINGS[newest.parts[column].kind])
+        )
     return reports
 
 

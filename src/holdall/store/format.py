@@ -45,6 +45,11 @@ SEGMENT = "segment"
 FLAG_INVALID = 4
 """Bit of a flags row: the entry is not a transition."""
 
+ROW_KINDS = frozenset({"rows", "halves", "bits"})
+"""Kinds of the parts of actions, rewards, extras and flags."""
+
+_BITS_BYTES = 32
+"""Bytes of float32 values that a part of kind "bits" stores in one byte."""
 _MAX_DICTIONARY_BYTES = 16 * 2**20
 _MAX_NUMBER = 2**32 - 1
 _DEFAULT_LEVEL = 3
@@ -334,7 +339,7 @@ class _PartsReading:
     def read_part(self, column: int, words: Mapping[str, Any]) -> Part:
         """Return one part. Raise DamageError or ValueError if it does not fit."""
         kind = words["kind"]
-        if (kind == "rows") != (column >= self._columns.observations):
+        if (kind in ROW_KINDS) != (column >= self._columns.observations):
             raise ValueError(f"column {column} cannot be stored as {kind!r}")
         row_bytes = self._find_row_bytes(column)
         layout: Any = (kind,) if kind in ("shared", "paired") else None
@@ -366,6 +371,10 @@ class _PartsReading:
             count = (self._ticks + 1) * self._lanes
         elif kind == "paired":
             count = 2 * self._transitions
+        elif kind == "halves":
+            row_bytes //= 2
+        elif kind == "bits":
+            row_bytes = -(-row_bytes // _BITS_BYTES)
         return self._record.read_array(f"{column}.rows", self._read, "u1", count * row_bytes)
 
     def _read_exceptions(self, column: int, row_bytes: int) -> dict[str, Any]:

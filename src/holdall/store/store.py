@@ -284,13 +284,21 @@ class Store:
         self._compactor.wait_for_room()
 
     def rewrite(self, ids: NDArray[np.int64], rows_by_extra: Mapping[int, Array]) -> None:
-        """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held."""
+        """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held.
+
+        An extra that was stored in fewer bytes per value grows if a value does not fit. All bytes are then compared
+        with the budget at once.
+        """
         columns = tuple(self.columns.first_extra + extra for extra in rows_by_extra)
         rows = tuple(array if array.flags.c_contiguous else array.copy() for array in rows_by_extra.values())
         try:
-            self._writer.rewrite(np.ascontiguousarray(ids), columns, rows)
+            has_grown = self._writer.rewrite(np.ascontiguousarray(ids), columns, rows)
         except IndexError as error:
             raise TransitionIdError(str(error)) from None
+        if has_grown:
+            with self._roll_lock:
+                self._inventory = None
+                self._balance()
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
         """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held."""

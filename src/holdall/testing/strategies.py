@@ -141,6 +141,8 @@ def streams(
     leaves = Tree.of(observation_space, "observation_space").leaves
     observed_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
     extras = draw(st.dictionaries(st.sampled_from(["log_prob", "goal"]), leaf_spaces, max_size=2))
+    if draw(st.booleans()):
+        extras["latent"] = box(draw(st.sampled_from([(), (1,), (3,), (9, 2)])), np.dtype("f4"))
     return Stream(
         observation_space,
         draw(draw(st.sampled_from([leaf_spaces, any_space]))),
@@ -149,5 +151,7 @@ def streams(
         mishaps=draw(mishaps),
         extras=extras,
         reward_dtype=draw(st.sampled_from(["f4", "f8", "f2", "i8", "?"])),
+        extra_values=draw(st.sampled_from(["any", "halves", "bits", "bits", "zeros"])),
+        extra_breaks=draw(st.sampled_from([0.0, 0.0, 0.02, 0.2])),
         seed=draw(st.integers(0, 2**32 - 1)),
     )

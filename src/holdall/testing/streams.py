@@ -23,6 +23,7 @@ DTYPES = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u
 
 Content = Literal["noise", "table", "constant"]
 Padding = Literal["zero", "first", "fresh"]
+Values = Literal["any", "halves", "bits", "zeros"]
 
 _TABLE_ROWS = 40
 _RARE_BITS = {2: 0x7D01, 4: 0x7FA00001, 8: 0x7FF4000000000001}
@@ -43,6 +44,16 @@ def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Gener
         if dtype.itemsize in _RARE_BITS:
             rows.view(f"u{dtype.itemsize}")[where == 1] = _RARE_BITS[dtype.itemsize] + (raw() & 255)
     return rows.reshape((*leading, *leaf.shape))
+
+
+def make_narrow(rows: Array, values: Values) -> Array:
+    """Return float32 rows changed to values that need fewer than four bytes. Rows of another dtype stay as they are."""
+    if rows.dtype != np.float32 or values == "any":
+        return rows
+    words = rows.view(np.uint32)
+    if values == "halves":
+        return (words & np.uint32(0xFFFF0000)).view(np.float32)
+    return (words >> 8 & 1 if values == "bits" else words * 0).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +196,8 @@ class Stream:
     Args:
         observation_space: Space of observations. Its leaves move by `plans`, in order.
         plans: One plan per leaf. Leaves without a plan are noise.
+        extra_values: Values of float32 extras.
+        extra_breaks: Share of the ticks in which float32 extras have any values.
     """
 
     def __init__(
@@ -198,6 +211,8 @@ class Stream:
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         reward_dtype: Any = np.float32,
         seed: int = 0,
+        extra_values: Values = "any",
+        extra_breaks: float = 0.0,
     ) -> None:
         self.observation_space = observation_space
         self.action_space = action_space
@@ -208,7 +223,10 @@ class Stream:
         self._extras = Tree.of(spaces.Dict(self.extras), "extras")
         self._reward = Leaf("reward", (), np.dtype(reward_dtype))
         self._mishaps = mishaps or Mishaps()
+        self._extra_values = extra_values
+        self._extra_breaks = extra_breaks
         self._settings = f"plans={list(plans)}, mishaps={mishaps}, seed={seed}"
+        self._settings += f", extra_values={extra_values!r}, extra_breaks={extra_breaks}"
         self._generator = np.random.default_rng(seed)
         leaves = self._observation.leaves
         full = [*plans, *[LeafPlan()] * (len(leaves) - len(plans))]
@@ -248,13 +266,19 @@ class Stream:
             next_obs=self._observation.build(next_obs),
             terminated=ends & ~truncated,
             truncated=truncated,
-            extras=self._draw(self._extras),
+            extras=self._draw_extras(),
         )
 
     def ticks(self, count: int) -> StreamStep:
         """Make `count` steps. Every array gets a leading time axis, as `extend` expects."""
         steps = [self.tick() for _ in range(count)]
         return stack_steps(steps) if steps else _empty_step(self.tick())
+
+    def _draw_extras(self) -> Any:
+        drawn = self._draw(self._extras)
+        if self._extra_breaks > 0 and self._generator.random() < self._extra_breaks:
+            return drawn
+        return map_leaves(lambda rows: make_narrow(rows, self._extra_values), drawn)
 
     def _draw(self, tree: Tree) -> Any:
         return tree.build([random_rows(leaf, (self.num_envs,), self._generator) for leaf in tree.leaves])

@@ -2,7 +2,8 @@
 
 fields.py describes how the keys of a TensorDict are stored in the memory. This file maps TorchRL's positions to
 transitions of a memory that can only append. Writing to a position appends a transition and records its id. A
-transition that a position still refers to is appended again before the memory evicts it.
+transition that a position still refers to is appended again before the memory evicts it. Writing only some keys of a
+position rewrites these keys in place if they are extras of the memory.
 
 Guarantee: reading a position returns, bit for bit, what was last written there.
 """
@@ -15,6 +16,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
+from collections.abc import Collection, Mapping
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -35,7 +37,7 @@ except ImportError as error:
 from holdall.checks import require_count, to_whole
 from holdall.memory import ReplayMemory
 from holdall.store.tuning import Tuning
-from holdall.torchrl.fields import Fields, Ids, StoredTensor, numpy_index
+from holdall.torchrl.fields import Fields, Ids, Key, StoredTensor, TensorField, numpy_index
 
 __all__ = ["HoldallStorage", "StoredTensor"]
 
@@ -70,6 +72,9 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     `("next", key)` that is equal is stored once, and frame stacks are stored frame by frame. Slices, such as
     `storage[:]`, are read key by key when they are used.
 
+    A write of some keys, such as `storage[index] = TensorDict({"stoch": ..., "deter": ...}, [n])`, rewrites them in
+    place. The first such write of a large key copies all elements once, because the key was compressed until then.
+
     Args:
         max_size: Number of elements, over all `ndim` dimensions. 1e6 is a million.
         device: Device of sampled TensorDicts; "auto": the device of the first data.
@@ -81,7 +86,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     """
 
     _default_checkpointer = HoldallCheckpointer
-    supports_conditional_update = False
+    supports_conditional_update = True
     max_size: int
     device: Any
     _len: int
@@ -194,6 +199,9 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             cursor = [int(cursor)]
         if not self.initialized:
             self._begin(data)
+        if not set_cursor and self._rewrite_some(cursor, data):
+            self._bump_mutation_revision()
+            return
         positions, data = self._check(*self._find_elements(cursor, data))
         self._write(positions, data)
         if set_cursor:
@@ -241,11 +249,44 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """The flat position of every cell."""
         return np.arange(self._ids.size).reshape(self._ids.shape)
 
+    def _rewrite_some(self, cursor: Any, data: TensorDictBase) -> bool:
+        """Rewrite some keys in place. Return False, and write nothing, if that is not possible."""
+        fields = self._known_fields
+        index = numpy_index(cursor)
+        if not fields.find_missing(data) or not self._ids[index].all():
+            return False  # An element that was not written yet needs all keys.
+        tensors = fields.take_some(data.expand(self._ids[index].shape))
+        if not self._make_rewritable(tensors):
+            return False
+        self._rewrite(self._ids[index].reshape(-1) - 1, tensors)
+        return True
+
+    def _make_rewritable(self, fields: Collection[TensorField]) -> bool:
+        """Return whether keys can be rewritten in place. Numbers that networks compute become extras for that."""
+        if not all(field.kind in {"column", "empty"} or field.can_become_extra for field in fields):
+            return False
+        others = [field.key for field in fields if field.can_become_extra]
+        if others:
+            self._make_extras(others)
+        return True
+
+    def _rewrite(self, ids: Ids, tensors: Mapping[TensorField, torch.Tensor]) -> None:
+        """Rewrite keys of transitions, which are extras."""
+        leading = (len(ids),)
+        arrays = {field.name: field.to_array(tensor, leading) for field, tensor in tensors.items() if field.nbytes > 0}
+        if arrays:
+            self.memory.update(ids, **arrays)
+
     def write_key(self, number: int, cells: Ids, tensor: torch.Tensor) -> None:
         """Write one key of some cells. For `StoredTensor`."""
         fields = self._known_fields
         flat = cells.reshape(-1)
         values = tensor.reshape(len(flat), *tensor.shape[cells.ndim :])
+        field = fields.tensors[number]
+        if self._make_rewritable([field]):
+            self._rewrite(self._require_written(self._ids.reshape(-1)[flat]), {field: values})
+            self._bump_mutation_revision()
+            return
         at_once = max(_CARRIED_BYTES // max(fields.nbytes, 1), 1)
         for first in range(0, len(flat), at_once):
             some = flat[first : first + at_once]
@@ -322,6 +363,34 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         first = self.memory.next_id + 1
         self.memory.extend(**given)
         self._ids[positions] = np.arange(first, self.memory.next_id + 1).reshape(-1, *self._ids.shape[1:])
+
+    def _make_extras(self, keys: list[Key]) -> None:
+        """Copy all elements to a memory that stores some keys as extras."""
+        fields = self._known_fields
+        before = self.memory
+        changed = fields.with_extras(keys)
+        memory = changed.new_memory(before.capacity, before.num_envs, device=str(self.device), **self._settings)
+        ids = np.zeros(self._ids.shape, np.int64)
+        heads = self._ids.reshape(len(self._ids), -1)[:, 0]
+        live = heads.nonzero()[0]
+        live = live[np.argsort(heads[live])]
+        at_once = max(_CARRIED_BYTES // max(fields.nbytes * self._rows, 1), 1)
+        try:
+            for first in range(0, len(live), at_once):
+                some = live[first : first + at_once]
+                leading = (len(some) * self._rows // before.num_envs, before.num_envs)
+                given = changed.make_arguments(self._gather(self._ids[some]), leading)
+                next_id = memory.next_id + 1
+                memory.extend(**given)
+                ids[some] = np.arange(next_id, memory.next_id + 1).reshape(-1, *ids.shape[1:])
+        except BaseException:
+            memory.close()
+            raise
+        self._memory = memory
+        self._fields = changed
+        self._ids = ids
+        self._oldest = 0
+        before.close()
 
     # ---------------------------------------------------------------- reading
 
@@ -442,7 +511,11 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         fields = Fields.from_json(layout["fields"])
         shape = tuple(map(int, layout["shape"]))
         size = -(self.max_size // -prod(shape[1 : self.ndim]))
-        if layout["ndim"] != self.ndim or shape[0] != size or (self._fields is not None and self._fields != fields):
+        if (
+            layout["ndim"] != self.ndim
+            or shape[0] != size
+            or (self._fields is not None and not self._fields.has_keys_of(fields))
+        ):
             raise ArgumentError(
                 f"{path} has {shape[0]} positions of ndim={layout['ndim']}, but this storage has {size} of "
                 f"ndim={self.ndim}, or other keys. Make an empty one with max_size={prod(shape[: layout['ndim']])} and "

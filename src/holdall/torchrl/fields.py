@@ -9,7 +9,7 @@ Guarantee: every key, shape, dtype and bit is returned as it was given.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -73,8 +73,13 @@ class TensorField:
             return stored_space(self.shape, _DTYPES[self.dtype])
         return stored_space((*self.shape, self.dtype.itemsize), np.dtype(np.uint8))
 
-    def to_array(self, tensor: torch.Tensor, leading: tuple[int, int]) -> Array:
-        """Return a tensor as an array with the leading axes (steps, lanes)."""
+    @property
+    def can_become_extra(self) -> bool:
+        """Whether a write of this key alone stores it as an extra from then on. Networks compute such keys."""
+        return self.kind == "alone" and self.dtype.is_floating_point
+
+    def to_array(self, tensor: torch.Tensor, leading: tuple[int, ...]) -> Array:
+        """Return a tensor as an array with the leading axes (steps, lanes), or with (rows,)."""
         host = tensor.detach().cpu().contiguous()
         if self.dtype not in _DTYPES:
             host = host.unsqueeze(-1).view(torch.uint8)
@@ -215,6 +220,30 @@ class Fields:
         given = {(key,) if isinstance(key, str) else tuple(key) for key in data.keys(include_nested=True)}
         return [field.key for field in self.tensors if field.key not in given]
 
+    def with_extras(self, keys: Collection[Key]) -> Fields:
+        """Return these fields with some keys stored as extras, which can be rewritten."""
+        tensors = (replace(field, kind="column") if field.key in keys else field for field in self.tensors)
+        return replace(self, tensors=tuple(tensors))
+
+    def has_keys_of(self, other: Fields) -> bool:
+        """Return whether both have the same keys, shapes and dtypes, however they are stored."""
+        plain = [[replace(field, kind="", name="") for field in fields.tensors] for fields in (self, other)]
+        return plain[0] == plain[1] and self.nested == other.nested
+
+    def take_some(self, data: TensorDictBase) -> dict[TensorField, torch.Tensor]:
+        """Return the tensors of a TensorDict that may lack keys, by field. Raise ArgumentError if one does not fit."""
+        given = _find_leaves(data)
+        known = {field.key: field for field in self.tensors}
+        unknown = sorted(given.keys() - known.keys())
+        if unknown:
+            raise ArgumentError(
+                f"data has the unknown keys {unknown}, compared with the first data. Write only keys that the first "
+                f"data had, {sorted(known)}, or data.exclude(...) the rest."
+            )
+        for key, tensor in given.items():
+            _require_form(known[key], tensor, data.batch_dims)
+        return {known[key]: tensor for key, tensor in given.items()}
+
     def _require(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
         """Return the tensors of a TensorDict by key. Raise ArgumentError unless it has the structure of the first."""
         given = _find_leaves(data)
@@ -230,14 +259,18 @@ class Fields:
                     "A storage has TensorDicts of one structure. Add the missing keys, and data.exclude(...) the rest."
                 )
         for key, tensor in given.items():
-            shape = tuple(tensor.shape[data.batch_dims :])
-            field = known[key]
-            if shape != field.shape or tensor.dtype != field.dtype:
-                raise ArgumentError(
-                    f"data[{key}] has shape {shape} for each element and dtype {tensor.dtype}, but the first data had "
-                    f"{field.shape} and {field.dtype}. Nothing is cast: pass tensors of that shape and dtype."
-                )
+            _require_form(known[key], tensor, data.batch_dims)
         return given
+
+
+def _require_form(field: TensorField, tensor: torch.Tensor, batch_dims: int) -> None:
+    """Raise ArgumentError unless a tensor has the shape and dtype of a field, after `batch_dims` dimensions."""
+    shape = tuple(tensor.shape[batch_dims:])
+    if shape != field.shape or tensor.dtype != field.dtype:
+        raise ArgumentError(
+            f"data[{field.key}] has shape {shape} for each element and dtype {tensor.dtype}, but the first data had "
+            f"{field.shape} and {field.dtype}. Nothing is cast: pass tensors of that shape and dtype."
+        )
 
 
 def _find_output(memory: ReplayMemory, field: TensorField) -> int:
@@ -382,6 +415,8 @@ class StoredTensor(torch.Tensor):
                 func(changed, *_read_all(rest), **_read_all(named))
                 stored.owner.write_key(stored.number, stored.cells, changed)
                 return stored
+        if args and isinstance(args[0], list | tuple) and name.endswith("_") and not name.endswith("__"):
+            return _change_all(func, args[0], args[1:], named)
         return func(*_read_all(args), **_read_all(named))
 
     @classmethod
@@ -470,6 +505,16 @@ _KNOWN = {
 def _read_all(value: Any) -> Any:
     """Return a nested value with every stored tensor replaced by a plain one."""
     return tree_map(lambda part: part.read() if isinstance(part, StoredTensor) else part, value)
+
+
+def _change_all(func: Any, tensors: Any, rest: Any, named: Any) -> Any:
+    """Call a function that changes several tensors in place, such as `torch._foreach_copy_`, and write the changes."""
+    changed = [_read_all(tensor) for tensor in tensors]
+    result = func(changed, *_read_all(rest), **_read_all(named))
+    for stored, values in zip(tensors, changed, strict=True):
+        if isinstance(stored, StoredTensor):
+            stored.owner.write_key(stored.number, stored.cells, values)
+    return result
 
 
 def numpy_index(index: Any) -> Any:
