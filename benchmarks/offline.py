@@ -1,19 +1,21 @@
 """A recording of PushT in HDF5, Lance and holdall: bytes, samples per second of a DataLoader, memory of its processes.
 
     pip install gym-pusht h5py pylance opencv-python-headless
-    python benchmarks/offline.py [--frames 16000] [--quick] [--json benchmarks/results/offline.json]
+    python benchmarks/offline.py [--frames 16000] [--parts step window] [--json benchmarks/results/offline.json]
 
 The recording has images of 96x96x3 bytes, positions and actions, made with the public environment gym-pusht and a
 scripted player. It is kept in .cache. Every side stores it without loss, and every row that is read is compared once
 with the recording.
 
-Times: the DataLoaders of all sides, each with four spawned workers, take turns in one process. Each turn is a number
+Times: the loaders of all sides take turns in one process. Each DataLoader has four spawned workers. A turn is a number
 of batches after those that were prepared before are used up. `samples_per_s` is the median over the turns,
 `times_lance` the median of the ratios within a turn, and `cpu_us` the processor time of the workers per sample, which
-depends less on what else the machine does. Memory: the proportional set size of the main process and its workers, in a
-fresh process per side; `none` reads nothing and shows what Python and torch take.
+depends less on what else the machine does. `none` passes zeros on, which shows what the DataLoader itself takes.
+`holdall_threads` is `Dataset.loader`, which needs no other processes.
 
-Exit status 1 if holdall is larger than Lance, or less than twice as fast as the fastest form of Lance.
+Memory: the proportional set size of the main process and its workers, in a fresh process per side.
+
+Exit status 1 if holdall is larger than Lance, or `Dataset.loader` is less than twice as fast as the fastest Lance.
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ BATCH, WORKERS = 64, 4
 CASES = {"step": ((0,), (0,)), "window": ((-1, 0), tuple(range(16)))}
 """Offsets of the images and of the actions that a sample has."""
 BAR_SPEED = 2.0
+PARTS = ["sizes", "step", "window", "smallest", "memory"]
+
+THREADS = "holdall_threads"
+"""`Dataset.loader`, which reads in threads of the main process."""
 
 Rows = dict[str, NDArray[Any]]
 
@@ -66,7 +72,8 @@ def record(frames: int) -> dict[str, NDArray[Any]]:
     import gymnasium  # noqa: PLC0415
 
     size = {"observation_width": SHAPE[1], "observation_height": SHAPE[0]}
-    env: Any = gymnasium.make("gym_pusht/PushT-v0", obs_type="pixels_agent_pos", max_episode_steps=150, **size)
+    settings: Any = {"obs_type": "pixels_agent_pos", "max_episode_steps": 150, **size}
+    env: Any = gymnasium.make("gym_pusht/PushT-v0", **settings)
     generator = np.random.default_rng(0)
     made: dict[str, NDArray[Any]] = {
         "images": np.empty((frames, *SHAPE), np.uint8),
@@ -102,7 +109,8 @@ def find_steps(ends: NDArray[np.bool_], indices: NDArray[np.int64], offsets: tup
     last = np.flatnonzero(ends)
     episode = np.searchsorted(last, indices)
     first = np.where(episode > 0, last[episode - 1] + 1, 0)
-    return np.clip(indices[:, None] + np.array(offsets), first[:, None], last[episode][:, None])
+    steps: NDArray[np.int64] = np.clip(indices[:, None] + np.array(offsets), first[:, None], last[episode][:, None])
+    return steps
 
 
 # ---------------------------------------------------------------- sides
@@ -174,7 +182,7 @@ class Hdf5(Side):
 class Lance(Side):
     """Images as blobs, each compressed with Zstandard: the fastest form that is compressed without loss."""
 
-    version = "2.1"
+    version: Any = "2.1"
 
     @classmethod
     def write(cls, folder: Path, made: dict[str, NDArray[Any]]) -> None:
@@ -282,14 +290,16 @@ def new_loader(side: Any, method: str = "spawn") -> Iterator[Any]:
 
 
 def processor_s(loader: Any) -> float:
-    """Return the processor time of a loader's workers."""
-    workers = [psutil.Process(worker.pid) for worker in loader._workers]
+    """Return the processor time of a loader's workers, or of this process if the loader has threads."""
+    workers = [psutil.Process(worker.pid) for worker in getattr(loader, "_workers", ())] or [psutil.Process()]
     return sum(sum(worker.cpu_times()[:2]) for worker in workers)
 
 
 def measure_times(names: list[str], ends: NDArray[np.bool_], case: str, rounds: int, batches: int) -> dict[str, Any]:
     """Let the loaders of all sides take turns."""
-    loaders = {name: new_loader(SIDES[name](ends, case)) for name in names}
+    loaders = {name: new_loader(SIDES[name](ends, case)) for name in names if name != THREADS}
+    if THREADS in names:
+        loaders[THREADS] = open_holdall(ROOT / "holdall", case).loader(BATCH, seed=0)
     rates: dict[str, list[float]] = {name: [] for name in names}
     costs: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
@@ -339,11 +349,34 @@ def print_memory(name: str, method: str, frames: int) -> None:
     print(json.dumps({"side": name, "method": method, "pss_mib": round(sum(pss) / 2**20, 1)}))
 
 
+def measure_sizes(made: dict[str, NDArray[Any]]) -> dict[str, Any]:
+    """Write every side, compare its rows with the recording, and return the bytes per step."""
+    sizes = {}
+    for name, write in WRITERS.items():
+        folder = ROOT / name
+        shutil.rmtree(folder, ignore_errors=True)
+        write(folder, made)
+        nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        sizes[name] = round(nbytes / len(made["ends"]), 1)
+        for case in CASES:
+            require_same_rows(SIDES[name](made["ends"], case), made, case)
+    return sizes
+
+
+def measure_memories(frames: int) -> list[dict[str, Any]]:
+    """Return the memory of all sides."""
+    sides = [("spawn", name) for name in ("none", "hdf5", "lance", "holdall")]
+    sides += [("fork", name) for name in ("none", "hdf5", "holdall")]
+    return [measure_memory(name, method, frames) for method, name in sides]
+
+
 def main() -> int:
-    """Write every side, measure, and print or store the results."""
+    """Run the parts that were asked for, and add their results to the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=16_000)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="sizes is needed once before others")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--method", default="spawn", help=argparse.SUPPRESS)
@@ -352,33 +385,27 @@ def main() -> int:
         print_memory(given.memory, given.method, given.frames)
         return 0
     made = record(given.frames)
-    result: dict[str, Any] = {"frames": given.frames, "episodes": int(made["ends"].sum()), "bytes_per_step": {}}
-    for name, write in WRITERS.items():
-        folder = ROOT / name
-        shutil.rmtree(folder, ignore_errors=True)
-        write(folder, made)
-        nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        result["bytes_per_step"][name] = round(nbytes / given.frames, 1)
-        for case in CASES:
-            require_same_rows(SIDES[name](made["ends"], case), made, case)
-    print(json.dumps(result), flush=True)
-    rounds, batches = (2, 30) if given.quick else (9, 60)
-    result["loading"] = {}
-    for case in CASES:
-        result["loading"][case] = measure_times(["hdf5", "lance", "holdall"], made["ends"], case, rounds, batches)
-        print(json.dumps({case: result["loading"][case]}), flush=True)
-    small = measure_times(["lance", "lance_pages", "holdall_memory"], made["ends"], "step", 2 if given.quick else 3, 30)
-    result["smallest"] = small
-    result["memory"] = [measure_memory(name, "spawn", given.frames) for name in ("none", "hdf5", "lance", "holdall")]
-    result["memory"] += [measure_memory(name, "fork", given.frames) for name in ("none", "hdf5", "holdall")]
-    result |= {"machine": machine(), "versions": versions("torch", "h5py", "pylance", "gym-pusht"), "commit": commit()}
-    print(json.dumps(result["memory"]))
-    print(json.dumps(small))
+    ends, turns = made["ends"], (given.rounds, given.batches)
+    measures: dict[str, Callable[[], Any]] = {
+        "sizes": lambda: measure_sizes(made),
+        "step": lambda: measure_times(["none", "hdf5", "lance", "holdall", THREADS], ends, "step", *turns),
+        "window": lambda: measure_times(["none", "hdf5", "lance", "holdall", THREADS], ends, "window", *turns),
+        "smallest": lambda: measure_times(["lance", "lance_pages", "holdall_memory"], ends, "step", *turns),
+        "memory": lambda: measure_memories(given.frames),
+    }
+    result: dict[str, Any] = {}
+    if given.json and given.json.exists():
+        result = json.loads(given.json.read_text(encoding="utf-8"))
+    for part in given.parts:
+        result[part] = measures[part]()
+        print(json.dumps({part: result[part]}), flush=True)
+    result |= {"frames": given.frames, "episodes": int(ends.sum()), "machine": machine(), "commit": commit()}
+    result["versions"] = versions("torch", "h5py", "pylance", "gym-pusht")
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    sizes = result["bytes_per_step"]
+    sizes = result["sizes"]
     is_small = sizes["holdall"] <= sizes["lance"] and sizes["holdall_memory"] <= sizes["lance_pages"]
-    is_fast = all(result["loading"][case]["holdall"]["times_lance"] >= BAR_SPEED for case in CASES)
+    is_fast = all(result[case][THREADS]["times_lance"] >= BAR_SPEED for case in CASES if case in result)
     return 0 if is_small and is_fast else 1
 
 

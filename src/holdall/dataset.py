@@ -14,6 +14,7 @@ Guarantee: a row equals, bit for bit, what was added. Windows never contain step
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -33,7 +35,7 @@ from holdall._native import Reader, Segment
 from holdall.batch import Batch, Draw, Flags, Ids, check_ids
 from holdall.checkpoint import LOAD_S, Attached, find_writer, is_remote, normalized_url, open_read_only
 from holdall.dataset_batches import Batches
-from holdall.delivery import HostDelivery
+from holdall.delivery import HostDelivery, Loader
 from holdall.errors import ArgumentError, ClosedError, TransitionIdError
 from holdall.machine import pool_threads
 from holdall.memory import ReplayMemory
@@ -266,6 +268,23 @@ class Dataset:
             num_batches: Batches of one pass; by default as many as there are whole ones.
         """
         return Batches(len(self), batch_size, weights=weights, seed=seed, num_batches=num_batches)
+
+    def loader(
+        self, batch_size: int, *, weights: Any = None, seed: int | None = None, prefetch: int = 2
+    ) -> Iterator[dict[str, Array]]:
+        """Return an endless iterator over batches that threads of this process make ahead.
+
+        Batches of images arrive faster than from the processes of torch's DataLoader, because they are not copied from
+        one process to another. The arguments are those of `batches`.
+
+        Args:
+            prefetch: Number of batches that are made ahead.
+        """
+        batches = self.batches(batch_size, weights=weights, seed=seed)
+        indices = itertools.chain.from_iterable(batches for _ in itertools.count())
+        prefetch = require_count("prefetch", prefetch, 0)
+        loader: Any = Loader(lambda: partial(self.__getitem__, next(indices)), lambda rows: rows, prefetch)
+        return _iterate(loader)
 
     def _read(self, indices: NDArray[np.int64]) -> dict[str, Array]:
         view = self._view()
@@ -543,6 +562,13 @@ class Dataset:
         (after,) = view.read(following[is_inside], (found[0],))
         interval = float(np.median((after - before).reshape(-1)))
         return interval if interval > 0 else None
+
+
+def _iterate(loader: Any) -> Iterator[dict[str, Array]]:
+    """Yield the batches of a loader, and close it when nobody reads them any more."""
+    with loader:
+        while True:
+            yield next(loader)
 
 
 class _CacheDirectory:

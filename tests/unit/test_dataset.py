@@ -203,6 +203,16 @@ def test_weights_decide_how_often_an_index_is_drawn(recording: Recording) -> Non
                 dataset.batches(10, weights=wrong)
 
 
+def test_a_loader_repeats_passes_in_the_order_of_its_seed(recording: Recording) -> None:
+    with holdall.Dataset.open(recording.url, keys=["reward"]) as dataset:
+        loader = dataset.loader(50, seed=4)
+        found = [next(loader) for _ in range(5)]
+        batches = dataset.batches(50, seed=4)
+        expected = [dataset[indices] for _ in range(3) for indices in batches]
+        for rows, same in zip(found, expected, strict=False):
+            assert_same_bits(rows, same)
+
+
 # ---------------------------------------------------------------- processes
 
 
