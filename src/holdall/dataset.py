@@ -74,7 +74,7 @@ class _Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class _DatasetSettings:
     """Everything that another process needs to open the same dataset."""
 
     url: str
@@ -105,7 +105,7 @@ class Dataset:
         attached: Files that were saved with the checkpoint, by name.
     """
 
-    def __init__(self, settings: _Settings, cache: _CacheDirectory | None = None) -> None:
+    def __init__(self, settings: _DatasetSettings, cache: _CacheDirectory | None = None) -> None:
         restored = open_read_only(settings.url, settings.number, settings.cache_dir, settings.timeout)
         self._settings = replace(settings, number=restored.manifest.number)
         self._cache = cache
@@ -184,7 +184,7 @@ class Dataset:
         cache = None
         if cache_dir is None and is_remote(location):
             cache = _CacheDirectory()
-        settings = _Settings(
+        settings = _DatasetSettings(
             url=location,
             number=None,
             delta_timestamps=_check_deltas(delta_timestamps),

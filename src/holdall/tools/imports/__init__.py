@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdall.tools.imports.lerobot import LeRobotRecording
-from holdall.tools.imports.recording import OnProgress, Recording, import_recording
+from holdall.tools.imports.recording import OnProgress, RecordedSteps, import_recording
 from holdall.tools.imports.robomimic import RobomimicRecording
 
-READERS: dict[str, Callable[[Path], Recording]] = {"lerobot": LeRobotRecording, "robomimic": RobomimicRecording}
+READERS: dict[str, Callable[[Path], RecordedSteps]] = {"lerobot": LeRobotRecording, "robomimic": RobomimicRecording}
 """Readers by the word before the colon of `holdall checkpoint import lerobot:PATH`."""
 
-__all__ = ["READERS", "OnProgress", "Recording", "import_recording"]
+__all__ = ["READERS", "OnProgress", "RecordedSteps", "import_recording"]

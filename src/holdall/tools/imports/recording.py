@@ -42,7 +42,7 @@ class Piece:
         return len(self.reward)
 
 
-class Recording(Protocol):
+class RecordedSteps(Protocol):
     """A data set that can be read once, from the first step to the last."""
 
     @property
@@ -73,7 +73,7 @@ class Recording(Protocol):
 
 
 def import_recording(
-    recording: Recording, on_progress: OnProgress, *, drop_last: bool = False, **settings: Any
+    recording: RecordedSteps, on_progress: OnProgress, *, drop_last: bool = False, **settings: Any
 ) -> ReplayMemory:
     """Return a memory of one lane with all steps of a data set, and close the data set.
 
@@ -97,7 +97,7 @@ def import_recording(
         return memory
 
 
-def _add_steps(memory: ReplayMemory, recording: Recording, on_progress: OnProgress, *, drop_last: bool) -> None:
+def _add_steps(memory: ReplayMemory, recording: RecordedSteps, on_progress: OnProgress, *, drop_last: bool) -> None:
     done = 0
     waiting: Piece | None = None  # A step whose next observation was not read yet.
     for piece in recording.pieces():
