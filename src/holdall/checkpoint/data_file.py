@@ -10,6 +10,7 @@ megabytes of memory, whatever the size of the file. Pages that were not fetched 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import tempfile
 import threading
@@ -148,10 +149,35 @@ class RemoteFile(DataFile):
             ) from error
 
 
+class SharedFile(RemoteFile):
+    """A remote file whose sparse copy has a name, so that several processes fetch each page once.
+
+    The pages that are here are recorded in a file next to it, which every process maps.
+    """
+
+    def __init__(self, blobs: BlobStore, name: str, nbytes: int, copy: Path) -> None:
+        descriptor = os.open(copy, os.O_RDWR | os.O_CREAT, 0o644)
+        super().__init__(blobs, name, nbytes, descriptor)
+        pages = len(self._is_here)
+        with copy.with_suffix(".pages").open("a+b") as file:
+            if file.seek(0, os.SEEK_END) < pages:
+                file.truncate(pages)
+            if pages:
+                self._is_here = np.frombuffer(mmap.mmap(file.fileno(), pages), np.bool_)
+
+
 def open_data_file(
-    blobs: BlobStore, name: str, nbytes: int, cache_dir: str | os.PathLike[str] | None = None
+    blobs: BlobStore,
+    name: str,
+    nbytes: int,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    is_shared: bool = False,
 ) -> DataFile:
-    """Open a blob of `nbytes` bytes. One that is not on this machine gets a sparse copy in `cache_dir`."""
+    """Open a blob of `nbytes` bytes. One that is not on this machine gets a sparse copy in `cache_dir`.
+
+    `is_shared` says that other processes use the copies in `cache_dir`, too.
+    """
     if isinstance(blobs, DirectoryBlobs):
         descriptor = blobs.open(name)
         if hasattr(os, "posix_fadvise"):
@@ -160,6 +186,8 @@ def open_data_file(
     try:
         if cache_dir is not None:
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
+            if is_shared:
+                return SharedFile(blobs, name, nbytes, Path(cache_dir) / Path(name).name)
         with tempfile.TemporaryFile(prefix="holdall-", dir=cache_dir) as file:
             descriptor = os.dup(file.fileno())
     except OSError as error:

@@ -167,6 +167,23 @@ class FileSystem:
             raise
         return file
 
+    def is_taken(self, path: Path) -> bool:
+        """Return whether a process holds the lock now. The lock is not changed."""
+        try:
+            file = self.open(path)
+        except OSError:
+            return False
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # A file system without locks.
+            return False
+        finally:
+            self.close(file)
+        return False
+
     def read_owner(self, path: Path) -> str:
         """Return who holds the lock, or an empty text if that is unknown."""
         try:
@@ -349,6 +366,11 @@ class DirectoryBlobs:
                 lease.release()
                 raise
         return lease
+
+    def find_writer(self) -> str:
+        """Return who saves to this directory now, or an empty text if nobody does."""
+        path = self.root / LOCK_NAME
+        return (self._disk.read_owner(path) or "another process") if self._disk.is_taken(path) else ""
 
     def _find(self, name: str) -> Path:
         check_name(name)

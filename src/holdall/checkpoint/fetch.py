@@ -96,11 +96,17 @@ class RemoteBlocks:
 
 def start_fetch(segments: Sequence[Segment], store: Any, waiting: Waiting | None) -> BackgroundFetch | None:
     """Install the hook and start the background fetch, if blocks of `segments` are in remote files."""
-    files = [_find_file(part) for segment in segments for part in segment.parts]
-    if waiting is None or not any(file is not None for file in files):
+    hook = fetch_on_demand(segments)
+    if waiting is None or hook is None:
         return None
-    store.before_read = RemoteBlocks(segments)
+    store.before_read = hook
     return BackgroundFetch(segments, store, waiting)
+
+
+def fetch_on_demand(segments: Sequence[Segment]) -> RemoteBlocks | None:
+    """Return the hook that fetches blocks before they are read, or None if all blocks are on this machine."""
+    files = [_find_file(part) for segment in segments for part in segment.parts]
+    return RemoteBlocks(segments) if any(file is not None for file in files) else None
 
 
 def bring_all(segments: Sequence[Segment]) -> None:

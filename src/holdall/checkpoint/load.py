@@ -22,7 +22,7 @@ import numpy as np
 from holdall._native import Block, Coded, Dictionary, Segment
 from holdall.checkpoint.attached import Attached
 from holdall.checkpoint.data_file import DataFile, Demand, allow_open_files, bring
-from holdall.checkpoint.fetch import BackgroundFetch, bring_all, start_fetch
+from holdall.checkpoint.fetch import BackgroundFetch, bring_all, fetch_on_demand, start_fetch
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Losses, open_reader, require_whole
 from holdall.checkpoint.save import SavedBlock, SavedRecords, SavedSegment
@@ -185,10 +185,17 @@ class Restored:
         )
         self.saved = self._list_saved(segments)
 
+    def fill_on_demand(self, store: Store) -> None:
+        """Put the content into an empty store that is only read. Nothing is fetched before it is read."""
+        state = self._take_state()
+        if state is None:
+            return
+        store.restore(state)
+        store.before_read = fetch_on_demand(state.segments)
+
     def fill(self, store: Any) -> None:
         """Put the content into an empty store."""
-        state = self._store_state
-        self._store_state = None
+        state = self._take_state()
         if state is None:
             return
         if not isinstance(store, Store):
@@ -197,6 +204,12 @@ class Restored:
         # A snapshot makes `rewrite` copy the parts first, so that a part that is saved already never changes.
         store.snapshot()
         self.fetch = start_fetch(state.segments, store, self._waiting)
+
+    def _take_state(self) -> StoreState | None:
+        """Return the content once, so that this object does not keep it alive."""
+        state = self._store_state
+        self._store_state = None
+        return state
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary that blocks refer to."""

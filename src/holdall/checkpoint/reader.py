@@ -58,13 +58,17 @@ class CheckpointReader:
 
     Args:
         cache_dir: Directory for local copies of data in an object store. None: the directory of temporary files.
+        is_shared: Whether other processes use the copies in `cache_dir`, too.
     """
 
-    def __init__(self, blobs: BlobStore, cache_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, blobs: BlobStore, cache_dir: str | os.PathLike[str] | None = None, *, is_shared: bool = False
+    ) -> None:
         self.blobs = blobs
         self.url = blobs.url
         self.waiting = blobs.waiting
         self._cache_dir = cache_dir
+        self._is_shared = is_shared
         self._known: dict[bytes, Manifest] = {}  # Manifests that were decoded before, by their checksum line.
 
     def numbers(self) -> list[int]:
@@ -116,11 +120,12 @@ class CheckpointReader:
 
     def open(self, name: str, nbytes: int) -> DataFile:
         """Open a file of records that has `nbytes` bytes."""
-        return open_data_file(self.blobs, SEGMENTS + name, nbytes, self._cache_dir)
+        return open_data_file(self.blobs, SEGMENTS + name, nbytes, self._cache_dir, is_shared=self._is_shared)
 
     def reopen(self, limit_s: float) -> CheckpointReader:
         """Return a reader of the same place that waits independently of this one, for at most `limit_s` seconds."""
-        return CheckpointReader(open_blobs(self.url, Waiting(self.url, limit_s)), self._cache_dir)
+        blobs = open_blobs(self.url, Waiting(self.url, limit_s))
+        return CheckpointReader(blobs, self._cache_dir, is_shared=self._is_shared)
 
     def below(self, folder: str) -> CheckpointReader:
         """Return the reader of one shard's checkpoints."""

@@ -25,17 +25,21 @@ from holdall.checkpoint import (
     Manifest,
     collect_all,
     find_damage,
+    is_remote,
+    normalized_url,
     open_reader,
     require_whole,
 )
 from holdall.checks import refuse_malformed
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
+from holdall.dataset import METADATA
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.memory import ReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema_json import schema_from_json
 from holdall.tools.datasets import export_minari, import_minari, memory_from_arrays
 from holdall.tools.exports import export_npz, export_sb3
+from holdall.tools.imports import READERS, import_recording
 from holdall.units import counted, format_bytes
 
 _MINARI = "minari:"
@@ -216,19 +220,36 @@ def _export_file(url: str, file: Path, as_json: bool) -> None:
 
 @checkpoint.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="Stable-Baselines3's buffer.pkl, or minari:robots/dog-v0.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="lerobot:FOLDER, robomimic:FILE.hdf5, minari:robots/dog-v0, or buffer.pkl of Stable-Baselines3."
+        ),
+    ],
     url: Url,
+    prefer: Annotated[str, option("How much slower sampling may get: speed, balanced or memory.")] = "balanced",
+    drop_last: Annotated[
+        bool, option("Leave out steps without a next observation, which repeat their own otherwise.", "--drop-last")
+    ] = False,
     trust: Annotated[
         bool, option("Unpickle it, which runs the code that it holds: only for your own files.", "--trust")
     ] = False,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Turn a pickled buffer of Stable-Baselines3, or a local Minari dataset, into a checkpoint."""
-    if source.startswith(_MINARI):
-        with _transition_progress("importing") as advance:
-            imported = import_minari(source.removeprefix(_MINARI), advance)
-        _save(imported, url, json)
+    """Turn a recorded data set, or a pickled buffer of Stable-Baselines3, into a checkpoint."""
+    kind, _, place = source.partition(":")
+    if kind in READERS or source.startswith(_MINARI):
+        with _new_spill_folder(url) as folder, _transition_progress("importing") as advance:
+            settings = {"budget": None, "spill_dir": folder, "prefer": prefer}
+            if kind in READERS:
+                recording = READERS[kind](Path(place))
+                imported = import_recording(recording, advance, drop_last=drop_last, **settings)
+                metadata = recording.metadata
+            else:
+                imported = import_minari(place, advance, **settings)
+                metadata = {"source": "minari", "dataset": place}
+            _save(imported, url, json, {METADATA: json_.dumps(metadata).encode()})
         return
     file = Path(source)
     if not file.is_file():
@@ -250,10 +271,24 @@ def import_(
         _save(imported, url, json)
 
 
-def _save(memory: ReplayMemory, url: str, as_json: bool) -> None:
+@contextlib.contextmanager
+def _new_spill_folder(url: str) -> Iterator[str]:
+    """Yield a temporary folder on the disk of a checkpoint, so that importing needs little memory."""
+    parent = None
+    if not is_remote(normalized_url(url)):
+        parent = Path(normalized_url(url)).parent
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="holdall-import-", dir=parent) as folder:
+        yield folder
+
+
+def _save(memory: ReplayMemory, url: str, as_json: bool, attach: dict[str, bytes] | None = None) -> None:
     with memory, _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         task = bar.add_task("saving", total=None)
-        saved = memory.save(url, progress=lambda _, done, total: bar.update(task, completed=done, total=total)).result()
+        handle = memory.save(
+            url, attach=attach, progress=lambda _, done, total: bar.update(task, completed=done, total=total)
+        )
+        saved = handle.result()
     if as_json:
         facts = {"number": saved.number, "transitions": saved.transitions, "bytes_written": saved.bytes_written}
         typer.echo(json_.dumps({"url": url} | facts))

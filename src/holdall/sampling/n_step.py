@@ -42,7 +42,10 @@ class NStep(ComposedSampler):
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw first steps, and add up the rewards of the steps that follow them."""
-        drawn = self.by.draw(held, count, generator)
+        return self.complete(held, self.by.draw(held, count, generator))
+
+    def complete(self, held: Held, drawn: Draw) -> Draw:
+        """Return the draw whose first steps are those of `drawn`."""
         steps, is_real = find_steps_around(held, drawn.ids, 0, self.n)
         step_counts = np.count_nonzero(is_real, axis=1)
         powers = [self.gamma**k for k in range(self.n + 1)]

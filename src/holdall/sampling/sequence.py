@@ -59,6 +59,10 @@ class Sequence(ComposedSampler):
         """Draw first steps, and find the steps before and after them."""
         drawn = self.by.draw(self.restrict_to_starts(held), count, generator)
         self._flags_changed = held.fields.flags_changed
+        return self.complete(held, drawn)
+
+    def complete(self, held: Held, drawn: Draw) -> Draw:
+        """Return the draw of the sequences whose first steps after the burn-in are those of `drawn`."""
         before, is_real_before = find_steps_around(held, drawn.ids, -self.burn_in, 0, is_crossing=self.crossing)
         after, is_real_after = find_steps_around(held, drawn.ids, 0, self.length, is_crossing=self.crossing)
         steps = np.concatenate([before, after], axis=1)

@@ -85,8 +85,8 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
     return count
 
 
-def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
-    """Return a memory of one lane with all transitions of a local Minari dataset."""
+def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None, **settings: Any) -> ReplayMemory:
+    """Return a memory of one lane with all transitions of a local Minari dataset. `settings` are of the memory."""
     try:
         dataset = _minari().load_dataset(dataset_id)
     except (FileNotFoundError, ValueError, TypeError) as error:
@@ -101,6 +101,7 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
         max(1, int(dataset.total_steps)),
         extras=None if stored is None else dict(_space_like(stored).items()),
         reward_shape=np.shape(first.rewards)[1:],
+        **settings,
     )
     observation, action, extras = memory.schema.observation, memory.schema.action, memory.schema.extras
     for episode in dataset.iterate_episodes():

@@ -1,0 +1,23 @@
+"""Recorded data sets of other libraries, which become checkpoints.
+
+    recording   what a reader returns, and how its steps are added to a memory
+    lerobot     LeRobotDataset, versions 2.0, 2.1 and 3.0, on disk
+    robomimic   HDF5 files of robomimic
+
+A data set is read a few hundred steps at a time. Compressed blocks go to a temporary folder next to the checkpoint, so
+that the memory in use depends on the size of a step and not on the size of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from holdall.tools.imports.lerobot import LeRobotRecording
+from holdall.tools.imports.recording import OnProgress, RecordedSteps, import_recording
+from holdall.tools.imports.robomimic import RobomimicRecording
+
+READERS: dict[str, Callable[[Path], RecordedSteps]] = {"lerobot": LeRobotRecording, "robomimic": RobomimicRecording}
+"""Readers by the word before the colon of `holdall checkpoint import lerobot:PATH`."""
+
+__all__ = ["READERS", "OnProgress", "RecordedSteps", "import_recording"]

@@ -1,0 +1,134 @@
+"""HDF5 files of robomimic: `data/demo_0`, `data/demo_1`, each with `obs`, `actions`, `rewards` and `dones`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.schema import Array
+from holdall.space_leaves import stored_space
+from holdall.tools.imports.recording import STEPS_AT_ONCE, Piece
+
+_DEMO = "demo_"
+
+
+class RobomimicRecording:
+    """The demonstrations of a file, in the order of their numbers. `states` and `model_file` are not read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = _open(path)
+        try:
+            self._demos = self._find_demos()
+            first = self._demos[0]
+            keys = sorted(self._find(first, "obs"))
+            self.observation_space = spaces.Dict({key: self._space(first, f"obs/{key}") for key in keys})
+            self.action_space = self._space(first, "actions")
+            self.extras: dict[str, spaces.Space[Any]] = {}
+            self.steps = sum(len(self._find(demo, "actions")) for demo in self._demos)
+            self._reward_dtype = self._file[first]["rewards"].dtype if "rewards" in self._file[first] else np.float32
+            self.metadata = self._read_metadata()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield all demonstrations."""
+        for demo in self._demos:
+            steps = len(self._find(demo, "actions"))
+            for start in range(0, steps, STEPS_AT_ONCE):
+                rows = slice(start, min(start + STEPS_AT_ONCE, steps))
+                yield self._read(demo, rows, is_last=rows.stop == steps)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _read(self, demo: str, rows: slice, *, is_last: bool) -> Piece:
+        group = self._file[demo]
+        count = rows.stop - rows.start
+        reward = np.zeros(count, self._reward_dtype)
+        if "rewards" in group:
+            reward = np.asarray(group["rewards"][rows])
+        terminated = np.zeros(count, np.bool_)
+        if "dones" in group:
+            terminated = np.asarray(group["dones"][rows]) != 0
+        keys = list(self.observation_space)
+        return Piece(
+            obs={key: self._rows(demo, f"obs/{key}", rows) for key in keys},
+            action=self._rows(demo, "actions", rows),
+            reward=reward,
+            terminated=terminated,
+            extras={},
+            is_last=is_last,
+            next_obs={key: self._rows(demo, f"next_obs/{key}", rows) for key in keys} if "next_obs" in group else None,
+        )
+
+    def _rows(self, demo: str, name: str, rows: slice) -> Array:
+        found = np.asarray(self._find(demo, name)[rows])
+        if len(found) != rows.stop - rows.start:
+            raise ArgumentError(
+                f"{self._path}: {demo}/{name} has {rows.start + len(found)} rows, but actions has more. Record the "
+                "demonstration again, or remove it from the file."
+            )
+        return found
+
+    def _space(self, demo: str, name: str) -> spaces.Box:
+        found = self._find(demo, name)
+        return stored_space(tuple(found.shape[1:]), found.dtype)
+
+    def _find(self, demo: str, name: str) -> Any:
+        found = self._file.get(f"{demo}/{name}")
+        if found is not None:
+            return found
+        remedy = "Remove the demonstration from the file, or record it again."
+        if name.startswith("obs") and "obs" not in self._file[demo]:
+            remedy = "Extract observations first, with robomimic's script dataset_states_to_obs.py."
+        raise ArgumentError(f"{self._path} has no {demo}/{name}. {remedy}")
+
+    def _find_demos(self) -> list[str]:
+        group = self._file.get("data")
+        names = [name for name in group or () if name.startswith(_DEMO) and name[len(_DEMO) :].isdecimal()]
+        if not names:
+            raise ArgumentError(
+                f"{self._path} has no data/demo_0, so it is not a data set of robomimic. Pass another file."
+            )
+        return [f"data/{name}" for name in sorted(names, key=lambda name: int(name[len(_DEMO) :]))]
+
+    def _read_metadata(self) -> dict[str, Any]:
+        """Return what is recorded about the environment."""
+        found: dict[str, Any] = {"source": "robomimic", "episodes": len(self._demos)}
+        words = self._file["data"].attrs.get("env_args")
+        if isinstance(words, str | bytes):
+            try:
+                found["env_args"] = json.loads(words)
+            except ValueError:
+                return found
+            frequency = found["env_args"].get("env_kwargs", {}).get("control_freq")
+            if isinstance(frequency, int | float) and frequency > 0:
+                found["fps"] = float(frequency)
+        return found
+
+
+def _open(path: Path) -> Any:
+    try:
+        import h5py  # noqa: PLC0415  an extra
+    except ImportError as error:
+        raise MissingPackageError(
+            "Files of robomimic need h5py, which is not installed. Run: pip install 'holdall[datasets]'"
+        ) from error
+    if not path.is_file():
+        raise ArgumentError(f"source ({str(path)!r}) is not a file. Pass an HDF5 file of robomimic.")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise ArgumentError(
+            f"source ({str(path)!r}) cannot be opened as HDF5 ({error}). If a recording is still being written, wait "
+            "until the program that records has closed the file."
+        ) from error
