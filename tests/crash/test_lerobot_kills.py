@@ -65,7 +65,7 @@ def replay(rows: int) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02])
+@pytest.mark.parametrize("delay_s", [0.0, 0.004, 0.015])
 def test_a_buffer_killed_while_it_saves_resumes_with_the_same_batches(delay_s: float, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, __file__, str(folder)]
@@ -81,8 +81,8 @@ def test_a_buffer_killed_while_it_saves_resumes_with_the_same_batches(delay_s: f
     buffer = ReplayBuffer.load(folder, "cpu")
     assert len(buffer) >= safe[-1]
     assert len(buffer) % ROWS_PER_SAVE == 0
-    for batch in replay(len(buffer)):
-        loaded = buffer.sample(8)
+    resumed = [buffer.sample(8) for _ in range(3)]
+    for loaded, batch in zip(resumed, replay(len(buffer)), strict=True):
         for part in ("state", "next_state"):
             assert torch.equal(loaded[part][KEY], batch[part][KEY])  # type: ignore[literal-required]
         for part in ("action", "reward", "done", "truncated"):

@@ -22,6 +22,8 @@ Words = NDArray[np.uint8]
 
 _MAX_WORD = 255
 _RECIPROCAL = np.float32(1) / np.float32(_MAX_WORD)
+_PROBE_STEP = 499
+"""Distance of the values by which a form is ruled out before the whole image is encoded."""
 
 
 class ImageForm(IntEnum):
@@ -66,7 +68,7 @@ class ImageEncoder:
     def encode(self, image: Floats, name: str) -> EncodedImage:
         """Return `image` as words if these give exactly its values, else as float32. `name` is for errors."""
         # A state usually repeats the next state before it.
-        if not np.array_equal(image.view(np.uint32), self._latest.view(np.uint32)):
+        if not (image.view(np.uint32) == self._latest.view(np.uint32)).all():
             latest = image.copy()
             self._encoded = self._find_form(_round(latest, name) if self._is_lossy else latest)
             self._latest = latest
@@ -74,11 +76,19 @@ class ImageEncoder:
 
     def _find_form(self, image: Floats) -> EncodedImage:
         likely = self._encoded.form
+        some = image.reshape(-1)[::_PROBE_STEP]
         for form in sorted(_VALUES, key=lambda form: form is not likely):
+            if not _is_exact(some, _find_words(some, form), form):
+                continue
             words = _find_words(image, form)
-            if np.array_equal(_VALUES[form].take(words).view(np.uint32), image.view(np.uint32)):
+            if _is_exact(image, words, form):
                 return EncodedImage(form, words, self._no_floats)
         return EncodedImage(ImageForm.FLOATS, self._no_words, image)
+
+
+def _is_exact(image: Floats, words: Words, form: ImageForm) -> bool:
+    """Return whether the values of `words` are those of `image`, bit for bit."""
+    return bool((_VALUES[form].take(words).view(np.uint32) == image.view(np.uint32)).all())
 
 
 def decode(stored: torch.Tensor, forms: NDArray[np.uint8], into: torch.Tensor) -> None:

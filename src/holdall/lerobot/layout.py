@@ -192,12 +192,12 @@ class Layout:
         leaf = self._leaves[f"{key}/{kind}"]
         return self._columns.obs_outputs[leaf], self._columns.next_obs_outputs[leaf]
 
-    def group_images(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the image keys by shape."""
+    def group_images(self) -> list[list[str]]:
+        """Return the image keys in groups of the same shape."""
         groups: dict[tuple[int, ...], list[str]] = {}
         for key in self.images:
             groups.setdefault(self.states[key], []).append(key)
-        return groups
+        return list(groups.values())
 
 
 def as_floats(value: Any, argument: str) -> NDArray[np.float32]:

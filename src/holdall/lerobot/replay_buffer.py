@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NotRequired, Self, TypedDict
+from typing import Any, NotRequired, Self, TypedDict
 
 import numpy as np
 import torch
@@ -53,19 +53,6 @@ class BatchTransition(TypedDict):
     done: torch.Tensor
     truncated: torch.Tensor
     complementary_info: NotRequired[dict[str, torch.Tensor] | None]
-
-
-class _Rows(NamedTuple):
-    """The rows of a batch on its device, before the augmentation."""
-
-    state: dict[str, torch.Tensor]
-    next_state: dict[str, torch.Tensor]
-    stacks: list[tuple[list[str], torch.Tensor]]  # Images of some keys: of each key the states, then the next states.
-    action: torch.Tensor
-    reward: torch.Tensor
-    done: torch.Tensor
-    truncated: torch.Tensor
-    complementary_info: dict[str, torch.Tensor] | None
 
 
 class ReplayBuffer:
@@ -159,14 +146,15 @@ class ReplayBuffer:
     def states(self) -> dict[str, SlotTensor]:
         """States by key, as tensors that are read when they are indexed by slot."""
         return {
-            key: self._column(lambda ids, key=key: self._read_now(ids).state[key]) for key in self._known_layout.states
+            key: self._column(lambda ids, key=key: self._read_now(ids)["state"][key])
+            for key in self._known_layout.states
         }
 
     @property
     def next_states(self) -> dict[str, SlotTensor]:
         """Next states by key."""
         return {
-            key: self._column(lambda ids, key=key: self._read_now(ids).next_state[key])
+            key: self._column(lambda ids, key=key: self._read_now(ids)["next_state"][key])
             for key in self._known_layout.states
         }
 
@@ -288,7 +276,7 @@ class ReplayBuffer:
         loader: Any = Loader(partial(self._draw, batch_size), self._augment, ahead)
         return iter(loader)
 
-    def _draw(self, batch_size: int) -> Callable[[], _Rows]:
+    def _draw(self, batch_size: int) -> Callable[[], BatchTransition]:
         """Draw a batch now, and return the function that reads it."""
         batch_size = require_count("batch_size", batch_size, 0)
         if self._is_closed:
@@ -318,25 +306,16 @@ class ReplayBuffer:
         ids: Ids = newest - (newest - slots) % self.capacity
         return ids
 
-    def _augment(self, rows: _Rows) -> BatchTransition:
-        """Return a batch whose images are augmented if `use_drq`."""
-        if self.use_drq and len(rows.reward):
-            augment = self._find_augmentation() if rows.stacks else None
-            for keys, stack in rows.stacks:
-                assert augment is not None
-                images = augment(stack).unflatten(0, (len(keys), 2, -1))
-                for key, (images_before, images_after) in zip(keys, images, strict=True):
-                    rows.state[key] = images_before
-                    rows.next_state[key] = images_after
-        return BatchTransition(
-            state=rows.state,
-            action=rows.action,
-            reward=rows.reward,
-            next_state=rows.next_state,
-            done=rows.done,
-            truncated=rows.truncated,
-            complementary_info=rows.complementary_info,
-        )
+    def _augment(self, batch: BatchTransition) -> BatchTransition:
+        """Augment the images of a batch if `use_drq`: all images of one shape at once, as LeRobot does."""
+        if self.use_drq and len(batch["reward"]):
+            for keys in self._known_layout.group_images():
+                augment = self._find_augmentation()
+                images = torch.cat([batch[part][key] for key in keys for part in ("state", "next_state")])
+                for key, (before, after) in zip(keys, augment(images).unflatten(0, (len(keys), 2, -1)), strict=True):
+                    batch["state"][key] = before
+                    batch["next_state"][key] = after
+        return batch
 
     def _find_augmentation(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the image augmentation. LeRobot's own is compiled when it is first needed."""
@@ -353,51 +332,51 @@ class ReplayBuffer:
 
     # ---------------------------------------------------------------- reading
 
-    def _read(self, view: View, ids: Ids) -> _Rows:
-        """Return transitions on the buffer's device."""
+    def _read(self, view: View, ids: Ids) -> BatchTransition:
+        """Return transitions on the buffer's device, before the augmentation."""
         layout = self._known_layout
         rows = layout.read_rows(view, ids)
         state = {key: self._send(array) for key, array in rows.states.items()}
         next_state = {key: self._send(array) for key, array in rows.next_states.items()}
-        stacks = []
-        for shape, keys in layout.group_images().items():
-            # One tensor for the images of all keys, because they are augmented together.
-            stack = torch.empty((len(keys) * 2 * len(ids), *shape), device=self.device)
-            images = stack.view(len(keys), 2, len(ids), *shape)
-            for key, pair in zip(keys, images, strict=True):
-                self._read_images(view, ids, key, rows.forms[key], pair)
-                state[key] = pair[0]
-                next_state[key] = pair[1]
-            stacks.append((keys, stack))
+        for key in layout.images:
+            state[key], next_state[key] = self._read_images(view, ids, key, rows.forms[key])
         info = {key: self._send(array) for key, array in rows.complementary.items()}
-        return _Rows(
-            {key: state[key] for key in layout.states},
-            {key: next_state[key] for key in layout.states},
-            stacks,
-            self._send(rows.action),
-            self._send(rows.reward),
-            self._send(rows.terminated).float(),
-            self._send(rows.truncated).float(),
-            info or None,
+        return BatchTransition(
+            state={key: state[key] for key in layout.states},
+            action=self._send(rows.action),
+            reward=self._send(rows.reward),
+            next_state={key: next_state[key] for key in layout.states},
+            done=self._send(rows.terminated).float(),
+            truncated=self._send(rows.truncated).float(),
+            complementary_info=info or None,
         )
 
-    def _read_images(self, view: View, ids: Ids, key: str, forms: NDArray[np.uint8], into: torch.Tensor) -> None:
-        """Write the images of one key to `into`: states, then next states. `forms` has their forms, of (2, rows)."""
+    def _read_images(
+        self, view: View, ids: Ids, key: str, forms: NDArray[np.uint8]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images of one key in states and in next states. `forms` has their forms, of (2, rows)."""
+        layout = self._known_layout
         is_floats = forms == ImageForm.FLOATS
+        if is_floats.all() and len(ids):
+            floats, next_floats = view.read(ids, layout.image_outputs(key, "floats"))
+            return self._send(floats), self._send(next_floats)
+        shape = (len(ids), *layout.states[key])
+        images = (torch.empty(shape, device=self.device), torch.empty(shape, device=self.device))
         for kind, is_wanted in (("words", ~is_floats), ("floats", is_floats)):
             rows = is_wanted.any(axis=0).nonzero()[0]
             if not len(rows):
                 continue
-            arrays = view.read(ids[rows], self._known_layout.image_outputs(key, kind))
+            arrays = view.read(ids[rows], layout.image_outputs(key, kind))
             for side, array in enumerate(arrays):
                 stored = self._send(array)
                 if is_wanted[side].all():
-                    decode(stored, forms[side], into[side])
+                    decode(stored, forms[side], images[side])
                     continue
                 kept = is_wanted[side, rows].nonzero()[0]
-                images = torch.empty((len(kept), *stored.shape[1:]), device=self.device)
-                decode(stored[self._send(kept)], forms[side, rows[kept]], images)
-                into[side, self._send(rows[kept])] = images
+                some = torch.empty((len(kept), *shape[1:]), device=self.device)
+                decode(stored[self._send(kept)], forms[side, rows[kept]], some)
+                images[side][self._send(rows[kept])] = some
+        return images
 
     def _send(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -408,7 +387,7 @@ class ReplayBuffer:
             raise ArgumentError("The buffer is empty, so its fields are not known yet. Add a transition first.")
         return self._layout
 
-    def _read_now(self, ids: Ids) -> _Rows:
+    def _read_now(self, ids: Ids) -> BatchTransition:
         return self._read(self.memory.store.view(), ids)
 
     def _read_small(self, ids: Ids) -> StoredRows:
@@ -496,20 +475,21 @@ class ReplayBuffer:
         count = view.next_id - view.first_id
         layout = self._known_layout
         first = self._read(view, np.array([view.first_id]))
-        features = datasets.describe_features(first.state, first.action, first.complementary_info or {})
+        features = datasets.describe_features(first["state"], first["action"], first["complementary_info"] or {})
         with datasets.DatasetFile(repo_id, fps, root, features) as file:
             for start in range(0, count, _DATASET_ROWS):
                 # The row after each block says whether its last row is continued.
                 ids = view.first_id + np.arange(start, min(start + _DATASET_ROWS + 1, count))
                 rows = self._read(view, ids)
                 for row in range(min(_DATASET_ROWS, len(ids))):
-                    info = {key: values[row] for key, values in (rows.complementary_info or {}).items()}
-                    state = {key: rows.state[key][row] for key in layout.states}
-                    file.add_frame(state, rows.action[row], rows.reward[row], rows.done[row], info, task_name)
-                    is_end = bool(rows.done[row]) or bool(rows.truncated[row])
+                    info = {key: values[row] for key, values in (rows["complementary_info"] or {}).items()}
+                    state = {key: rows["state"][key][row] for key in layout.states}
+                    file.add_frame(state, rows["action"][row], rows["reward"][row], rows["done"][row], info, task_name)
+                    is_end = bool(rows["done"][row]) or bool(rows["truncated"][row])
                     if split_segments and not is_end and row + 1 < len(ids):
                         is_end = not all(
-                            torch.equal(rows.next_state[key][row], rows.state[key][row + 1]) for key in layout.states
+                            torch.equal(rows["next_state"][key][row], rows["state"][key][row + 1])
+                            for key in layout.states
                         )
                     if is_end:
                         file.end_episode()
