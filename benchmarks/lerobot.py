@@ -3,9 +3,9 @@
     python benchmarks/lerobot.py [--buffer FILE] [--case words] [--quick] [--json FILE]
 
 Two cameras, of which LeRobot's actor sends images of 3 x 128 x 128: a static one over a scene in which a cube moves,
-and one on a moving hand. `words` are 8-bit images divided by 255. `resized` are images of 256 x 256 that are resized after
-the division, as `torchvision.transforms.functional.resize` does it: bilinear, with antialiasing. `noisy` adds the noise
-of a sensor.
+and one on a moving hand. `words` are 8-bit images divided by 255. `resized` are images of 256 x 256 that are resized
+after the division, as `torchvision.transforms.functional.resize` does it: bilinear, with antialiasing. `noisy` adds the
+noise of a sensor.
 
 Bytes: LeRobot's buffer allocates tensors for its capacity, so its bytes per transition are those of its tensors: with
 its default, and with the `optimize_memory` of its learner. holdall's are the slope of a line through the process's

@@ -48,7 +48,7 @@ class _EmptyTorchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds torchvision and all of its modules."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] != "torchvision":
+        if fullname.partition(".")[0] != "torchvision":
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -69,6 +69,7 @@ def stand_in_for_torchvision() -> None:
 
 
 def main() -> int:
+    """Run the tests. Return their exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkout of LeRobot of the version that is installed")
     parser.add_argument("--plain", action="store_true", help="test LeRobot's own class")

@@ -47,9 +47,11 @@ def learn(folder: str) -> None:
         for transition in transitions(len(buffer), ROWS_PER_SAVE):
             buffer.add(**transition)
         buffer.sample(8)
-        print("begun", len(buffer), flush=True)
+        sys.stdout.write(f"begun {len(buffer)}\n")
+        sys.stdout.flush()
         buffer.save(folder).result()
-        print("saved", len(buffer), flush=True)
+        sys.stdout.write(f"saved {len(buffer)}\n")
+        sys.stdout.flush()
 
 
 def replay(rows: int) -> list[Any]:

@@ -160,9 +160,8 @@ def find_wrong_rows(transitions: list[Transition]) -> tuple[list[int], list[int]
             continue  # Its next state is not used.
         if not torch.equal(rule.row(slot)["next_state"][VECTOR], transition["next_state"][VECTOR]):
             wrong.append(slot)
-        for key in KEYS:
-            if not torch.equal(buffer.next_states[key][slot], transition["next_state"][key][0]):
-                wrong_here.append(slot)
+        if not all(torch.equal(buffer.next_states[key][slot], transition["next_state"][key][0]) for key in KEYS):
+            wrong_here.append(slot)
     buffer.close()
     return wrong, wrong_here
 
@@ -390,8 +389,7 @@ def test_an_iterator_raises_the_error_of_its_thread() -> None:
     next(iterator)
     buffer.close()
     with pytest.raises(ClosedError):
-        for _ in range(9):
-            next(iterator)
+        list(itertools.islice(iterator, 9))
 
 
 # ---------------------------------------------------------------- checkpoints
