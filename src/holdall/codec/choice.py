@@ -20,6 +20,7 @@ from holdall.codec.presets import (
     list_change_presets,
     list_fast_codecs,
     list_presets,
+    list_shuffled_change_presets,
     list_single_codecs,
 )
 from holdall.codec.sample import Bytes, Sample
@@ -80,6 +81,7 @@ def choose_codec(leaf: Leaf, window: Window, sample: Sample, prefer: str) -> Cho
     for codec in search.find_leading(list_single_codecs(leaf, window)):
         search.measure(list_presets(codec))
     search.measure(list_change_presets(leaf, window))
+    search.measure(list_shuffled_change_presets(leaf, window))
     good = [found for found in search.found if search.is_affordable(found) and found.ratio >= preference.min_ratio]
     stored = Choice(Codec(window.slice_bytes), 1.0, 0.0)
     return max(good, key=lambda found: found.rate(preference.cost_exponent), default=stored)

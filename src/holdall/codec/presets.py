@@ -6,7 +6,8 @@ dictionary is trained. `choice` measures how small the presets make a field's ow
     kind of field          transforms
     grey image             none, left, changes
     colour image           none or pixels, left, colours, colour columns, changes
-    words of 2, 4, 8 bytes none, shuffle, palette, changes of palette numbers; as an image also palette and left
+    words of 2, 4, 8 bytes none, shuffle, palette, changes of palette numbers or of shuffled words; as an image also
+                           palette and left
     other bytes            none, changes
 
 Decoding costs are counted in raw copies: 1.0 means that decoding takes as long as copying the raw slice out of a large
@@ -40,6 +41,8 @@ _GROUPS = (4, 8, 16)
 """Slices per unit, apart from single slices. A transition of a stack of 4 needs 5 neighbours."""
 _CHANGE_GROUPS = (32, 64)
 """Slices per unit of changes."""
+_SHUFFLED_CHANGE_GROUPS = (4, 16)
+"""Slices per unit of changes of shuffled words. Noise changes most of the last bytes, so larger units gain little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,19 @@ def list_change_presets(leaf: Leaf, window: Window) -> list[Preset]:
         Preset(replace(_with_method(base, method), group=group), _can_have_dictionary(base))
         for method in (Method.LZ4, Method.ZSTANDARD)
         for group in _CHANGE_GROUPS
+        if group * window.slice_bytes <= _MAX_UNIT_BYTES
+    ]
+
+
+def list_shuffled_change_presets(leaf: Leaf, window: Window) -> list[Preset]:
+    """Return presets of changes that first shuffle words, for cameras whose images were resized to floats."""
+    word_bytes = _palette_word_bytes(leaf)
+    if not word_bytes:
+        return []
+    base = Codec(window.slice_bytes, transform=Transform.CHANGES, shuffle_bytes=word_bytes)
+    return [
+        Preset(replace(_with_method(base, Method.LZ4), group=group), has_dictionary=False)
+        for group in _SHUFFLED_CHANGE_GROUPS
         if group * window.slice_bytes <= _MAX_UNIT_BYTES
     ]
 
@@ -130,6 +146,8 @@ _LZ4_WORK_COST = {
     Transform.COLOUR_COLUMNS: 5.0,
     Transform.CHANGES: 2.8,
 }
+_SHUFFLED_CHANGES_WORK_COST = 1.7
+"""The same for changes of shuffled words: LZ4 copies long stretches of bytes that do not repeat."""
 _ZSTANDARD_WORK_COST = {
     Transform.NONE: 17.0,
     Transform.LEFT: 17.0,
@@ -173,7 +191,8 @@ def estimate_cost(codec: Codec, window: Window, coded_share: float) -> float:
         unpack /= codec.group
     work = 0.0
     if codec.method is Method.LZ4:
-        work = _LZ4_WORK_COST[codec.transform]
+        is_shuffled_changes = codec.transform is Transform.CHANGES and codec.shuffle_bytes > 0
+        work = _SHUFFLED_CHANGES_WORK_COST if is_shuffled_changes else _LZ4_WORK_COST[codec.transform]
     elif codec.method is Method.ZSTANDARD:
         work = _ZSTANDARD_WORK_COST[codec.transform]
     start = _START_BYTES[codec.method] / (codec.group * codec.slice_bytes)

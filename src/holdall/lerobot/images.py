@@ -1,0 +1,136 @@
+"""Images as 8-bit words: which float32 images have 256 known values only, and the way back.
+
+LeRobot passes camera images as float32. Unless they were resized, their values are `k / 255` of the 8-bit words `k` of
+a camera. `ImageEncoder` finds such words and verifies them. `decode` returns the float32 values again.
+
+Guarantee: decoding returns, bit for bit, the image that was encoded. Images of other values stay float32.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError
+
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint8]
+
+_MAX_WORD = 255
+_RECIPROCAL = np.float32(1) / np.float32(_MAX_WORD)
+_PROBE_STEP = 499
+"""Distance of the values by which a form is ruled out before the whole image is encoded."""
+
+
+class ImageForm(IntEnum):
+    """How the values of an image follow from what is stored."""
+
+    FLOATS = 0  # They are stored as float32.
+    DIVIDED = 1  # k / 255 of the stored words k, as a CPU divides.
+    MULTIPLIED = 2  # k * (1 / 255), as a GPU divides by a number.
+    WHOLE = 3  # k
+
+
+_WORDS = np.arange(_MAX_WORD + 1, dtype=np.float32)
+_VALUES: dict[ImageForm, Floats] = {
+    ImageForm.DIVIDED: _WORDS / np.float32(_MAX_WORD),
+    ImageForm.MULTIPLIED: _WORDS * _RECIPROCAL,
+    ImageForm.WHOLE: _WORDS,
+}
+
+
+class EncodedImage(NamedTuple):
+    """An image in its smallest exact form. The array of the other form is all zeros, which takes no memory."""
+
+    form: ImageForm
+    words: Words
+    floats: Floats
+
+
+class ImageEncoder:
+    """Encodes the images of one key, one after the other. Not thread-safe.
+
+    Args:
+        is_lossy: Round every image to the nearest `k / 255`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, is_lossy: bool) -> None:
+        self._is_lossy = is_lossy
+        self._no_words = np.zeros(shape, np.uint8)
+        self._no_floats = np.zeros(shape, np.float32)
+        self._latest = self._no_floats
+        self._encoded = EncodedImage(ImageForm.DIVIDED, self._no_words, self._no_floats)
+
+    def encode(self, image: Floats, name: str) -> EncodedImage:
+        """Return `image` as words if these give exactly its values, else as float32. `name` is for errors."""
+        # A state usually repeats the next state before it.
+        if not (image.view(np.uint32) == self._latest.view(np.uint32)).all():
+            latest = image.copy()
+            self._encoded = self._find_form(_round(latest, name) if self._is_lossy else latest)
+            self._latest = latest
+        return self._encoded
+
+    def _find_form(self, image: Floats) -> EncodedImage:
+        likely = self._encoded.form
+        some = image.reshape(-1)[::_PROBE_STEP]
+        for form in sorted(_VALUES, key=lambda form: form is not likely):
+            if not _is_exact(some, _find_words(some, form), form):
+                continue
+            words = _find_words(image, form)
+            if _is_exact(image, words, form):
+                return EncodedImage(form, words, self._no_floats)
+        return EncodedImage(ImageForm.FLOATS, self._no_words, image)
+
+
+def _is_exact(image: Floats, words: Words, form: ImageForm) -> bool:
+    """Return whether the values of `words` are those of `image`, bit for bit."""
+    return bool((_VALUES[form].take(words).view(np.uint32) == image.view(np.uint32)).all())
+
+
+def decode(stored: torch.Tensor, forms: NDArray[np.uint8], into: torch.Tensor) -> None:
+    """Write the values of images to `into`, which is float32 and on the device of `stored`.
+
+    Args:
+        stored: Words of the images, or float32 where their form is `FLOATS`.
+        forms: The `ImageForm` of every image.
+    """
+    found = np.unique(forms)
+    for form in found:
+        if len(found) == 1:
+            _decode_all(stored, ImageForm(form), into)
+        else:
+            rows = torch.from_numpy((forms == form).nonzero()[0]).to(into.device)
+            values = torch.empty((len(rows), *into.shape[1:]), device=into.device)
+            _decode_all(stored[rows], ImageForm(form), values)
+            into[rows] = values
+
+
+def _decode_all(stored: torch.Tensor, form: ImageForm, into: torch.Tensor) -> None:
+    into.copy_(stored)
+    if form is ImageForm.DIVIDED:
+        # The divisor is a tensor, because a GPU multiplies by the reciprocal of a number.
+        into.div_(torch.tensor(_MAX_WORD, dtype=torch.float32, device=into.device))
+    elif form is ImageForm.MULTIPLIED:
+        into.mul_(float(_RECIPROCAL))
+
+
+def _find_words(image: Floats, form: ImageForm) -> Words:
+    """Return the words that are nearest to the values of an image, and arbitrary words for values out of range."""
+    scale = 1 if form is ImageForm.WHOLE else _MAX_WORD
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled: Any = image * np.float32(scale)
+        words: Words = np.rint(scaled, out=scaled).astype(np.uint8)
+    return words
+
+
+def _round(image: Floats, name: str) -> Floats:
+    if not (image >= 0).all() or not (image <= 1).all():
+        raise ArgumentError(
+            f"{name} has values outside of [0, 1], which lossy_8bit_images=True does not round to 8 bits. Pass images "
+            "from 0 to 1, or use lossy_8bit_images=False."
+        )
+    return _VALUES[ImageForm.DIVIDED].take(_find_words(image, ImageForm.DIVIDED))

@@ -1,0 +1,112 @@
+"""Rules about LeRobot's replay buffer: which of its rows have the next state of another episode."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from holdall.tools.lint.finding import Severity
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.source import Source, argument_of
+
+_BUFFER = "ReplayBuffer"
+_LEARNER = "lerobot.rl.learner.train_cli"
+_INSTALL = "holdall.lerobot.install"
+_OPTIMIZE_INDEX = 6
+_FROM_DATASET_INDEX = 7
+"""Positions of `optimize_memory` in the constructor and in `from_lerobot_dataset`."""
+
+
+def _is_lerobots(name: str) -> bool:
+    return name.startswith("lerobot.") and name.endswith(f".{_BUFFER}")
+
+
+def _uses_buffer(source: Source) -> bool:
+    return any(_is_lerobots(name) for name in source.imports.values())
+
+
+class LerobotOptimizeMemory(Rule):
+    """Finds LeRobot's buffer with `optimize_memory=True`, and its learner, which sets it.
+
+    Why: The next state of a row is then the state that was added after it. At a time limit that is the first state of
+    the next episode, beside a row that was skipped it is a later state, and the value of that state is learned.
+    Fix: `holdall.lerobot.ReplayBuffer`, which stores every state once and has the right next state in every row. For
+    the learner, `holdall.lerobot.install()` before `train_cli()`.
+
+    Bad:
+        from lerobot.rl.buffer import ReplayBuffer
+        buffer = ReplayBuffer(capacity=100_000, device="cuda", optimize_memory=True)
+
+    Good:
+        from holdall.lerobot import ReplayBuffer
+        buffer = ReplayBuffer(capacity=100_000, device="cuda", optimize_memory=True)
+    """
+
+    code = "L21"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for calls that make such a buffer."""
+        is_installed = any(source.calls_of(_INSTALL))
+        for call in source.calls:
+            name = source.dotted(call.func)
+            if name == _LEARNER and not is_installed:
+                yield Match(
+                    "LeRobot's learner makes its buffers with optimize_memory=True, which gives rows at time limits "
+                    "the next state of another episode; call holdall.lerobot.install() before it",
+                    source.place(call),
+                )
+            is_from_dataset = name.endswith(".from_lerobot_dataset")
+            index = _FROM_DATASET_INDEX if is_from_dataset else _OPTIMIZE_INDEX
+            if not _is_lerobots(name.removesuffix(".from_lerobot_dataset")):
+                continue
+            if source.constant(argument_of(call, "optimize_memory", index)) is True:
+                yield Match(
+                    "optimize_memory=True: rows at time limits and beside skipped rows get the next state of another "
+                    "step; holdall.lerobot.ReplayBuffer has the right ones",
+                    source.place(call),
+                )
+
+
+class InterventionSegments(Rule):
+    """Finds steps that are added to one of LeRobot's buffers only if a person intervened.
+
+    Why: With `optimize_memory=True`, the last row of an intervention gets the first state of the next intervention as
+    its next state, minutes later, and the value of that state is learned.
+    Fix: `holdall.lerobot.ReplayBuffer`, which stores the next state of every row.
+
+    Bad:
+        from lerobot.rl.buffer import ReplayBuffer
+        def process(transitions, replay_buffer: ReplayBuffer, offline_replay_buffer: ReplayBuffer):
+            for transition in transitions:
+                replay_buffer.add(**transition)
+                if transition["complementary_info"]["is_intervention"]:
+                    offline_replay_buffer.add(**transition)
+
+    Good:
+        from holdall.lerobot import ReplayBuffer
+        def process(transitions, offline_replay_buffer: ReplayBuffer):
+            for transition in transitions:
+                if transition["complementary_info"]["is_intervention"]:
+                    offline_replay_buffer.add(**transition)
+    """
+
+    code = "L22"
+    severity = Severity.WARNING
+
+    def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
+        """Look for `add` in a branch whose condition names an intervention."""
+        if not _uses_buffer(source):
+            return
+        for call, owner in source.method_calls("add"):
+            if "buffer" not in ast.unparse(owner).lower():
+                continue
+            branches = (parent for parent in source.ancestors(call) if isinstance(parent, ast.If))
+            if any("intervention" in ast.unparse(branch.test).lower() for branch in branches):
+                yield Match(
+                    f"{ast.unparse(owner)} gets the steps of interventions only; with optimize_memory=True, the last "
+                    "one of each gets the next state of another intervention; holdall.lerobot.ReplayBuffer has the "
+                    "right one",
+                    source.place(call),
+                )

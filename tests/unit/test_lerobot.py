@@ -1,0 +1,639 @@
+"""LeRobot's buffer over a memory: exact rows in 8-bit words, right next states, batches that resume."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdall.errors import ArgumentError, CheckpointError, ClosedError
+from holdall.lerobot import ReplayBuffer, install
+from holdall.lerobot.images import ImageEncoder, ImageForm, decode
+from holdall.store.tuning import Tuning
+
+FRONT, WRIST, VECTOR = "observation.images.front", "observation.images.wrist", "observation.state"
+KEYS = [FRONT, WRIST, VECTOR]
+SHAPE = (3, 16, 16)
+TUNING = Tuning(block_bytes=40_000)  # So that blocks close and are compressed.
+
+Transition = dict[str, Any]
+
+
+def camera_words(generator: np.random.Generator) -> torch.Tensor:
+    return torch.from_numpy(generator.integers(0, 256, SHAPE).astype(np.uint8))
+
+
+def observe(generator: np.random.Generator, *, is_resized: bool = False) -> dict[str, torch.Tensor]:
+    """Return a state as LeRobot's actor sends it: with a batch axis, images divided by 255."""
+    images = {key: camera_words(generator)[None].float() / 255 for key in (FRONT, WRIST)}
+    if is_resized:
+        images = {key: torch.nn.functional.avg_pool2d(image, 3, 1, 1) for key, image in images.items()}
+    return {**images, VECTOR: torch.from_numpy(generator.normal(size=(1, 5)).astype(np.float32))}
+
+
+def play(count: int, seed: int = 0, *, is_resized: bool = False, length: int = 7) -> Iterator[Transition]:
+    """Yield the transitions of episodes that end in turn by success and by a time limit."""
+    generator = np.random.default_rng(seed)
+    state = observe(generator, is_resized=is_resized)
+    for i in range(count):
+        following = observe(generator, is_resized=is_resized)
+        is_end = i % length == length - 1
+        is_success = (i // length) % 2 == 0
+        yield {
+            "state": state,
+            "action": torch.from_numpy(generator.normal(size=(1, 3)).astype(np.float32)),
+            "reward": float(generator.normal()),
+            "next_state": following,
+            "done": is_end and is_success,
+            "truncated": is_end and not is_success,
+            "complementary_info": {"discrete_penalty": torch.tensor([float(i)]), "is_intervention": i % 5 < 2},
+        }
+        state = observe(generator, is_resized=is_resized) if is_end else following
+
+
+def make(capacity: int = 50, **settings: Any) -> ReplayBuffer:
+    return ReplayBuffer(capacity, "cpu", KEYS, **{"use_drq": False, "_tuning": TUNING, **settings})
+
+
+def fill(buffer: ReplayBuffer, transitions: list[Transition]) -> ReplayBuffer:
+    for transition in transitions:
+        buffer.add(**transition)
+    return buffer
+
+
+def require_row(batch: Any, row: int, wanted: Transition) -> None:
+    """Compare all bits of one row."""
+    for part in ("state", "next_state"):
+        assert batch[part].keys() == wanted[part].keys()
+        for key, tensor in batch[part].items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor[row].view(torch.int32), wanted[part][key][0].view(torch.int32)), (part, key)
+    assert torch.equal(batch["action"][row], wanted["action"][0])
+    assert batch["reward"][row] == np.float32(wanted["reward"])
+    assert batch["done"][row] == float(wanted["done"])
+    assert batch["truncated"][row] == float(wanted["truncated"])
+    for key, value in wanted["complementary_info"].items():
+        assert batch["complementary_info"][key][row] == float(value), key
+
+
+def require_same(batch: Any, wanted: Any) -> None:
+    for part in ("state", "next_state", "complementary_info"):
+        assert batch[part].keys() == wanted[part].keys()
+        for key in batch[part]:
+            assert torch.equal(batch[part][key], wanted[part][key]), (part, key)
+    for part in ("action", "reward", "done", "truncated"):
+        assert torch.equal(batch[part], wanted[part]), part
+
+
+class SlotRule:
+    """What LeRobot's buffer returns, restated: a ring of transitions and, to save memory, the next slot's state.
+
+    With `optimize_memory`, the next state of a row is the state in the slot after it, whatever was added there.
+    """
+
+    def __init__(self, capacity: int, *, optimize_memory: bool) -> None:
+        self.rows: list[Transition] = []
+        self.capacity = capacity
+        self.optimize_memory = optimize_memory
+        self.added = 0
+
+    def add(self, transition: Transition) -> None:
+        if len(self.rows) < self.capacity:
+            self.rows.append(transition)
+        else:
+            self.rows[self.added % self.capacity] = transition
+        self.added += 1
+
+    def row(self, slot: int) -> Transition:
+        if not self.optimize_memory:
+            return self.rows[slot]
+        return {**self.rows[slot], "next_state": self.rows[(slot + 1) % self.capacity]["state"]}
+
+    def draw(self, count: int) -> list[int]:
+        is_short = self.optimize_memory and len(self.rows) < self.capacity
+        return torch.randint(0, len(self.rows) - is_short, (count,)).tolist()  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("optimize_memory", [False, True])
+@pytest.mark.parametrize("count", [12, 50, 133])
+@pytest.mark.parametrize("is_resized", [False, True])
+def test_one_seed_draws_the_rows_of_lerobots_rule(count: int, optimize_memory: bool, is_resized: bool) -> None:
+    rule = SlotRule(50, optimize_memory=optimize_memory)
+    buffer = make(optimize_memory=optimize_memory, budget=None)
+    for transition in play(count, is_resized=is_resized):
+        rule.add(transition)
+        buffer.add(**transition)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        slots = rule.draw(32)
+        torch.manual_seed(seed)
+        batch = buffer.sample(32)
+        assert len(batch["reward"]) == min(32, len(buffer))
+        for row, slot in enumerate(slots[: len(buffer)]):
+            require_row(batch, row, rule.rows[slot])
+    buffer.close()
+
+
+def find_wrong_rows(transitions: list[Transition]) -> tuple[list[int], list[int]]:
+    """Return the rows with a wrong next state that counts: of LeRobot's rule as its learner uses it, and of holdall."""
+    rule = SlotRule(len(transitions), optimize_memory=True)
+    buffer = make(len(transitions), optimize_memory=True)
+    for transition in transitions:
+        rule.add(transition)
+        buffer.add(**transition)
+    wrong: list[int] = []
+    wrong_here: list[int] = []
+    for slot in range(len(transitions) - 1):
+        transition = transitions[slot]
+        if transition["done"]:
+            continue  # Its next state is not used.
+        if not torch.equal(rule.row(slot)["next_state"][VECTOR], transition["next_state"][VECTOR]):
+            wrong.append(slot)
+        if not all(torch.equal(buffer.next_states[key][slot], transition["next_state"][key][0]) for key in KEYS):
+            wrong_here.append(slot)
+    buffer.close()
+    return wrong, wrong_here
+
+
+def test_next_states_are_right_at_time_limits() -> None:
+    """The state in the next slot is the first one of another episode."""
+    assert find_wrong_rows(list(play(30))) == ([13, 27], [])
+
+
+def test_next_states_are_right_at_the_ends_of_interventions() -> None:
+    """The learner's offline buffer gets the rows of interventions only."""
+    transitions = [t for t in play(30, length=100) if t["complementary_info"]["is_intervention"]]
+    assert find_wrong_rows(transitions) == ([1, 3, 5, 7, 9], [])
+
+
+def test_next_states_are_right_beside_rows_that_were_skipped() -> None:
+    """The learner leaves out rows that contain NaN."""
+    transitions = [t for i, t in enumerate(play(20, length=100)) if i not in {4, 11, 12}]
+    assert find_wrong_rows(transitions) == ([3, 9], [])
+
+
+def test_tensors_by_slot_show_the_ring() -> None:
+    transitions = list(play(60))
+    buffer = fill(make(50), transitions)
+    assert (len(buffer), buffer.size, buffer.position, buffer.initialized) == (50, 50, 10, True)
+    ring = [*transitions[50:], *transitions[10:50]]
+    for slot in (0, 9, 10, 49, -1):
+        assert torch.equal(buffer.actions[slot], ring[slot]["action"][0])
+        assert torch.equal(buffer.states[FRONT][slot], ring[slot]["state"][FRONT][0])
+        assert torch.equal(buffer.next_states[VECTOR][slot], ring[slot]["next_state"][VECTOR][0])
+        assert buffer.rewards[slot] == np.float32(ring[slot]["reward"])
+        assert bool(buffer.dones[slot]) == ring[slot]["done"]
+        assert bool(buffer.truncateds[slot]) == ring[slot]["truncated"]
+    assert buffer.actions[5:9].shape == (4, 3)
+    assert buffer.states[WRIST][torch.tensor([3, 3])].shape == (2, *SHAPE)
+    assert buffer.complementary_info_keys == ["discrete_penalty", "is_intervention"]
+    assert buffer.complementary_info["discrete_penalty"][0] == 50
+    with pytest.raises(IndexError):
+        buffer.actions[50]
+
+
+def test_tensors_without_a_batch_axis_and_other_dtypes_are_stored_as_lerobot_stores_them() -> None:
+    buffer = make(5)
+    buffer.add({VECTOR: torch.arange(3)}, torch.tensor(2.5, dtype=torch.float64), torch.tensor(1.5), None, True, False)
+    batch = buffer.sample(4)
+    assert torch.equal(batch["state"][VECTOR], torch.tensor([[0.0, 1.0, 2.0]]))
+    assert torch.equal(batch["next_state"][VECTOR], batch["state"][VECTOR])
+    assert batch["action"].tolist() == [2.5]
+    assert batch["complementary_info"] is None
+
+
+def test_a_budget_keeps_the_newest_rows_and_draws_only_them() -> None:
+    transitions = list(play(4_000, length=50))
+    buffer = fill(make(4_000, budget="20MiB", _tuning=None, lossy_8bit_images=False), transitions[:0])
+    generator = np.random.default_rng(0)
+    state = {VECTOR: torch.zeros(1, 30_000)}
+    for i in range(800):
+        following = {
+            VECTOR: torch.from_numpy(generator.integers(0, 2**31, (1, 30_000)).astype(np.int32)).view(torch.float32)
+        }
+        buffer.add(state, torch.tensor([float(i)]), float(i), following, False, False)
+        state = following
+    assert 0 < len(buffer) < 800
+    drawn = buffer.sample(500)["reward"]
+    assert drawn.min() >= 800 - len(buffer)
+    buffer.close()
+
+
+# ---------------------------------------------------------------- images
+
+WORDS = np.arange(768).reshape(3, 16, 16).astype(np.uint8)
+EXACT = {
+    "divided": (WORDS.astype(np.float32) / np.float32(255), ImageForm.DIVIDED),
+    "multiplied": (WORDS.astype(np.float32) * (np.float32(1) / np.float32(255)), ImageForm.MULTIPLIED),
+    "whole": (WORDS.astype(np.float32), ImageForm.WHOLE),
+}
+
+
+@pytest.mark.parametrize(("image", "form"), EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))],
+)
+def test_all_256_words_come_back_bit_for_bit(image: Any, form: ImageForm, device: str) -> None:
+    encoded = ImageEncoder(image.shape, is_lossy=False).encode(image, "image")
+    assert encoded.form is form
+    assert not encoded.floats.any()
+    into = torch.empty((1, *image.shape), device=device)
+    decode(torch.from_numpy(encoded.words)[None].to(device), np.array([form], np.uint8), into)
+    assert np.array_equal(into[0].cpu().numpy().view(np.uint32), image.view(np.uint32))
+
+
+def _next_float(image: Any) -> Any:
+    changed = image.copy()
+    changed[2, 15, 15] = np.nextafter(changed[2, 15, 15], np.float32(2))
+    return changed
+
+
+def _with(image: Any, value: float) -> Any:
+    changed = image.copy()
+    changed[1, 3, 4] = value
+    return changed
+
+
+DIVIDED = EXACT["divided"][0]
+INEXACT = {
+    "one bit": _next_float(DIVIDED),
+    "NaN": _with(DIVIDED, np.nan),
+    "infinity": _with(DIVIDED, -np.inf),
+    "minus zero": _with(DIVIDED, -0.0),
+    "negative": _with(DIVIDED, -1 / 255),
+    "above": _with(DIVIDED, 256 / 255),
+    "huge": _with(DIVIDED, 3e38),
+}
+
+
+@pytest.mark.parametrize("image", INEXACT.values(), ids=INEXACT)
+@pytest.mark.filterwarnings("error")
+def test_an_image_with_one_other_value_stays_float32(image: Any) -> None:
+    buffer = make(4)
+    for given in (DIVIDED, image, DIVIDED):
+        tensor = torch.from_numpy(given)
+        buffer.add({FRONT: tensor[None]}, torch.zeros(1, 1), 0.0, {FRONT: tensor[None]}, False, False)
+    for slot, given in enumerate((DIVIDED, image, DIVIDED)):
+        for stored in (buffer.states, buffer.next_states):
+            assert np.array_equal(stored[FRONT][slot].numpy().view(np.uint32), given.view(np.uint32))
+
+
+def test_batches_of_mixed_forms_are_exact() -> None:
+    """Frames of a dataset have 8 bits, and those of interventions were resized: both are in one buffer."""
+    transitions = list(itertools.chain(play(20), play(20, 1, is_resized=True), play(20, 2)))
+    for i, image in enumerate(EXACT.values()):
+        transitions[i]["state"][WRIST] = torch.from_numpy(image[0])[None]
+    buffer = fill(make(60, budget=None), transitions)
+    torch.manual_seed(0)
+    slots = torch.randint(0, 60, (60,)).tolist()
+    torch.manual_seed(0)
+    batch = buffer.sample(60)
+    for row, slot in enumerate(slots):
+        require_row(batch, row, transitions[slot])
+    buffer.close()
+
+
+@pytest.mark.parametrize(("divisor", "ratio"), [(255.0, 7.5), (254.0, 1.9)], ids=["words", "floats"])
+def test_each_image_takes_its_words_once_and_the_unused_form_nothing(divisor: float, ratio: float) -> None:
+    """Random images cannot be compressed. Divided by 254, they are stored as float32."""
+    generator = np.random.default_rng(0)
+    shape = (1, 3, 64, 64)
+    buffer = make(300, budget=None, _tuning=None)
+    state = {FRONT: torch.zeros(shape)}
+    for _ in range(300):
+        words = torch.from_numpy(generator.integers(0, 256, shape).astype(np.uint8))
+        following = {FRONT: words.float() / divisor}
+        buffer.add(state, torch.zeros(1, 1), 0.0, following, False, False)
+        state = following
+    buffer.memory.store.wait_idle()
+    plain = 2 * 4 * int(np.prod(shape))
+    assert plain / (buffer.report().total_bytes / 300) > ratio
+    buffer.close()
+
+
+def test_a_tensor_that_is_overwritten_after_add_changes_nothing() -> None:
+    state = observe(np.random.default_rng(0))
+    wanted = {key: tensor.clone() for key, tensor in state.items()}
+    buffer = make(4)
+    buffer.add(state, torch.zeros(1, 1), 0.0, state, False, False)
+    for tensor in state.values():
+        tensor.zero_()
+    buffer.add(state, torch.zeros(1, 1), 0.0, state, False, False)
+    for key in KEYS:
+        assert torch.equal(buffer.states[key][0], wanted[key][0])
+        assert not buffer.states[key][1].any()
+
+
+def test_lossy_8bit_images_rounds_and_only_when_asked() -> None:
+    transitions = list(play(10, is_resized=True))
+    lossy = fill(make(lossy_8bit_images=True), transitions)
+    exact = fill(make(), transitions)
+    image = transitions[3]["state"][FRONT][0]
+    assert torch.equal(exact.states[FRONT][3], image)
+    assert torch.equal(lossy.states[FRONT][3], (image * 255).round() / 255)
+    assert torch.equal(lossy.states[VECTOR][3], transitions[3]["state"][VECTOR][0])
+    transitions[0]["state"][FRONT][0, 0, 0, 0] = 1.5
+    with pytest.raises(ArgumentError, match=r"\[0, 1\].*lossy_8bit_images=False"):
+        lossy.add(**transitions[0])
+
+
+def test_augmentation_is_applied_to_all_images_at_once() -> None:
+    shapes: list[Any] = []
+
+    def augment(images: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(images.shape))
+        return images + torch.arange(len(images))[:, None, None, None]
+
+    transitions = list(play(9))
+    buffer = fill(make(use_drq=True, image_augmentation_function=augment), transitions)
+    torch.manual_seed(3)
+    slots = torch.randint(0, 9, (4,)).tolist()
+    torch.manual_seed(3)
+    batch = buffer.sample(4)
+    assert shapes == [(16, *SHAPE)]
+    order = itertools.product((FRONT, WRIST), ("state", "next_state"), range(4))
+    for number, (key, part, row) in enumerate(order):
+        assert torch.equal(batch[part][key][row], transitions[slots[row]][part][key][0] + number)  # type: ignore[literal-required]
+        assert torch.equal(batch["state"][VECTOR][row], transitions[slots[row]]["state"][VECTOR][0])
+
+
+# ---------------------------------------------------------------- iterators
+
+
+@pytest.mark.parametrize("async_prefetch", [True, False])
+def test_an_iterator_draws_the_batches_of_sample(async_prefetch: bool) -> None:
+    buffer = fill(make(), list(play(40)))
+    torch.manual_seed(1)
+    wanted = [buffer.sample(8) for _ in range(6)]
+    torch.manual_seed(1)
+    iterator = buffer.get_iterator(8, async_prefetch=async_prefetch, queue_size=3)
+    for batch in wanted:
+        require_same(next(iterator), batch)
+
+
+def test_an_iterator_raises_the_error_of_its_thread() -> None:
+    buffer = fill(make(), list(play(10)))
+    iterator = buffer.get_iterator(4)
+    next(iterator)
+    buffer.close()
+    with pytest.raises(ClosedError):
+        list(itertools.islice(iterator, 9))
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_a_loaded_buffer_draws_the_next_batches(tmp_path: Path) -> None:
+    transitions = [*play(60), *play(30, 1, is_resized=True)]
+    buffer = fill(make(80, budget=None), transitions)
+    torch.manual_seed(5)
+    buffer.sample(16)
+    buffer.save(tmp_path / "run").result()
+    wanted = [buffer.sample(16) for _ in range(3)]
+    loaded = ReplayBuffer.load(tmp_path / "run", "cpu")
+    assert (len(loaded), loaded.capacity, loaded.state_keys, loaded.use_drq) == (80, 80, KEYS, False)
+    for batch in wanted:
+        require_same(loaded.sample(16), batch)
+    for transition in play(20, 2):
+        buffer.add(**transition)
+        loaded.add(**transition)
+    torch.manual_seed(6)
+    later = buffer.sample(64)
+    torch.manual_seed(6)
+    require_same(loaded.sample(64), later)
+    buffer.close()
+    loaded.save(tmp_path / "run").result()
+    loaded.close()
+
+
+def test_load_keeps_the_generator_if_asked(tmp_path: Path) -> None:
+    fill(make(), list(play(9))).save(tmp_path).result()
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    ReplayBuffer.load(tmp_path, "cpu", restore_generator=False).close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_memorys_checkpoint_is_refused(tmp_path: Path) -> None:
+    buffer = fill(make(), list(play(9)))
+    buffer.memory.save(tmp_path).result()
+    with pytest.raises(CheckpointError, match="not one of a LeRobot buffer"):
+        ReplayBuffer.load(tmp_path, "cpu")
+
+
+# ---------------------------------------------------------------- datasets
+
+
+class Frames(list[dict[str, Any]]):
+    """A dataset: frames, and how often each was decoded."""
+
+    def __init__(self, frames: list[dict[str, Any]]) -> None:
+        super().__init__(frames)
+        self.decoded = [0] * len(frames)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.decoded[index] += 1
+        return super().__getitem__(index)
+
+
+def record(lengths: list[int], *, done: list[bool] | None) -> Frames:
+    """Record episodes. `done` says which of them ended by success; None for a dataset without next.done."""
+    generator = np.random.default_rng(0)
+    frames = []
+    for episode, length in enumerate(lengths):
+        for i in range(length):
+            frame = {key: tensor[0] for key, tensor in observe(generator).items()}
+            frame |= {"action": torch.full((2,), float(i)), "next.reward": torch.tensor(1.0 * len(frames))}
+            frame |= {"episode_index": torch.tensor(episode), "complementary_info.penalty": torch.tensor([0.5])}
+            if done is not None:
+                frame["next.done"] = torch.tensor(i == length - 1 and done[episode])
+            frames.append(frame)
+    return Frames(frames)
+
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "state_keys": KEYS, "use_drq": False}
+
+
+def test_a_dataset_becomes_transitions_and_each_frame_is_decoded_once() -> None:
+    frames = record([4, 3, 2], done=[True, False, True])
+    buffer = ReplayBuffer.from_lerobot_dataset(frames, **SETTINGS)
+    assert frames.decoded == [1] * 9
+    assert (len(buffer), buffer.capacity) == (9, 9)
+    assert buffer.rewards[:].tolist() == list(range(9))
+    assert buffer.dones[:].nonzero().flatten().tolist() == [3, 8]
+    assert buffer.truncateds[:].nonzero().flatten().tolist() == [6]
+    follow = [1, 2, 3, 3, 5, 6, 6, 8, 8]
+    for slot, after in enumerate(follow):
+        assert torch.equal(buffer.next_states[FRONT][slot], list.__getitem__(frames, after)[FRONT])
+    assert buffer.complementary_info["penalty"][:].tolist() == [0.5] * 9
+
+
+def test_frames_without_a_next_state_can_be_left_out() -> None:
+    buffer = ReplayBuffer.from_lerobot_dataset(record([4, 3], done=[True, False]), drop_unfinished=True, **SETTINGS)
+    assert buffer.rewards[:].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_without_next_done_episodes_end_with_their_last_frame() -> None:
+    buffer = ReplayBuffer.from_lerobot_dataset(record([2, 3], done=None), capacity=9, **SETTINGS)
+    assert buffer.dones[:].tolist() == [False, True, False, False, True]
+    assert buffer.capacity == 9
+
+
+WRONG_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
+    "capacity": ({"capacity": 3}, "capacity of the ReplayBuffer must be greater than or equal"),
+    "no keys": ({"state_keys": None}, "State keys must be provided"),
+    "unknown key": ({"state_keys": ["observation.images.top"]}, r"has no \['observation.images.top'\]"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_DATASETS.values(), ids=WRONG_DATASETS)
+def test_a_wrong_dataset_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        ReplayBuffer.from_lerobot_dataset(record([5], done=[True]), **{**SETTINGS, **wrong})
+
+
+# ---------------------------------------------------------------- wrong use
+
+
+def _without(transition: Transition, part: str, key: str) -> Transition:
+    return {**transition, part: {k: v for k, v in transition[part].items() if k != key}}
+
+
+def test_wrong_transitions_are_refused_and_nothing_is_written() -> None:
+    buffer = fill(make(), list(play(5)))
+    good = next(iter(play(1)))
+    flat = {**good["state"], VECTOR: torch.zeros(1, 6)}
+    wrong: list[tuple[Transition, str]] = [
+        (_without(good, "state", WRIST), r"state has the keys .* lacks \['observation.images.wrist'\]"),
+        (_without(good, "next_state", VECTOR), r"next_state has the keys .* lacks \['observation.state'\]"),
+        (_without(good, "complementary_info", "is_intervention"), r"complementary_info .* lacks \['is_intervention'\]"),
+        ({**good, "complementary_info": None}, "complementary_info is None. Pass a dict with the keys"),
+        ({**good, "state": flat}, r"state\['observation.state'\] has shape \(1, 6\).* Pass a tensor of shape \(5,\)"),
+        ({**good, "action": torch.zeros(1, 9)}, r"action has shape \(1, 9\)"),
+        ({**good, "next_state": None}, "next_state is None, but done is False"),
+        ({**good, "complementary_info": {"discrete_penalty": "x", "is_intervention": 1}}, "is a str. Pass a tensor"),
+    ]
+    for transition, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            buffer.add(**transition)
+    assert len(buffer) == 5
+    buffer.add(**{**good, "complementary_info": {**good["complementary_info"], "further": 1}})
+    assert len(buffer) == 6
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Capacity must be greater than 0."):
+        ReplayBuffer(0, "cpu")
+    with pytest.raises(ArgumentError, match="storage_device='cpu'"):
+        ReplayBuffer(5, "cpu", storage_device="cuda:0")
+    with pytest.raises(ArgumentError, match="not a device of torch"):
+        ReplayBuffer(5, "gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="Pass device='cpu'"):
+            ReplayBuffer(5)
+
+
+def test_an_empty_and_a_closed_buffer_say_so() -> None:
+    buffer = make()
+    assert len(buffer) == 0
+    for act in (lambda: buffer.sample(1), lambda: next(buffer.get_iterator(1))):
+        with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
+            act()
+    with pytest.raises(ArgumentError, match="empty"):
+        buffer.save("anywhere")
+    with pytest.raises(ArgumentError, match="Cannot convert to a dataset"):
+        buffer.to_lerobot_dataset("someone/something")
+    fill(buffer, list(play(3)))
+    buffer.close()
+    with pytest.raises(ClosedError):
+        buffer.sample(1)
+    with pytest.raises(ClosedError):
+        buffer.add(**next(iter(play(1))))
+
+
+# ---------------------------------------------------------------- LeRobot's learner
+
+
+@pytest.fixture
+def learner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for `lerobot.rl.learner`, whose functions make buffers as LeRobot's do."""
+    module = ModuleType("lerobot.rl.learner")
+
+    def initialize_replay_buffer(cfg: Any, device: Any, storage_device: Any) -> Any:
+        assert not cfg.resume, "the learner would open a LeRobotDataset"
+        return module.ReplayBuffer(cfg.policy.online_buffer_capacity, device, KEYS, None, False, storage_device, True)
+
+    def initialize_offline_replay_buffer(cfg: Any, device: Any, storage_device: Any) -> Any:
+        assert not cfg.resume, "the learner would open a LeRobotDataset"
+        frames = record([3, 3], done=[True, True])
+        capacity = cfg.policy.offline_buffer_capacity
+        return module.ReplayBuffer.from_lerobot_dataset(
+            frames, device, KEYS, capacity, use_drq=False, optimize_memory=True
+        )
+
+    module.initialize_replay_buffer = initialize_replay_buffer  # type: ignore[attr-defined]
+    module.initialize_offline_replay_buffer = initialize_offline_replay_buffer  # type: ignore[attr-defined]
+    for name in ("lerobot", "lerobot.rl"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "lerobot.rl.learner", module)
+    return module
+
+
+def test_a_learner_resumes_from_checkpoints(learner: Any, tmp_path: Path) -> None:
+    policy = SimpleNamespace(online_buffer_capacity=100, offline_buffer_capacity=20)
+    cfg = SimpleNamespace(output_dir=tmp_path, resume=False, policy=policy)
+    install(budget=None)
+    install(budget=None)  # Twice is the same.
+    online = learner.initialize_replay_buffer(cfg, "cpu", "cpu")
+    offline = learner.initialize_offline_replay_buffer(cfg, "cpu", "cpu")
+    assert isinstance(online, ReplayBuffer)
+    for transition in play(12):
+        online.add(**transition)
+    for step in range(2):
+        for buffer, name in ((online, "dataset"), (offline, "dataset_offline")):
+            assert buffer.to_lerobot_dataset("name", fps=10, root=str(tmp_path / name)) is None
+        online.add(**list(play(13 + step))[-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["holdall"]
+    cfg.resume = True
+    resumed = learner.initialize_replay_buffer(cfg, "cpu", "cpu")
+    resumed_offline = learner.initialize_offline_replay_buffer(cfg, "cpu", "cpu")
+    assert (len(resumed), resumed.capacity, resumed.optimize_memory) == (13, 100, True)
+    assert torch.equal(resumed.actions[:], online.actions[:13])
+    assert (len(resumed_offline), resumed_offline.capacity) == (6, 20)
+    for buffer in (online, offline, resumed, resumed_offline):
+        buffer.close()
+
+
+def test_a_run_without_checkpoints_of_holdall_resumes_as_lerobot_does(learner: Any, tmp_path: Path) -> None:
+    cfg = SimpleNamespace(output_dir=tmp_path, resume=True, policy=SimpleNamespace(online_buffer_capacity=9))
+    install()
+    with pytest.raises(AssertionError, match="would open a LeRobotDataset"):
+        learner.initialize_replay_buffer(cfg, "cpu", "cpu")
+
+
+def test_the_module_runs_lerobots_command(tmp_path: Path) -> None:
+    """`python -m holdall.lerobot` installs the buffers, and then calls LeRobot's own function."""
+    folder = tmp_path / "lerobot" / "rl"
+    folder.mkdir(parents=True)
+    (folder / "learner.py").write_text(
+        "import sys\n"
+        "ReplayBuffer = initialize_replay_buffer = initialize_offline_replay_buffer = None\n"
+        "def train_cli():\n    print(ReplayBuffer.__mro__[2], *sys.argv[1:])\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "holdall.lerobot", "--config_path", "train.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "<class 'holdall.lerobot.replay_buffer.ReplayBuffer'> --config_path train.json\n"
