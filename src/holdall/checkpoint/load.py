@@ -179,6 +179,7 @@ class Restored:
         for name, ref in self.manifest.dictionaries.items():
             self.read_dictionary(name, ref)
         self._require_all_ticks()
+        self.open_attached()
         segments = [self.read_segment(entry) for entry in self.entries]
         windows, layouts = self._read_layouts(words)
         self._store_state = StoreState(
@@ -203,6 +204,10 @@ class Restored:
         # A snapshot makes `rewrite` copy the parts first, so that a part that is saved already never changes.
         store.snapshot()
         self.fetch = start_fetch(state.segments, store, self._waiting)
+
+    def open_attached(self) -> None:
+        """Open the attached files, which are read when they are requested."""
+        self.attached.open()
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary that blocks refer to."""

@@ -429,7 +429,7 @@ def _version_of(meta: Any) -> dict[str, str]:
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 _unfinished: weakref.WeakSet[Awaitable[Any]] = weakref.WeakSet()
-"""Requests that obstore's threads have not let go of. They still call Python once, also after a request was cancelled."""
+"""Requests that obstore's threads have not let go of. They still call Python once, also after a cancellation."""
 _starting = threading.Lock()
 
 
