@@ -228,7 +228,7 @@ def measure_training(memory: holdall.ReplayMemory, folder: Path, steps: list[Ste
                 handle = memory.save(folder / str(next(numbers)))
             feed(memory, [next(again)])
             batch = memory.sample(TRAINING_BATCH)
-            images = torch.from_numpy(batch.obs["image"]).permute(0, 3, 1, 2).float() / 255
+            images = torch.from_numpy(batch.obs["image"]).float() / 255
             loss = (network(images)[:, 0] - torch.from_numpy(batch.reward)).square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -667,7 +667,7 @@ def test_a_checkpoint_of_uncompressed_blocks_is_as_small_as_one_of_compressed_bl
         frames = frames.copy()
         frames[:, :, generator.integers(48), generator.integers(48)] ^= 1
         steps.append(frames)
-    sizes = []
+    sizes: list[int] = []
     for budget in (None, "1GiB"):
         settings: dict[str, Any] = {"budget": budget, "prefer": "memory", "_tuning": Tuning(block_bytes=2**20)}
         with ReplayMemory(space, spaces.Discrete(2), 2000, lanes, **settings) as memory:

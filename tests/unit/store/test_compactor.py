@@ -84,7 +84,8 @@ def test_an_offered_form_saves_the_work_of_a_queued_block() -> None:
         compactor.offer(block, offered)
     is_offered.set()
     compactor.wait_idle()
-    assert queued.form is offered
+    found: object = queued.form
+    assert found is offered
     assert isinstance(working.form, Coded)
     assert not isinstance(other.form, Coded)
     assert [(result.block, result.error) for result in compactor.take_results()] == [(working, None), (queued, None)]
