@@ -1,4 +1,4 @@
-"""What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--folder F] [--url U]`.
+"""What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--recording F]`.
 
 Out: one JSON line a measurement, with the bar that it is held to; the exit status is 1 if one is not met. Linux only.
 
@@ -6,6 +6,10 @@ memory       the most that the process's USS grows while it saves, in a fresh pr
 incremental  bytes written after 1 % new data, over those of the first save
 pause        how long `save` keeps the training thread, 3,000 segments and a million priorities
 load         from nothing to the first batch of 256, 3,000 segments
+raw          with --recording: bytes of a checkpoint of a memory that holds everything uncompressed, over those that the
+             same memory takes with budget=None
+training     with --recording: steps a second of a small network that trains on one core while such a memory is saved
+             over and over to new places, over those without saves; the two take turns
 remote       with --url, 1 GB: the most that USS grows while it is saved there, and while it is loaded and sampled from,
              over the same with a directory; seconds to the first batch
 """
@@ -13,6 +17,7 @@ remote       with --url, 1 GB: the most that USS grows while it is saved there, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -24,8 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
 from process import commit, emit, machine, versions
+from streams import Step
+from streams.trace import stream
 
 import holdall
 from holdall.machine import held_bytes
@@ -38,6 +46,11 @@ SEGMENTS = 3_000
 PRIORITIES = 1_000_000
 BATCH = 256
 SAVES = 100
+RAW_STEPS = 10_000
+RAW_BUDGET = "16GiB"
+TRAINING_BATCH = 64
+TRAINING_S = 3.0
+TRAINING_ROUNDS = 9
 
 
 def new_memory(capacity: int, **settings: Any) -> holdall.ReplayMemory:
@@ -151,6 +164,85 @@ def pause_and_load(folder: Path) -> list[dict[str, Any]]:
     return [pause | {"is_met": p99 <= 5}, load]
 
 
+def raw(folder: Path, recording: Path) -> list[dict[str, Any]]:
+    """Save a recording that is held uncompressed."""
+    source = stream(recording)
+    steps = list(itertools.islice(source.steps, RAW_STEPS))
+    spaces_of = (source.observation_space, source.action_space, RAW_STEPS)
+    with holdall.ReplayMemory(*spaces_of, budget=None, seed=0) as least:
+        feed(least, steps)
+        least.store.wait_idle()
+        least_bytes = sum(field.total_bytes for field in least.report().fields)
+    with holdall.ReplayMemory(*spaces_of, budget=RAW_BUDGET, seed=0) as memory:
+        feed(memory, steps)
+        memory.store.wait_idle()
+        raw_bytes = sum(field.total_bytes for field in memory.report().fields)
+        saved = memory.save(folder / "raw").result()
+        ratios = sorted(measure_training(memory, folder, steps))
+    size = saved.bytes_total / least_bytes
+    speed = float(np.median(ratios))
+    return [
+        {
+            "what": "raw",
+            "recording": recording.stem,
+            "held_bytes": raw_bytes,
+            "least_bytes": least_bytes,
+            "saved_bytes": saved.bytes_total,
+            "ratio": size,
+            "is_met": size <= 1.1,
+        },
+        {"what": "training", "ratio": speed, "ratios": ratios, "is_met": speed >= 0.9},
+    ]
+
+
+def feed(memory: holdall.ReplayMemory, steps: list[Step]) -> None:
+    """Add recorded steps."""
+    for step in steps:
+        memory.add(step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated)
+
+
+def measure_training(memory: holdall.ReplayMemory, folder: Path, steps: list[Step]) -> list[float]:
+    """Train with and without saves, in turns. Return the ratios of their speeds."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 8, 4),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 4, 2),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.LazyLinear(1),
+    )
+    network(torch.zeros(1, 3, 84, 84))
+    optimizer = torch.optim.Adam(network.parameters())
+    again = itertools.cycle(steps)
+    numbers = itertools.count()
+    handle: Any = None
+
+    def train(*, saves: bool) -> float:
+        nonlocal handle
+        count = 0
+        began = time.perf_counter()
+        while time.perf_counter() - began < TRAINING_S:
+            if saves and (handle is None or handle.done()):
+                handle = memory.save(folder / str(next(numbers)))
+            feed(memory, [next(again)])
+            batch = memory.sample(TRAINING_BATCH)
+            images = torch.from_numpy(batch.obs["image"]).float() / 255
+            loss = (network(images)[:, 0] - torch.from_numpy(batch.reward)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            count += 1
+        speed = count / (time.perf_counter() - began)
+        if handle is not None:
+            handle.result()
+        return speed
+
+    train(saves=False)
+    return [train(saves=True) / train(saves=False) for _ in range(TRAINING_ROUNDS)]
+
+
 def remote(folder: Path, url: str) -> list[dict[str, Any]]:
     """Save to an object store and load from there, beside a directory."""
     steps = GB // (FRAME[0] * FRAME[1])
@@ -182,8 +274,10 @@ def sampled(url: str) -> list[dict[str, Any]]:
     return [{"what": "sampled", "grown_bytes": watch.stop() - before, "seconds": took, "is_met": True}]
 
 
-def measured(only: str, folder: Path, url: str | None) -> list[dict[str, Any]]:
+def measured(only: str, folder: Path, url: str | None, recording: Path | None) -> list[dict[str, Any]]:
     """Run one of the measurements."""
+    if only == "raw" and recording is not None:
+        return raw(folder, recording)
     if only == "pause":
         return pause_and_load(folder)
     if only == "remote" and url is not None:
@@ -199,20 +293,23 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="*", default=[1.0, 8.0])
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a disk with room for them")
     parser.add_argument("--url", help="a prefix of an object store, to be measured, too")
+    parser.add_argument("--recording", type=Path, help="recorded camera images, see holdall.tools.bench.trace")
     parser.add_argument("--json", type=Path, help="append results to this file")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
-        for result in measured(arguments.only, arguments.folder, arguments.url):
+        for result in measured(arguments.only, arguments.folder, arguments.url, arguments.recording):
             emit(result)
         return
     all_met = True
-    remotely = [] if arguments.url is None else ["remote"]
-    for only in [*map(str, arguments.gigabytes), "pause", *remotely]:
+    further = [] if arguments.recording is None else ["raw"]
+    further += [] if arguments.url is None else ["remote"]
+    for only in [*map(str, arguments.gigabytes), "pause", *further]:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
             program = [sys.executable, __file__, "--only", only, "--folder", str(folder)]
             program += [] if arguments.url is None else ["--url", arguments.url]
+            program += [] if arguments.recording is None else ["--recording", str(arguments.recording)]
             done = subprocess.run(program, capture_output=True, text=True, check=True)
         finally:
             shutil.rmtree(folder)

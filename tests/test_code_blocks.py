@@ -55,7 +55,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
     },
     "docs/extending.md": {
-        "python": (7, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts"),
+        "python": (8, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts"),
         "sh": (1, LOOKED_UP),
     },
     "docs/format.md": {"": (1, NO_CODE)},

@@ -63,6 +63,7 @@ def test_the_examples_in_extending_md_keep_the_contracts() -> None:
         "TestSlowZstandard",
         "TestMemoryOnMyDevice",
         "TestPushBuffer",
+        "TestMyStore",
     ]
     for kind in contracts:
         rules = [rule for rule in dir(kind) if rule.startswith("test_")]

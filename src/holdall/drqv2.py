@@ -20,11 +20,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall.checks import require_count, require_flag, require_number, to_whole
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.schema import require_count, require_flag, require_number, whole
 from holdall.space_leaves import stored_space
 from holdall.store.tuning import Tuning
 
@@ -89,7 +89,7 @@ class ReplayBufferStorage:
             )
         self._replay_dir = Path(replay_dir)
         self._replay_dir.mkdir(parents=True, exist_ok=True)
-        self._max_size = None if max_size is None else require_count("max_size", whole(max_size), 1)
+        self._max_size = None if max_size is None else require_count("max_size", to_whole(max_size), 1)
         self._tiers: dict[str, Any] = {
             "budget": budget,
             "prefer": prefer,
@@ -296,7 +296,7 @@ def make_replay_loader(
             f"replay_dir ({replay_dir}) has no storage in this process. Make ReplayBufferStorage(data_specs, "
             "replay_dir) first, and keep it."
         )
-    max_size = require_count("max_size", whole(max_size), 1)
+    max_size = require_count("max_size", to_whole(max_size), 1)
     require_number("discount", discount, 0)
     storage.set_loader(max_size, save_snapshot=require_flag("save_snapshot", save_snapshot))
     return ReplayLoader(

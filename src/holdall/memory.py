@@ -594,6 +594,7 @@ class ReplayMemory:
                 store=store.snapshot(),
                 schema=schema_to_json(self.schema),
                 capacity_ticks=self.capacity // self.num_envs,
+                source=store if isinstance(store, Store) else None,
                 state={
                     "sampler": {**describe_sampler(self.sampler), "state": self.sampler.state()},
                     "generator": get_generator_state(self._generator),

@@ -110,9 +110,10 @@ def train(url: str, folder: Path, seed: int) -> None:
             tell(f"saved {tick}")
 
 
-def linger(_phase: str, _nbytes: int) -> None:
-    """Make a save take longer than a lease."""
-    time.sleep(2.0)
+def linger(phase: str, _nbytes: int) -> None:
+    """Make a save take longer than a lease: wait once, when everything but the manifest was written."""
+    if phase == "commit":
+        time.sleep(1.5 * float(LEASE_S or 0))
 
 
 def tell(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         for name, value in variables.items():
             patch.setitem(os.environ, name, value)
         yield
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its lock is that of POSIX")
+class TestZip(BlobStoreContract):
+    """The example of docs/extending.md."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "run.zip"
+
+    def open_store(self) -> BlobStore:
+        from .zip_blobs import ZipBlobs
+
+        return ZipBlobs(self.path)
 
 
 @pytest.mark.nightly

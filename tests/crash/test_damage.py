@@ -195,3 +195,17 @@ def test_a_missing_file_is_noticed(saved: Path, tmp_path: Path) -> None:
         (run / "segments" / path.name).unlink()
         with pytest.raises(HoldallError, match=path.name):
             ReplayMemory.load(run)
+
+
+def test_a_file_that_grew_is_as_good_as_before(saved: Path, tmp_path: Path) -> None:
+    """The manifest says where records are. The checkpoint is loaded and saved again, and nothing is wrong."""
+    for path in (saved / "segments").iterdir():
+        run = tmp_path / path.name
+        shutil.copytree(saved, run)
+        with (run / "segments" / path.name).open("ab") as file:
+            file.write(b"more")
+        for _ in range(2):
+            with ReplayMemory.load(run) as memory:
+                assert len(memory) == TICKS * LANES
+                require_right(memory)
+                memory.save(run).result()

@@ -46,7 +46,7 @@ class Nursery:
             try:
                 word, _, rest = self._lines.get(timeout=left).partition(" ")
             except queue.Empty:
-                assert deadline is not None, "the trainer did not start"
+                assert deadline is not None, "the trainer said nothing for a minute"
                 os.kill(pid, signal.SIGKILL)
                 deadline = time.monotonic() + 60
                 continue

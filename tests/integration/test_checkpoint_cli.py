@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from holdall import ReplayMemory
 from holdall.checkpoint.manifest import signed, signed_text
 from holdall.cli import app
+from holdall.tools.exports import export_npz
 
 VECTOR = spaces.Box(-1, 1, (4,), np.float32)
 
@@ -68,8 +70,10 @@ def test_verify_finds_one_spoilt_byte(run: Path) -> None:
 
 def test_gc_leaves_the_newest(run: Path) -> None:
     """They can still be loaded."""
-    told = json.loads(called("gc", run, "--keep", 1, "--json").stdout)
+    done = called("gc", run, "--keep", 1, "--json")
+    told = json.loads(done.stdout)
     assert told["left"] == [3]
+    assert "removing" in done.stderr
     assert told["freed_bytes"] > 0
     with ReplayMemory.load(run) as memory:
         assert len(memory) == 30
@@ -104,6 +108,38 @@ def test_a_checkpoint_goes_to_npz(run: Path, tmp_path: Path) -> None:
         for name in ("obs", "next_obs", "action", "reward", "terminated", "truncated"):
             assert np.array_equal(arrays[name], getattr(batch, name)), name
     assert called("export", run, file).exit_code == 1
+
+
+def batch_of_one(observation: Any) -> dict[str, Any]:
+    """Return an observation with a leading axis for one environment."""
+    box, number = observation["pair"]
+    return {"camera/front": observation["camera/front"][None], "pair": (box[None], np.array([number]))}
+
+
+def test_a_dict_with_a_slash_in_a_key_goes_to_npz(tmp_path: Path) -> None:
+    """Every leaf has a member of its own, also in a Tuple. A file that cannot be completed is removed."""
+    pair = spaces.Tuple([spaces.Box(-1, 1, (2,)), spaces.Discrete(3)])
+    space = spaces.Dict({"camera/front": spaces.Box(0, 255, (4, 4), np.uint8), "pair": pair})
+    space.seed(0)
+    no = np.zeros(1, np.bool_)
+    seen = [space.sample() for _ in range(6)]
+    with ReplayMemory(space, spaces.Discrete(2), 10) as memory:
+        for before, after in itertools.pairwise(seen):
+            batched = [batch_of_one(value) for value in (before, after)]
+            memory.add(batched[0], np.zeros(1, np.int64), np.zeros(1, np.float32), batched[1], no, no)
+        memory.save(tmp_path / "run").result()
+
+        def fail(_done: int, _all: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            export_npz(memory, tmp_path / "half.npz", fail)
+    assert not (tmp_path / "half.npz").exists()
+    assert called("export", tmp_path / "run", tmp_path / "dog.npz").exit_code == 0
+    with np.load(tmp_path / "dog.npz", allow_pickle=False) as arrays:
+        assert np.array_equal(arrays["obs/camera/front"], [each["camera/front"] for each in seen[:5]])
+        assert np.array_equal(arrays["next_obs/pair/0"], [each["pair"][0] for each in seen[1:]])
+        assert np.array_equal(arrays["obs/pair/1"].reshape(-1), [each["pair"][1] for each in seen[:5]])
 
 
 def test_a_checkpoint_goes_to_stable_baselines3_and_back(run: Path, tmp_path: Path) -> None:
@@ -217,7 +253,7 @@ def test_a_name_that_minari_refuses_is_told_in_one_line(
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     told = called("export", run, name)
     assert told.exit_code == 1
-    assert "no name that Minari takes" in told.stderr
+    assert "not a name of a Minari dataset" in told.stderr
     assert not list(tmp_path.rglob("dog*"))
     assert called("import", f"minari:{name}", tmp_path / "back").exit_code == 1
 
@@ -229,7 +265,7 @@ def test_a_dataset_that_is_there_is_left_alone(run: Path, tmp_path: Path, monkey
     assert called("export", run, "robots/dog-v0").exit_code == 0
     told = called("export", run, "robots/dog-v0")
     assert told.exit_code == 1
-    assert "is there already" in told.stderr
+    assert "already exists" in told.stderr
     assert called("import", "minari:robots/dog-v0", tmp_path / "back").exit_code == 0
     monkeypatch.setattr("minari.create_dataset_from_buffers", _no_room)
     assert called("export", run, "robots/cat-v0").exit_code == 1

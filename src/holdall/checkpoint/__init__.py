@@ -33,7 +33,14 @@ a shard.
 
 from holdall.checkpoint.attached import Attached, attached_files
 from holdall.checkpoint.autosave import Autosave
-from holdall.checkpoint.blobs import BlobStore, Lease, describe_process, has_exclusive_create, open_blobs
+from holdall.checkpoint.blobs import (
+    BlobStore,
+    Lease,
+    check_name,
+    describe_process,
+    has_exclusive_create,
+    open_blobs,
+)
 from holdall.checkpoint.damage import Damage, find_damage
 from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
 from holdall.checkpoint.load import Restored, load_memory, load_newest, read_checkpoint, read_saved_state

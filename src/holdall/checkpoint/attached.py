@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdall.checkpoint.manifest import ATTACHMENT_NAME, Ref
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, Manifest, Ref
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.store.records import MAX_RECORD_BYTES, Buffer, Read, Record, pack_record
 
@@ -93,6 +93,13 @@ class Attached(Mapping[str, bytes]):
     def __len__(self) -> int:
         return len(self.refs)
 
+    def open(self) -> None:
+        """Open all files. In a directory they then stay readable after another process has removed them."""
+        for refs in self.refs.values():
+            for ref in refs:
+                if self.files is not None:
+                    self.files.open(ref.file)
+
     def extract(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write an attached file to `path`, piece by piece."""
         with Path(path).open("wb") as file:
@@ -112,4 +119,10 @@ def attached_files(url: str | os.PathLike[str]) -> Attached:
     from holdall.checkpoint.reader import open_reader  # noqa: PLC0415
 
     reader = open_reader(url)
-    return load_newest(reader, lambda manifest: Attached(RecordFiles(reader, manifest.files), manifest.attached))
+
+    def build(manifest: Manifest) -> Attached:
+        attached = Attached(RecordFiles(reader, manifest.files), manifest.attached)
+        attached.open()
+        return attached
+
+    return load_newest(reader, build)

@@ -101,6 +101,11 @@ class Salvage(Restored):
         super().read()
         self.saved = None  # The next save writes everything again.
 
+    def open_attached(self) -> None:
+        """Open the attached files, as far as they exist."""
+        with Losses():
+            super().open_attached()
+
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary. Blocks that refer to a damaged one are damaged."""
         with Losses():

@@ -173,6 +173,7 @@ class Restored:
         for name, ref in self.manifest.dictionaries.items():
             self.read_dictionary(name, ref)
         self._require_all_ticks()
+        self.open_attached()
         segments = [self.read_segment(entry) for entry in self.entries]
         windows, layouts = self._read_layouts(words)
         self._store_state = StoreState(
@@ -210,6 +211,10 @@ class Restored:
         state = self._store_state
         self._store_state = None
         return state
+
+    def open_attached(self) -> None:
+        """Open the attached files, which are read when they are requested."""
+        self.attached.open()
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary that blocks refer to."""

@@ -266,11 +266,14 @@ def data_names(writer_id: str) -> Iterator[str]:
 
 
 def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
-    """Raise CheckpointError unless all files of a manifest exist with all their bytes."""
+    """Raise CheckpointError unless all files of a manifest exist with all their bytes.
+
+    A file that has grown is as good as before: the manifest says where its records are, and records have checksums.
+    """
     for name, nbytes in manifest.files.items():
         if name not in sizes:
             raise CheckpointError(f"Checkpoint {manifest.number} is missing file {name!r}.")
-        if sizes[name] != nbytes:
+        if sizes[name] < nbytes:
             raise CheckpointError(
                 f"Checkpoint {manifest.number} needs {nbytes} bytes of file {name!r}, which has {sizes[name]}."
             )

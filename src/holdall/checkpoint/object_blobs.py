@@ -51,6 +51,9 @@ _RENEWALS_PER_LEASE = 4
 _POLL_S = 0.1
 """Seconds between checks whether a request was cancelled."""
 _RELEASE_S = 2.0
+_CANCEL_S = 1.0
+_LET_GO_S = 0.001
+"""Seconds between checks whether obstore has let go of cancelled requests."""
 _LOCK = "LOCK"
 _MAX_LOCK_BYTES = 4096
 _RETRIES: Any = {"max_retries": 1000, "retry_timeout": timedelta(minutes=3)}
@@ -129,7 +132,7 @@ class ObjectBlobs:
         folder = prefix.rpartition("/")[0]
 
         async def collect() -> Any:
-            return await self._obstore.list(self._store, folder or None).collect_async()
+            return await _track(self._obstore.list(self._store, folder or None).collect_async())
 
         try:
             found = self._run_twice(collect)
@@ -160,10 +163,10 @@ class ObjectBlobs:
         """Return the content and the version of the lock, or None if there has never been one."""
 
         async def get() -> Any:
-            answer = await self._obstore.get_async(self._store, _LOCK)
+            answer = await _track(self._obstore.get_async(self._store, _LOCK))
             if answer.meta["size"] > _MAX_LOCK_BYTES:
                 raise DamageError(f"{self.url}/{_LOCK} is not a lock of holdall. Use another prefix.")
-            return bytes(await answer.bytes_async()), answer.meta
+            return bytes(await _track(answer.bytes_async())), answer.meta
 
         try:
             content, meta = self._run(get)
@@ -181,7 +184,8 @@ class ObjectBlobs:
         Raise an error for which `is_conflict` is true if there is another version.
         """
         mode = "create" if version is None else version
-        return _version_of(await self._obstore.put_async(self._store, _LOCK, content, mode=mode, use_multipart=False))
+        put = self._obstore.put_async(self._store, _LOCK, content, mode=mode, use_multipart=False)
+        return _version_of(await _track(put))
 
     def is_conflict(self, error: BaseException) -> bool:
         """Return whether `put_lock` failed because another process changed the lock."""
@@ -424,6 +428,8 @@ def _version_of(meta: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- requests in the background
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
+_unfinished: weakref.WeakSet[Awaitable[Any]] = weakref.WeakSet()
+"""Requests that obstore's threads have not let go of. They still call Python once, also after a cancellation."""
 _starting = threading.Lock()
 
 
@@ -432,9 +438,15 @@ def send(request: Request) -> futures.Future[Any]:
     import asyncio  # noqa: PLC0415  only for stores
 
     async def await_request() -> Any:
-        return await request()
+        return await _track(request())
 
     return asyncio.run_coroutine_threadsafe(await_request(), _request_loop())
+
+
+def _track(request: Awaitable[Any]) -> Awaitable[Any]:
+    """Return `request`, which the end of the program waits for."""
+    _unfinished.add(request)
+    return request
 
 
 def _request_loop() -> asyncio.AbstractEventLoop:
@@ -444,6 +456,7 @@ def _request_loop() -> asyncio.AbstractEventLoop:
     with _starting:
         loop = _loops.get(os.getpid())
         if loop is None:
+            _unfinished.clear()  # A forked child has the requests of its parent, but not obstore's threads.
             loop = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name="holdall-requests", daemon=True).start()
             _loops[os.getpid()] = loop
@@ -452,7 +465,7 @@ def _request_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cancel_requests(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all requests, because an answer that arrives while Python ends would crash."""
+    """Cancel all requests, and wait for obstore to let go of them: a call of Python that has ended is a panic."""
     import asyncio  # noqa: PLC0415  only for stores
 
     async def cancel() -> None:
@@ -460,7 +473,10 @@ def _cancel_requests(loop: asyncio.AbstractEventLoop) -> None:
             task.cancel()
 
     with contextlib.suppress(Exception):
-        asyncio.run_coroutine_threadsafe(cancel(), loop).result(1)
+        asyncio.run_coroutine_threadsafe(cancel(), loop).result(_CANCEL_S)
+    until = time.monotonic() + _CANCEL_S
+    while _unfinished and time.monotonic() < until:
+        time.sleep(_LET_GO_S)
 
 
 # ---------------------------------------------------------------- messages

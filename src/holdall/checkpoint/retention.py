@@ -5,15 +5,24 @@ Guarantee: a file is removed only if no checkpoint names it. Manifests are remov
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from holdall.checkpoint.blobs import Lease, describe_process
 from holdall.checkpoint.manifest import Manifest, manifest_name
 from holdall.checkpoint.reader import MANIFESTS, SEGMENTS, CheckpointReader, Losses, require_whole
 from holdall.errors import BlobMissingError, DamageError, NewerFormatError
 
+OnProgress = Callable[[int, int], None]
+"""Called with the number of files that were removed, and of all that are removed."""
 
-def collect(reader: CheckpointReader, lease: Lease, keep: int | None, in_use: Iterable[str] = ()) -> int:
+
+def collect(
+    reader: CheckpointReader,
+    lease: Lease,
+    keep: int | None,
+    in_use: Iterable[str] = (),
+    on_progress: OnProgress = lambda _done, _all: None,
+) -> int:
     """Remove all but the last `keep` complete checkpoints, and files that no checkpoint names.
 
     Args:
@@ -31,8 +40,9 @@ def collect(reader: CheckpointReader, lease: Lease, keep: int | None, in_use: It
     for number in stale:
         reader.blobs.delete(MANIFESTS + manifest_name(number))
     unnamed = sorted(sizes.keys() - named)
-    for name in unnamed:
+    for number, name in enumerate(unnamed, 1):
         reader.blobs.delete(SEGMENTS + name)
+        on_progress(number, len(unnamed))
     return sum(sizes[name] for name in unnamed)
 
 
@@ -65,7 +75,7 @@ def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], 
     return kept, stale
 
 
-def collect_all(reader: CheckpointReader, keep: int) -> int:
+def collect_all(reader: CheckpointReader, keep: int, on_progress: OnProgress = lambda _done, _all: None) -> int:
     """Lock a place and remove all but its last `keep` checkpoints, also those of shards. Return the bytes removed."""
     kept, stale = choose(reader, keep)
     old = [_read_or_none(reader, number) for number in stale]
@@ -74,7 +84,7 @@ def collect_all(reader: CheckpointReader, keep: int) -> int:
     for place in (reader, *(reader.below(folder) for folder in sorted(folders))):
         lease = place.blobs.lock(f"checkpoint gc, {describe_process()}")
         try:
-            freed += collect(place, lease, keep)
+            freed += collect(place, lease, keep, on_progress=on_progress)
         finally:
             lease.release()
     return freed

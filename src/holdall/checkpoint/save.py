@@ -4,7 +4,8 @@ A record that an earlier checkpoint wrote is named again and not written. Parts 
 serial numbers, so that nothing is kept alive for the comparison. Closed segments go to lasting files. The last segment,
 which is mostly still being filled, the state and attached files go to files that the next checkpoint replaces.
 
-Blocks that the memory holds uncompressed are compressed here, on the thread of the caller.
+Blocks that the memory holds uncompressed are compressed here, on the thread of the caller. The memory takes over the
+compressed forms of those blocks that its budget wants compressed.
 
 Guarantee: one blob at a time is held in memory, besides the snapshot. Segments are written oldest first and released
 one by one, because the oldest are evicted next. If anything fails, the earlier checkpoints are as they were.
@@ -22,12 +23,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdall._native import Block, Coded, Dictionary, Segment, encode
+from holdall._native import Block, Coded, Dictionary, Segment
 from holdall.checkpoint.attached import file_pieces, pack_file
 from holdall.checkpoint.blobs import BlobStore
 from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, SegmentEntry
 from holdall.checkpoint.reader import SEGMENTS, CheckpointReader
-from holdall.codec.choice import FieldCodec
+from holdall.codec.choice import FieldCodec, encode_whole
 from holdall.codec.codec import Codec
 from holdall.errors import CheckpointError
 from holdall.schema import Leaf, Schema
@@ -78,6 +79,18 @@ class Content:
     fields: dict[str, Any]  # Fields of the manifest.
 
 
+class BlockSource(Protocol):
+    """The store that a snapshot was taken from, as far as compression is concerned. Thread-safe."""
+
+    prefer: str
+
+    def find_chosen_codec(self, leaf: int, layout: Any, /) -> Codec | None:
+        """Return the codec of an observation leaf, or None if none was chosen yet."""
+
+    def offer_form(self, block: Block, coded: Coded, /) -> None:
+        """Take over a compressed form, if the budget asks for one."""
+
+
 @dataclass(slots=True)
 class MemorySnapshot:
     """Everything that a checkpoint of a memory contains, at the moment of `save`."""
@@ -86,6 +99,7 @@ class MemorySnapshot:
     schema: dict[str, Any]  # Result of `schema_words`.
     capacity_ticks: int
     state: dict[str, Any]  # State of sampler and generator, and further values of the owner.
+    source: BlockSource | None = None  # None: a store that has no uncompressed blocks, except perhaps the open ones.
     attach: Mapping[str, Path | bytes] = field(default_factory=dict)
     transitions: int = field(init=False)
 
@@ -98,7 +112,7 @@ class MemorySnapshot:
         """Write the content of the memory."""
         state = _require_unsaved(self.store)
         self.store = None
-        return writer.write_store(state, schema_from_json(self.schema), self.state)
+        return writer.write_store(state, schema_from_json(self.schema), self.state, self.source)
 
 
 def _require_unsaved(state: StoreState | None) -> StoreState:
@@ -187,31 +201,22 @@ class SavedRecords:
 class BlockEncoder:
     """Compresses blocks that the memory holds uncompressed. Not thread-safe: used by one saver's thread.
 
-    A block gets the codec that the memory chose for other blocks of the same field and layout. If there is none yet,
-    the encoder chooses one.
+    A block gets the codec that the memory chose for the field, also if the memory hurried with other blocks. If there
+    is none yet, the encoder chooses one in the same way.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, Any], Codec] = {}  # By column and layout.
-        self._chosen: dict[tuple[int, Any], FieldCodec] = {}
+        self._chosen: dict[tuple[int, Any], FieldCodec] = {}  # By column and layout.
 
-    def learn(self, segments: Sequence[Segment]) -> None:
-        """Remember the codecs of the newest compressed blocks."""
-        for segment in segments:
-            for column, part in enumerate(segment.parts):
-                form = None if part.block is None else part.block.form
-                if isinstance(form, Coded):
-                    self._known[column, part.layout] = form.codec
-
-    def encode(self, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
+    def encode(self, source: BlockSource | None, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
         """Return the slices of an uncompressed block of a leaf, compressed. Releases the GIL."""
+        codec = None if source is None else source.find_chosen_codec(column, layout)
+        if codec is not None:
+            return encode_whole(block, codec)
         key = (column, layout)
-        codec = self._known.get(key)
-        coded = None if codec is None else encode(block, codec)
-        if coded is not None:
-            return coded
         if key not in self._chosen:
-            self._chosen[key] = FieldCodec(leaf, Window.from_layout(leaf, layout), "balanced", Tuning())
+            prefer = "balanced" if source is None else source.prefer
+            self._chosen[key] = FieldCodec(leaf, Window.from_layout(leaf, layout), prefer, Tuning())
         return self._chosen[key].encode(block, False)
 
 
@@ -276,10 +281,11 @@ class SnapshotWriter:
         self._report("commit", self.bytes_written, self.bytes_written)
         return replace(manifest, files=dict(self.saved.files))
 
-    def write_store(self, state: StoreState, schema: Schema, further: dict[str, Any]) -> Content:
+    def write_store(
+        self, state: StoreState, schema: Schema, further: dict[str, Any], source: BlockSource | None
+    ) -> Content:
         """Write what a memory holds. `further` is the state of its sampler and generator."""
         leaves = schema.observation.leaves
-        self._encoder.learn(state.segments)
         self._bytes_left += self._count_new_bytes(state.segments)
         store_words = _describe_store(state)
         first_tick = state.first_tick
@@ -294,7 +300,7 @@ class SnapshotWriter:
             for block in list_blocks(segment):
                 if block.serial not in numbers:
                     numbers[block.serial] = len(blocks)
-                    blocks.append(self._write_block(segment, block, leaves))
+                    blocks.append(self._write_block(segment, block, leaves, source))
             ref = self._write_parts(segment, is_last=not segments)
             named = tuple(numbers[block.serial] for block in list_blocks(segment))
             entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
@@ -316,7 +322,9 @@ class SnapshotWriter:
         self._bytes_left = max(0, self._bytes_left - nbytes)
         self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
 
-    def _write_block(self, segment: Segment, block: Block, leaves: Sequence[Leaf]) -> BlockEntry:
+    def _write_block(
+        self, segment: Segment, block: Block, leaves: Sequence[Leaf], source: BlockSource | None
+    ) -> BlockEntry:
         """Write a block and its dictionary, unless they are there already."""
         known = self._before.blocks.get(block.serial)
         if known is not None and self._keep_dictionary(known.dictionary):
@@ -326,8 +334,10 @@ class SnapshotWriter:
         # is closed now has all its slices.
         is_open = block.is_open
         column = next(column for column, part in enumerate(segment.parts) if part.block is block)
-        encode_raw = functools.partial(self._encode, leaves[column], segment.parts[column].layout)
+        encode_raw = functools.partial(self._encode, source, leaves[column], segment.parts[column].layout)
         coded = code_form(column, block, encode_raw)
+        if source is not None and not is_open:
+            source.offer_form(block, coded)
         dictionary = None if coded.codec.dictionary is None else self._write_dictionary(coded.codec.dictionary)
         record = pack_block(coded)
         ref = (self._brief if is_open else self._lasting).append(record)
@@ -336,10 +346,10 @@ class SnapshotWriter:
             self.saved.blocks[block.serial] = SavedBlock(entry, dictionary)
         return entry
 
-    def _encode(self, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
+    def _encode(self, source: BlockSource | None, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
         """Compress a block, and pause so that training has its cores."""
         began = time.perf_counter()
-        coded = self._encoder.encode(leaf, layout, column, block)
+        coded = self._encoder.encode(source, leaf, layout, column, block)
         self._pause((time.perf_counter() - began) * (1 / _CORE_SHARE - 1))
         return coded
 

@@ -149,9 +149,8 @@ def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
     """
     chain = np.zeros(len(runs), np.int64)
     for n, (before, run) in enumerate(itertools.pairwise(runs), 1):
-        follows = (before.writer, before.lanes, before.first_tick + before.rows // before.lanes) == (
-            run.writer, run.lanes, run.first_tick,
-        )  # fmt: skip
+        is_same_writer = before.writer == run.writer and before.lanes == run.lanes
+        follows = is_same_writer and before.first_tick + before.rows // before.lanes == run.first_tick
         chain[n] = chain[n - 1] + (not follows or before.first_tick < 0)
     lanes = np.array([run.lanes for run in runs])
     which = np.repeat(np.arange(len(runs)), lanes)
@@ -167,8 +166,13 @@ def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
     continues = np.zeros(len(kept), np.bool_)
     same = (chain[which][1:] == chain[which][:-1]) & (lane[1:] == lane[:-1]) & (which[1:] == which[:-1] + 1)
     continues[:-1] = same & (left[1:] == 0)
-    return Streams(held[which, 0], first[kept] + left * stride[kept], stride[kept],
-                   count[kept], continues)  # fmt: skip
+    return Streams(
+        source=held[which, 0],
+        first_id=first[kept] + left * stride[kept],
+        stride=stride[kept],
+        count=count[kept],
+        continues=continues,
+    )
 
 
 class LaneTicks(NamedTuple):

@@ -44,16 +44,20 @@ from holdall.units import counted, format_bytes
 
 _MINARI = "minari:"
 _FILE_EXPORTS = {".npz": export_npz, ".pkl": export_sb3}
-DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
+DAMAGED = 3
+"""Exit code: the checkpoints were read, and something is damaged."""
 checkpoint = typer.Typer(
-    cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="List, check, clean up, export and import checkpoints.",
-)  # fmt: skip
+)
 Url = Annotated[str, typer.Argument(help="A directory, or a prefix of an object store: s3://, gs://, az://.")]
 
 
 class PlaceholderSampler(Uniform):
-    """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
+    """Takes the place of the saved sampler, which may be a user's own class. Nothing is drawn."""
 
 
 @checkpoint.command()
@@ -116,7 +120,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _date(seconds: float) -> str:
-    """Return a date; a manifest may hold any number."""
+    """Return a date, or "?" for a number that is no date: a manifest may contain any number."""
     try:
         saved = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (OverflowError, ValueError, OSError):
@@ -172,7 +176,8 @@ def gc(
     """Remove all but the newest checkpoints, and every file that none of them names."""
     reader = open_reader(url)
     reader.require()
-    freed = collect_all(reader, keep)
+    with _file_progress("removing") as advance:
+        freed = collect_all(reader, keep, advance)
     left = reader.numbers()
     words = {"url": reader.url, "freed_bytes": freed, "left": left}
     typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {counted(len(left), 'checkpoint')} left")
@@ -232,7 +237,7 @@ def import_(
         bool, option("Leave out steps without a next observation, which repeat their own otherwise.", "--drop-last")
     ] = False,
     trust: Annotated[
-        bool, option("Unpickle it, which runs the code that it holds: only for your own files.", "--trust")
+        bool, option("Unpickle the file, which runs the code in it: only for your own files.", "--trust")
     ] = False,
     json: AsJson = False,
     verbose: Verbose = False,
@@ -258,14 +263,17 @@ def import_(
         raise ArgumentError(
             f"source ({source!r}) is a pickle, which can run code when it is read. If you trust the file, pass --trust."
         )
-    typer.echo(f"warning: unpickling {file} in a process of its own; it runs the code that it holds", err=True)
+    typer.echo(f"warning: unpickling {file} in a process of its own. This runs the code in the file.", err=True)
     with tempfile.TemporaryDirectory(prefix="holdall-") as folder:
         program = [sys.executable, "-P", "-m", "holdall.tools.datasets", str(file), folder]
         done = subprocess.run(program, check=False, capture_output=True, text=True)
         if done.returncode:
             signal = f"killed by signal {-done.returncode}" if done.returncode < 0 else ""
             reason = done.stderr.strip().rpartition("\n")[2] or signal or f"exit code {done.returncode}"
-            raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
+            raise ArgumentError(
+                f"source ({source!r}) could not be read as a replay buffer ({reason}). Pass a file that "
+                "model.save_replay_buffer wrote."
+            )
         with _transition_progress("importing") as advance:
             imported = memory_from_arrays(Path(folder), advance)
         _save(imported, url, json)
@@ -300,10 +308,18 @@ def _save(memory: ReplayMemory, url: str, as_json: bool, attach: dict[str, bytes
 
 @contextlib.contextmanager
 def _transition_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar over transitions, with rate and time left; yield the function that moves it."""
+    """Show a bar over transitions, with rate and time left. Yield the function that moves it."""
     with _progress(progress.MofNCompleteColumn(), progress.TaskProgressColumn(show_speed=True)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _file_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar over files, once there is one. Yield the function that moves it."""
+    with _progress(progress.MofNCompleteColumn()) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 def _progress(*columns: progress.ProgressColumn) -> progress.Progress:

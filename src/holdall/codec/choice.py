@@ -177,7 +177,7 @@ class FieldCodec:
     def encode(self, block: Block, is_behind: bool) -> Coded:
         """Compress a raw block. With `is_behind`, use a fast codec and choose later."""
         if block.slice_count == 0:
-            return _encode_whole(block, Codec(block.slice_bytes))
+            return encode_whole(block, Codec(block.slice_bytes))
         if self._needs_sample(block):
             self._sample = Sample.of(block)
             self._sampled_slices = block.slice_count
@@ -189,9 +189,15 @@ class FieldCodec:
             self._first_ratio = 0.0
             self._age_blocks = 0
         assert self._choice is not None
-        coded = _encode_whole(block, self._choice.codec)
+        coded = encode_whole(block, self._choice.codec)
         self._watch_ratio(block, coded)
         return coded
+
+    @property
+    def chosen(self) -> Codec | None:
+        """The chosen codec. None before the choice."""
+        choice = self._choice
+        return None if choice is None else choice.codec
 
     def describe(self) -> str:
         """Return what was chosen and why, for reports."""
@@ -231,7 +237,7 @@ class FieldCodec:
             slices = block.read(0, min(block.slice_count, _FAST_SAMPLE_SLICES))
             codecs = list_fast_codecs(self._leaf, self._window)
             self._fast = min(codecs, key=lambda codec: _coded_bytes(slices, codec))
-        return _encode_whole(block, self._fast)
+        return encode_whole(block, self._fast)
 
 
 def _coded_bytes(slices: Bytes, codec: Codec) -> int:
@@ -239,7 +245,7 @@ def _coded_bytes(slices: Bytes, codec: Codec) -> int:
     return slices.nbytes if coded is None else coded.nbytes
 
 
-def _encode_whole(block: Block, codec: Codec) -> Coded:
+def encode_whole(block: Block, codec: Codec) -> Coded:
     """Compress a block. Where its words or colours do not fit a palette, or it does not shrink, use a simpler codec."""
     order = block.lane_order()
     coded = encode(block, codec, order)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdall.checkpoint import SaveHandle
+from holdall.checks import require_count, require_flag, to_whole
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, MissingPackageError
 from holdall.lerobot import datasets
@@ -30,7 +31,6 @@ from holdall.lerobot.layout import Layout, StoredRows
 from holdall.lerobot.slot_tensor import SlotTensor
 from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.schema import require_count, require_flag, whole
 from holdall.store.tuning import Tuning
 from holdall.store.view import View
 
@@ -93,7 +93,7 @@ class ReplayBuffer:
         lossy_8bit_images: bool = False,
         _tuning: Tuning | None = None,
     ) -> None:
-        capacity = whole(capacity)
+        capacity = to_whole(capacity)
         if isinstance(capacity, int) and capacity <= 0:
             raise ArgumentError(f"Capacity must be greater than 0. It is {capacity}.")
         self.capacity = require_count("capacity", capacity, 1)

@@ -70,6 +70,7 @@ class Compactor:
         self.can_hurry = True
         self._tuning = tuning
         self._jobs: dict[Block, Job] = {}  # Queued jobs, and the one that the worker is at.
+        self._offered: dict[Block, Coded] = {}  # Compressed forms of queued blocks that another thread made.
         self._results: deque[Result] = deque()
         self._failures: dict[bool, str] = {}  # Last failure by kind of job: `is_spill`.
         self._logged_at: dict[tuple[object, ...], float] = {}  # When a failure was logged last, by its kind.
@@ -99,6 +100,12 @@ class Compactor:
                 self._jobs.setdefault(job.block, job)
         if self._jobs:
             self._start_worker()
+
+    def offer(self, block: Block, coded: Coded) -> None:
+        """Use `coded` for a block that is queued for compression. Has no effect on other blocks."""
+        job = self._jobs.get(block)
+        if job is not None and not job.is_spill:
+            self._offered[block] = coded
 
     def withdraw(self, blocks: Iterable[Block]) -> None:
         """Remove the jobs of blocks that were evicted. The job that the worker is at runs to its end."""
@@ -192,6 +199,7 @@ class Compactor:
             while not self._is_closed:
                 job = self._next_job()
                 if job is None:
+                    self._offered.clear()  # Forms that were offered when their jobs had just ended.
                     self._wake.get()
                     continue
                 self._run(job)
@@ -211,7 +219,8 @@ class Compactor:
 
     def _run(self, job: Job) -> None:
         try:
-            job.block.form = job.make_form(job.block, self._is_behind())
+            offered = None if job.is_spill else self._offered.pop(job.block, None)
+            job.block.form = job.make_form(job.block, self._is_behind()) if offered is None else offered
         except BaseException as error:  # Also SystemExit: without the worker, `add` would wait for ever.
             if self._is_closed:
                 return

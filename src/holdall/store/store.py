@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from holdall._native import FULL, UNCHECKED, WRITTEN, Block, Catalog, Coded, Reader, Segment, Writer
 from holdall.codec.choice import FieldCodec
+from holdall.codec.codec import Codec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
 from holdall.report import FieldReport, PressureCheck
@@ -97,7 +98,7 @@ class Store:
         self.before_read: Callable[[Catalog, Ids], None] | None = None
         self.pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
         self._capacity_ticks = capacity_ticks
-        self._prefer = prefer
+        self.prefer = prefer
         self._spill = spill
         self._disk_room = DiskRoom(self.tuning.disk_trial_interval)
         self._compactor = Compactor(self.tuning, budget.max_queued_bytes)
@@ -543,8 +544,17 @@ class Store:
         if key not in self._codecs:
             observation = self.schema.observation.leaves[leaf]
             window = Window.from_layout(observation, layout)
-            self._codecs[key] = FieldCodec(observation, window, self._prefer, self.tuning)
+            self._codecs[key] = FieldCodec(observation, window, self.prefer, self.tuning)
         return self._codecs[key]
+
+    def find_chosen_codec(self, leaf: int, layout: Layout) -> Codec | None:
+        """Return the codec of an observation leaf, as far as one was chosen. Any thread may call this."""
+        field = self._codecs.get((leaf, layout))
+        return None if field is None else field.chosen
+
+    def offer_form(self, block: Block, coded: Coded) -> None:
+        """Use a compressed form that a save made, if the budget asks for one and the compactor is not there yet."""
+        self._compactor.offer(block, coded)
 
     def _log_fit(self, inventory: Inventory) -> None:
         """Log once how many transitions the limit holds, if that is known and less than the capacity."""

@@ -11,6 +11,7 @@ from holdall.errors import ArgumentError, BlobMissingError, CheckpointError, Dam
 from holdall.testing.rules import require, require_raises
 
 _THREADS = 6
+_CREATIONS = 12
 _BAD_NAMES = ("", "/a", "a/", "a//b", "../a", "a/../b", ".hidden", "-a", "a b", "a\\b", "a\x00", "ä", "a" * 300)
 
 
@@ -71,6 +72,30 @@ class BlobStoreContract:
             require(len(results) == _THREADS, "a creator failed")
             require(len(winners) == 1, f"{len(winners)} of {_THREADS} created {name}")
             require(self.open_store().read(name, 0, 1) == b"%d" % winners[0], "the content is not the winner's")
+
+    def test_a_reader_sees_all_of_a_blob_or_nothing(self) -> None:
+        """A blob that is listed while others are created has all of its bytes, and they can be read."""
+        content = os.urandom(2**20)
+        is_over = threading.Event()
+        problems: list[str] = []
+
+        def read() -> None:
+            store = self.open_store()
+            while not is_over.is_set() and not problems:
+                for name, nbytes in store.list("parts/"):
+                    if nbytes != len(content) or store.read(name, 0, nbytes) != content:
+                        problems.append(f"{name} is listed with {nbytes} bytes before it is complete")
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            store = self.open_store()
+            for number in range(_CREATIONS):
+                store.create(f"parts/{number}", content)
+        finally:
+            is_over.set()
+            reader.join()
+        require(not problems, "; ".join(problems))
 
     def test_list_shows_names_and_sizes(self) -> None:
         """All blobs whose names start with a prefix, at any depth."""

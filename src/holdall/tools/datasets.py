@@ -2,10 +2,11 @@
 
 memory -> episodes -> dataset -> memory; pickle -> arrays -> memory
 
-An exported episode holds transitions whose observations follow each other; where they do not, a new episode begins.
-Numbers and images are stored without loss, extras among them: the infos of an episode hold these. A pickle can run
-code, so `python -m holdall.tools.datasets FILE DIR` reads it in a process of its own and writes only arrays;
-`memory_from_arrays` reads these.
+In an exported episode, every observation follows the one before. Where it does not, a new episode begins. Numbers and
+images are stored without loss. Extras are stored in the infos of an episode.
+
+A pickle can run code. So `python -m holdall.tools.datasets FILE FOLDER` reads it in a process of its own, and writes
+only arrays, which `memory_from_arrays` reads.
 """
 
 from __future__ import annotations
@@ -36,29 +37,34 @@ from holdall.space_leaves import stored_space
 
 _FLUSH_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 256
-_EXTRAS = "holdall_extras"  # where the infos of an exported episode hold them
+_EXTRAS = "holdall_extras"
+"""Key of the extras in the infos of an exported episode."""
 
 OnProgress = Callable[[int, int], None]
-"""Gets how many transitions are done, and how many there are."""
+"""Called with the number of transitions that are done, and of all transitions."""
 _Episode = dict[str, list[NDArray[Any]]]
 """The arrays of consecutive transitions by field, one for every leaf."""
 
 
 def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> int:
-    """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
-    minari, schema = _minari(), memory.schema
+    """Write all transitions of a memory, lane by lane, as a local Minari dataset. Return the number of episodes."""
+    minari = _import_package()
+    schema = memory.schema
     path = _new_dataset_path(minari, dataset_id)
     settings = {
         "observation_space": space_of(schema.observation),
         "action_space": space_of(schema.action),
-        "jpeg_encoding": False,  # it would lose bits
+        "jpeg_encoding": False,  # JPEG is not exact.
     }
     for name, tree in (("the observation", schema.observation), ("action", schema.action), ("extras", schema.extras)):
         _require_names(space_of(tree), name)
     dataset: Any = None
-    count, done, held, buffers = 0, 0, 0, []
+    count = 0
+    done = 0
+    held_bytes = 0
+    buffers: list[Any] = []
     with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, path, ignore_errors=True)  # half a dataset is in the way of the next try
+        undo.callback(shutil.rmtree, path, ignore_errors=True)  # A part of a dataset would block the next attempt.
         for episode in _episodes(memory):
             observed = zip(episode["obs"], episode["next_obs"], strict=True)
             buffers.append(
@@ -73,14 +79,16 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
             )
             done += len(episode["reward"][0])
             on_progress(done, len(memory))
-            count, held = count + 1, held + sum(array.nbytes for arrays in episode.values() for array in arrays)
-            if held >= _FLUSH_BYTES:
-                dataset = _write_episodes(minari, dataset, dataset_id, buffers, settings, held)
-                held, buffers = 0, []
+            count += 1
+            held_bytes += sum(array.nbytes for arrays in episode.values() for array in arrays)
+            if held_bytes >= _FLUSH_BYTES:
+                dataset = _write_episodes(minari, dataset, dataset_id, buffers, settings, held_bytes)
+                held_bytes = 0
+                buffers = []
         if count == 0:
-            raise ArgumentError("the memory holds no transitions, so there is nothing to export; add some first")
+            raise ArgumentError("The memory holds no transitions, so there is nothing to export. Add some first.")
         if buffers:
-            _write_episodes(minari, dataset, dataset_id, buffers, settings, held)
+            _write_episodes(minari, dataset, dataset_id, buffers, settings, held_bytes)
         undo.pop_all()
     return count
 
@@ -88,12 +96,12 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
 def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None, **settings: Any) -> ReplayMemory:
     """Return a memory of one lane with all transitions of a local Minari dataset. `settings` are of the memory."""
     try:
-        dataset = _minari().load_dataset(dataset_id)
+        dataset = _import_package().load_dataset(dataset_id)
     except (FileNotFoundError, ValueError, TypeError) as error:
-        raise ArgumentError(f"dataset ({dataset_id!r}) is not here ({error}); see `minari list local`") from error
+        raise ArgumentError(f"dataset ({dataset_id!r}) was not found ({error}). Run `minari list local`.") from error
     first = next(iter(dataset.iterate_episodes()), None)
     if first is None:
-        raise ArgumentError(f"dataset ({dataset_id!r}) has no episodes, so there is nothing to import")
+        raise ArgumentError(f"dataset ({dataset_id!r}) has no episodes, so there is nothing to import.")
     stored = (first.infos or {}).get(_EXTRAS)
     memory = ReplayMemory(
         dataset.observation_space,
@@ -127,43 +135,44 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
 
 
 def _new_dataset_path(minari: Any, dataset_id: str) -> Path:
-    """Return where a dataset will lie, if Minari takes the name and nothing is there."""
+    """Return the path of a new dataset. Raise ArgumentError if the name is malformed or taken."""
     try:
         minari.dataset.minari_dataset.parse_dataset_id(dataset_id)
-    except (ValueError, TypeError) as error:  # TypeError: it has no version
+    except (ValueError, TypeError) as error:  # TypeError: the name has no version.
         raise ArgumentError(
-            f"dataset ({dataset_id!r}) is no name that Minari takes; use letters, digits, '_' and '-', and end with "
-            "a version, such as robots/dog-v0"
+            f"dataset ({dataset_id!r}) is not a name of a Minari dataset. Use letters, digits, '_' and '-', and a "
+            "version at the end, as in robots/dog-v0."
         ) from error
     with _writing_dataset(dataset_id):
         path = Path(minari.storage.get_dataset_path(dataset_id))
     if path.exists():
-        raise ArgumentError(f"dataset ({dataset_id!r}) is there already, in {path}; choose another name or version")
+        raise ArgumentError(f"dataset ({dataset_id!r}) already exists in {path}. Choose another name or version.")
     return path
 
 
 @contextlib.contextmanager
 def _writing_dataset(dataset_id: str) -> Iterator[None]:
-    """Turn what goes wrong in a file of Minari's into one error."""
+    """Turn errors of Minari's files into ArgumentError."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # RuntimeError: some errors of HDF5
+    except (OSError, RuntimeError) as error:  # HDF5 raises RuntimeError for some errors of the disk.
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError(
-            f"dataset ({dataset_id!r}) cannot be written: {reason}; MINARI_DATASETS_PATH says where datasets lie"
+            f"dataset ({dataset_id!r}) cannot be written ({reason}). Free disk space, or set MINARI_DATASETS_PATH to "
+            "another folder."
         ) from error
 
 
 def _require_names(space: spaces.Space[Any], field: str) -> None:
-    """Refuse keys that a file of HDF5 cannot have as names: it would lose them or take them for paths."""
+    """Raise ArgumentError for keys that HDF5 cannot use as names. It would lose them or read them as paths."""
     parts: dict[str, spaces.Space[Any]] = dict(space.spaces) if isinstance(space, spaces.Dict) else {}
     if isinstance(space, spaces.Tuple):
         parts = {f"_index_{number}": part for number, part in enumerate(space.spaces)}
     for key, part in parts.items():
         if key in {"", "."} or not {"/", "\0"}.isdisjoint(key):
             raise ArgumentError(
-                f"{field} has the key {key!r}, which a Minari dataset cannot hold; its keys are not empty and not '.', "
-                "and have no '/' in them"
+                f"{field} has the key {key!r}, which a Minari dataset cannot have. Its keys are not empty and not '.', "
+                "and contain no '/'. Export .npz."
             )
         _require_names(part, field)
 
@@ -174,7 +183,7 @@ def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
     for first in range(memory.first_id, memory.first_id + lanes):
         parts: list[_Episode] = []
         for start in range(first, memory.next_id, lanes * _STEPS_AT_ONCE):
-            # From the last one of the block before, which shows whether this block goes on from there.
+            # Start with the last transition of the block before, to see whether the episode continues.
             ids = np.arange(max(start - lanes, first), min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
             ids = ids[memory.are_valid(ids)]
             batch = _arrays(memory, ids)
@@ -192,7 +201,8 @@ def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
 
 def _arrays(memory: ReplayMemory, ids: NDArray[np.int64]) -> _Episode:
     """Gather transitions as lists of arrays, one for every leaf of a field."""
-    batch, schema = memory.gather(ids), memory.schema
+    batch = memory.gather(ids)
+    schema = memory.schema
     trees = {"obs": schema.observation, "action": schema.action, "next_obs": schema.observation}
     found = {name: tree.flatten(getattr(batch, name), (len(ids),), name) for name, tree in trees.items()}
     if schema.extras.leaves:
@@ -201,10 +211,11 @@ def _arrays(memory: ReplayMemory, ids: NDArray[np.int64]) -> _Episode:
 
 
 def _episode_starts(batch: _Episode, ids: NDArray[np.int64], lanes: int) -> list[int]:
-    """Name the rows of a batch that do not go on from the row before."""
+    """Return the rows of a batch that do not continue the row before."""
     ends = batch["terminated"][0][:-1] | batch["truncated"][0][:-1] | (np.diff(ids) != lanes)
     for before, after in zip(batch["next_obs"], batch["obs"], strict=True):
-        old, new = (rows.reshape(len(rows), prod(rows.shape[1:])) for rows in (before[:-1], after[1:]))
+        old = before[:-1].reshape(len(before) - 1, prod(before.shape[1:]))
+        new = after[1:].reshape(len(after) - 1, prod(after.shape[1:]))
         ends |= (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).any(axis=1)
     return [0, *(np.flatnonzero(ends) + 1).tolist()]
 
@@ -220,10 +231,10 @@ def _write_episodes(
 ) -> Any:
     with _writing_dataset(name), warnings.catch_warnings():
         place = Path(minari.storage.get_dataset_path(""))
-        if shutil.disk_usage(place).free < nbytes:  # HDF5 ends the process when it finds that out by itself
+        if shutil.disk_usage(place).free < nbytes:  # HDF5 itself would end the process.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if dataset is None:
-            # Author, link to code and environment are for datasets that are published; nobody is asked for them here.
+            # Author, link to code and environment are for datasets that are published.
             warnings.filterwarnings("ignore", ".* (is set to None|is None, no environment)", UserWarning, "minari")
             return minari.create_dataset_from_buffers(dataset_id=name, buffer=buffers, **settings)
         dataset.update_dataset_from_buffer(buffers)
@@ -244,7 +255,7 @@ def space_of(tree: Tree) -> spaces.Space[Any]:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return what Minari read of extras, with the tuples that it writes as dicts of `_index_0`, `_index_1` ..."""
+    """Return extras with their tuples, which Minari writes as dicts of `_index_0`, `_index_1` ..."""
     if not isinstance(value, dict):
         return value
     read = {key: _with_tuples(part) for key, part in value.items()}
@@ -253,7 +264,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _space_like(value: Any) -> Any:
-    """Return the space of what `_with_tuples` reads."""
+    """Return the space of a value that `_with_tuples` takes."""
     value = _with_tuples(value)
     if isinstance(value, dict):
         return spaces.Dict({key: _space_like(part) for key, part in value.items()})
@@ -262,14 +273,14 @@ def _space_like(value: Any) -> Any:
     return stored_space(value.shape[1:], value.dtype)
 
 
-def _minari() -> Any:
+def _import_package() -> Any:
     try:
         import minari  # noqa: PLC0415  an extra
         import minari.data_collector  # noqa: PLC0415
         import minari.dataset.minari_dataset  # noqa: PLC0415
         import minari.storage  # noqa: PLC0415
     except ImportError as error:
-        raise MissingPackageError("Minari datasets need minari; run \"pip install 'holdall[minari]'\"") from error
+        raise MissingPackageError("Minari datasets need minari. Run: pip install 'holdall[minari]'") from error
     return minari
 
 
@@ -299,7 +310,8 @@ def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _al
     )
     for start in range(0, len(rewards), _STEPS_AT_ONCE):
         steps = slice(start, start + _STEPS_AT_ONCE)
-        done, cut = np.asarray(dones[steps], np.bool_), np.asarray(timeouts[steps], np.bool_)
+        done = np.asarray(dones[steps], np.bool_)
+        cut = np.asarray(timeouts[steps], np.bool_)
         seen, then = (nested({key: np.asarray(rows[steps]) for key, rows in one.items()}) for one in (obs, following))
         memory.extend(seen, np.asarray(actions[steps]), np.asarray(rewards[steps]), then, done ^ cut, cut)
         on_progress(memory.next_id, rewards.size)
@@ -314,12 +326,11 @@ def extract_arrays(file: Path, folder: Path) -> None:
     if buffer.full:
         order = np.roll(np.arange(buffer.buffer_size), -buffer.pos)
         if buffer.optimize_memory_usage:
-            order = order[1:]  # the newest next observation is written over the oldest observation
+            order = order[1:]  # The newest next observation has replaced the oldest observation.
     is_dict = isinstance(buffer.observations, dict)
     for name in ("observations", "next_observations"):
-        rows, is_shared = order, name == "next_observations" and buffer.optimize_memory_usage
-        if is_shared:
-            rows = (order + 1) % buffer.buffer_size
+        is_shared = name == "next_observations" and buffer.optimize_memory_usage
+        rows = (order + 1) % buffer.buffer_size if is_shared else order
         found = buffer.observations if is_shared else getattr(buffer, name)
         for number, part in enumerate(found.values() if is_dict else [found]):
             label = f"{name}.{number}.npy" if is_dict else f"{name}.npy"
@@ -335,5 +346,5 @@ def extract_arrays(file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path.cwd()))  # the class of a buffer may stand there
+    sys.path.append(str(Path.cwd()))  # The module of a buffer's class may be there.
     extract_arrays(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -13,14 +15,14 @@ from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.memory import ReplayMemory
-from holdall.schema import Tree
+from holdall.schema import Schema, Tree
 from holdall.tools.datasets import space_of
 
 _ROWS = 1024
 _OUTCOMES = ("reward", "terminated", "truncated")
 
 OnProgress = Callable[[int, int], None]
-"""Gets how many transitions are done, and how many there are."""
+"""Called with the number of transitions that are done, and of all transitions."""
 
 
 def export_npz(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int:
@@ -30,12 +32,16 @@ def export_npz(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int
     that is a Dict or a Tuple has one array per leaf: `obs/camera`, `obs/0`. One field at a time is in memory.
     """
     ids = _list_ids(memory)
-    names = [*_OUTCOMES, *_leaf_names(memory)]
-    with zipfile.ZipFile(file, "x", zipfile.ZIP_DEFLATED, allowZip64=True) as archive:
-        for number, name in enumerate(names):
-            _write_array(archive, name, _collect(memory, ids, name))
-            on_progress((number + 1) * len(ids) // len(names), len(ids))
+    members = list(_list_members(memory.schema))
+    with contextlib.ExitStack() as undo:
+        archive = undo.enter_context(zipfile.ZipFile(file, "x", zipfile.ZIP_DEFLATED, allowZip64=True))
+        undo.callback(file.unlink)  # Unless everything is written.
+        for number, member in enumerate(members, 1):
+            _write_array(archive, member.name, _collect(memory, ids, member))
+            on_progress(number * len(ids) // len(members), len(ids))
         _write_array(archive, "ids", ids)
+        undo.pop_all()
+        archive.close()
     return len(ids)
 
 
@@ -83,43 +89,50 @@ def _list_ids(memory: ReplayMemory) -> NDArray[np.int64]:
     return ids[memory.are_valid(ids)] if len(ids) else ids
 
 
-def _leaf_names(memory: ReplayMemory) -> list[str]:
-    schema = memory.schema
+class _Member(NamedTuple):
+    """One array of the file."""
+
+    name: str
+    field: str  # Attribute of a batch.
+    tree: Tree | None  # How the field nests. None: it is one array.
+    leaf: int  # Number of the array among the leaves of the field.
+
+
+def _list_members(schema: Schema) -> Iterator[_Member]:
+    for name in _OUTCOMES:
+        yield _Member(name, name, None, 0)
     trees = (
         ("obs", schema.observation),
         ("action", schema.action),
         ("next_obs", schema.observation),
         ("extras", schema.extras),
     )
-    return [name for field, tree in trees for name in _name_leaves(field, tree)]
+    for field, tree in trees:
+        marks = tree.build([np.array(number) for number in range(len(tree.leaves))])
+        for name, number in sorted(_name_leaves(field, marks), key=itemgetter(1)):
+            yield _Member(name, field, tree, number)
 
 
-def _name_leaves(field: str, tree: Tree) -> list[str]:
-    """Return the names of the leaves of a field, in the order of `tree.leaves`."""
-    marks = tree.build([np.array(number) for number in range(len(tree.leaves))])
-    by_number = {number: name for name, number in _flatten(field, marks)}
-    return [by_number[number] for number in range(len(tree.leaves))]
-
-
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, int]]:
+def _name_leaves(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    """Yield the name and the number of every leaf below `value`, whose leaves are their numbers."""
     if isinstance(value, dict):
         for key, child in value.items():
-            yield from _flatten(f"{name}/{key}", child)
+            yield from _name_leaves(f"{name}/{key}", child)
     elif isinstance(value, tuple):
         for number, child in enumerate(value):
-            yield from _flatten(f"{name}/{number}", child)
+            yield from _name_leaves(f"{name}/{number}", child)
     else:
         yield name, int(value)
 
 
-def _collect(memory: ReplayMemory, ids: NDArray[np.int64], name: str) -> NDArray[Any]:
-    """Return one leaf of all transitions."""
-    field, *path = name.split("/")
+def _collect(memory: ReplayMemory, ids: NDArray[np.int64], member: _Member) -> NDArray[Any]:
+    """Return one array of all transitions."""
     pieces = []
     for start in range(0, max(1, len(ids)), _ROWS):
-        value = getattr(memory.gather(ids[start : start + _ROWS]), field)
-        for key in path:
-            value = value[int(key)] if isinstance(value, tuple) else value[key]
+        wanted = ids[start : start + _ROWS]
+        value = getattr(memory.gather(wanted), member.field)
+        if member.tree is not None:
+            value = member.tree.flatten(value, (len(wanted),), member.field)[member.leaf]
         pieces.append(value)
     return np.concatenate(pieces)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import re
@@ -653,3 +654,28 @@ def test_progress_has_a_total(tmp_path: Path, trainer: Trainer) -> None:
     assert told[-1] == ("commit", checkpoint.bytes_written, checkpoint.bytes_written)
     assert all(0 <= done <= total for _, done, total in told)
     assert abs(told[0][2] - checkpoint.bytes_written) < 0.3 * checkpoint.bytes_written
+
+
+def test_a_checkpoint_of_uncompressed_blocks_is_as_small_as_one_of_compressed_blocks(tmp_path: Path) -> None:
+    """The save uses the codec, and the order of slices, that the memory itself would use."""
+    lanes = 8
+    space = spaces.Box(0, 255, (3, 48, 48), np.uint8)
+    generator = np.random.default_rng(0)
+    frames = generator.integers(0, 256, (lanes, *space.shape), np.uint8)
+    steps = []
+    for _ in range(161):  # Each lane changes a few pixels of its own picture.
+        frames = frames.copy()
+        frames[:, :, generator.integers(48), generator.integers(48)] ^= 1
+        steps.append(frames)
+    sizes: list[int] = []
+    for budget in (None, "1GiB"):
+        settings: dict[str, Any] = {"budget": budget, "prefer": "memory", "_tuning": Tuning(block_bytes=2**20)}
+        with ReplayMemory(space, spaces.Discrete(2), 2000, lanes, **settings) as memory:
+            for before, after in itertools.pairwise(steps):
+                no = np.zeros(lanes, np.bool_)
+                memory.add(before, np.zeros(lanes, np.int64), np.zeros(lanes, np.float32), after, no, no)
+                memory.store.wait_idle()
+            held = sum(field.total_bytes for field in memory.report().fields)
+            assert budget is None or held > 4 * sizes[0]
+            sizes.append(memory.save(tmp_path / str(budget)).result().bytes_total)
+    assert sizes[1] <= 1.1 * sizes[0]

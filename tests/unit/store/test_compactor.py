@@ -68,6 +68,33 @@ def test_a_block_is_compressed_once() -> None:
     compactor.close()
 
 
+def test_an_offered_form_saves_the_work_of_a_queued_block() -> None:
+    """A block that is not queued keeps its form, and a block that was offered late is compressed as usual."""
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    is_offered = threading.Event()
+
+    def wait(block: Block, is_behind: bool) -> Coded:
+        assert is_offered.wait(60)
+        return compress(block, is_behind)
+
+    working, queued, other = new_block(), new_block(), new_block()
+    offered = compress(queued, False)
+    compactor.submit([Job(working, wait, 2048), Job(queued, fail, 2048)])
+    for block in (working, queued, other):
+        compactor.offer(block, offered)
+    is_offered.set()
+    compactor.wait_idle()
+    found: object = queued.form
+    assert found is offered
+    assert isinstance(working.form, Coded)
+    assert not isinstance(other.form, Coded)
+    assert [(result.block, result.error) for result in compactor.take_results()] == [(working, None), (queued, None)]
+    compactor.submit([Job(other, compress, 2048)])
+    compactor.wait_idle()
+    assert other.form is not offered
+    compactor.close()
+
+
 def test_a_failed_block_keeps_its_form_and_later_blocks_are_compressed(caplog: pytest.LogCaptureFixture) -> None:
     compactor = Compactor(Tuning(), max_queued_bytes=10**6)
     blocks = [new_block(), new_block()]
