@@ -91,7 +91,7 @@ class TickRing:
         if step.valid is not None:
             self.masked_tick = self.next_tick
         self._begin()
-        graph.write(step, self.next_tick)
+        self.tensors.write_placed(step, self.next_tick, graph.place(step))
         self._end(1)
 
     def _find_graph(self, step: TensorStep) -> PlaceGraph | None:

@@ -179,7 +179,10 @@ class Tensors:
         table_rows = 2 * len(leaves) + int(self._is_reward_in_table)
         self._table = torch.zeros((table_rows, slots * lanes), dtype=torch.int32, device=device)
         self._starts = self._find_starts()
-        self.reward = self._new_reward()
+        if self._is_reward_in_table:
+            self.reward = self._find_reward()
+        else:
+            self.reward = RowField.allocate(plan.reward, lanes, slots, device)
         for i, leaf in enumerate(leaves):
             places = plan.places(i, lanes)
             window = plan.windows[i]
@@ -276,14 +279,11 @@ class Tensors:
         leaves = len(self._schema.observation.leaves)
         return self._table[: 2 * leaves].view(leaves, 2, self.cells)
 
-    def _new_reward(self) -> RowField:
-        """Return the field of rewards, which may be a part of the table."""
+    def _find_reward(self) -> RowField:
+        """Return the part of the table that has the rewards."""
         leaf = self.plan.reward
-        slots = self.plan.slots
-        if not self._is_reward_in_table:
-            return RowField.allocate(leaf, self._lanes, slots, self._device)
         stored = choose_stored_dtype(torch_dtype(leaf.dtype), leaf.nbytes)
-        return RowField(leaf, self._lanes, slots, self._table[-1].view(stored))
+        return RowField(leaf, self._lanes, self.plan.slots, self._table[-1].view(stored))
 
     # ---------------------------------------------------------------- reading
 
@@ -382,7 +382,8 @@ class Tensors:
         grown.fields = list(self.fields)
         grown._table = self._table.clone()
         grown._starts = grown._find_starts()
-        grown.reward = grown._new_reward()
+        if self._is_reward_in_table:
+            grown.reward = grown._find_reward()
         ticks = 2 * self.plan.slack_ticks
         for i, (slices, entries) in enumerate(used.tolist()):
             field = grown.fields[i]

@@ -65,14 +65,14 @@ class World:
 
         return {name: some(box) for name, box in self.space.spaces.items()}
 
-    def step(self, *, some_invalid: bool = False) -> dict[str, Any]:
+    def step(self, *, some_invalid: bool = False, reward_dtype: str = "f4") -> dict[str, Any]:
         """Make the next step of all lanes, and remember it."""
         lanes, draw = self.lanes, self.generator
         terminated, truncated = draw.random(lanes) < self.ends, draw.random(lanes) < self.ends / 2
         row: dict[str, Any] = {
             "obs": self._obs,
             "action": draw.random((lanes, 2)).astype(np.float32),
-            "reward": draw.standard_normal(lanes).astype(np.float32),
+            "reward": (100 * np.abs(draw.standard_normal(lanes))).astype(reward_dtype),
             "next_obs": self._observation(),
             "terminated": terminated,
             "truncated": truncated,
@@ -151,6 +151,23 @@ def test_every_row_comes_back(
         if step % 7 == 0 or step == steps - 1:
             world.check_all(memory)
             world.check(memory.sample(1))
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "i4", "u4", "f8"])
+def test_rows_stay_when_observations_need_more_room(device: str, dtype: str) -> None:
+    """Episodes of one step, after long ones: nothing is shared any more, so the tensors are replaced by larger ones."""
+    world = World(device, 3, ends=0.0)
+    memory = world.memory(300)
+    for _ in range(70):
+        world.add(memory, reward_dtype=dtype)
+    before = memory.report()
+    world.ends = 1.0
+    for _ in range(150):
+        world.add(memory, reward_dtype=dtype)
+    world.check_all(memory)
+    assert sum(field.total_bytes for field in memory.report().fields) > sum(
+        field.total_bytes for field in before.fields
+    )
 
 
 def test_batches_are_tensors_on_the_device(device: str) -> None:
