@@ -44,14 +44,20 @@ class RowField:
         by_slot: The rows, (slots, lanes, ...).
     """
 
-    def __init__(self, leaf: Leaf, lanes: int, slots: int, device: torch.device) -> None:
+    def __init__(self, leaf: Leaf, lanes: int, slots: int, rows: torch.Tensor) -> None:
         self.leaf = leaf
         self._dtype = torch_dtype(leaf.dtype)
-        self._stored = choose_stored_dtype(self._dtype, leaf.nbytes)
-        width = leaf.nbytes // self._stored.itemsize
-        shape = leaf.shape if self._stored.itemsize == self._dtype.itemsize else (width,)
-        self._rows = torch.zeros((slots * lanes, *shape), dtype=self._stored, device=device)
+        self._stored = rows.dtype
+        self._rows = rows
         self.by_slot = from_words(self._rows, self._dtype, (slots, lanes, *leaf.shape))
+
+    @classmethod
+    def allocate(cls, leaf: Leaf, lanes: int, slots: int, device: torch.device) -> RowField:
+        """Return a field with memory of its own."""
+        dtype = torch_dtype(leaf.dtype)
+        stored = choose_stored_dtype(dtype, leaf.nbytes)
+        shape = leaf.shape if stored.itemsize == dtype.itemsize else (leaf.nbytes // stored.itemsize,)
+        return cls(leaf, lanes, slots, torch.zeros((slots * lanes, *shape), dtype=stored, device=device))
 
     @property
     def nbytes(self) -> int:
@@ -60,10 +66,13 @@ class RowField:
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
         """Return the rows in some cells: slot * lanes + lane."""
-        rows = self._rows.index_select(0, cells)
-        if self._stored == self._dtype:
+        return self.convert(self._rows.index_select(0, cells))
+
+    def convert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows that were read from the memory of this field in their own dtype and shape."""
+        if rows.dtype == self._dtype:
             return rows
-        return from_words(rows, self._dtype, (len(rows), *self.leaf.shape))
+        return from_words(rows, self._dtype, (rows.shape[0], *self.leaf.shape))
 
     def put(self, cells: torch.Tensor, rows: torch.Tensor, order: torch.Tensor) -> None:
         """Overwrite the rows in some cells, all of them different, with `rows` in some order."""
@@ -245,7 +254,7 @@ class WholeField(ObservationField):
     def read(self, starts: torch.Tensor) -> torch.Tensor:
         """See `ObservationField`."""
         words = self._slices.index_select(0, starts)
-        return from_words(words, self._dtype, (2, len(words) // 2, *self.leaf.shape))
+        return from_words(words, self._dtype, (2, starts.shape[0] // 2, *self.leaf.shape))
 
     def grow(self, starts: torch.Tensor, places: int, tail: int) -> tuple[ObservationField, torch.Tensor]:
         """See `ObservationField`."""
