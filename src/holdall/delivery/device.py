@@ -268,6 +268,8 @@ class _Transfer:
         large = tuple(output for output in outputs if self._row_bytes[output] >= _MIN_LARGE_BYTES)
         small = tuple(output for output in outputs if output not in large)
         self._read_together(ids, small, others)
+        # Pieces take turns with all slots, so none is kept for later.
+        self.start()
         piece_bytes = min(max(total // _PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         self._read_in_pieces(ids, large, piece_bytes)
 
