@@ -28,6 +28,7 @@ from holdall.delivery.staging import (
     Slot,
     Staging,
     align,
+    describe_lack_of_memory,
     find_layout,
     is_asynchronous,
     split_block,
@@ -113,6 +114,12 @@ class DeviceDelivery(Delivery):
 
     def prepare(self, draw: Draw, rows: Rows) -> _Prepared:
         """Read the rows. Those of a large batch are sent while others are read."""
+        try:
+            return self._prepare(draw, rows)
+        except torch.OutOfMemoryError as error:
+            raise self._explain(draw, error) from error
+
+    def _prepare(self, draw: Draw, rows: Rows) -> _Prepared:
         if draw.goals is not None and draw.goals.rows.size:
             drawn = DrawnRows.read(self._columns, draw, rows)
             drawn.relabel(self._schema, draw.goals, read_goal(self._schema, self._columns, draw.goals, rows))
@@ -162,12 +169,19 @@ class DeviceDelivery(Delivery):
 
     def start(self, prepared: _Prepared) -> None:
         """Begin to send what `prepare` has only read."""
-        prepared.transfer.start()
+        try:
+            prepared.transfer.start()
+        except torch.OutOfMemoryError as error:
+            raise self._explain(prepared.draw, error) from error
+
+    def _explain(self, draw: Draw, error: torch.OutOfMemoryError) -> ArgumentError:
+        """Return the error to raise if the device has no memory for a batch."""
+        return ArgumentError(describe_lack_of_memory(len(draw.ids), self._device, error))
 
     def receive(self, prepared: _Prepared) -> Batch:
         """Return the batch. The current stream waits for its copies."""
+        self.start(prepared)
         draw, transfer = prepared
-        transfer.start()
         if transfer.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(transfer.event)

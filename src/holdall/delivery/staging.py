@@ -46,6 +46,14 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+def describe_lack_of_memory(rows: int, device: torch.device, error: BaseException) -> str:
+    """Return the message of the error for a batch for which a device has no memory."""
+    return (
+        f"batch_size ({rows}) needs more memory than {device} has ({error}). Use a smaller batch_size, or a lower "
+        "prefetch."
+    )
+
+
 def is_asynchronous(device: torch.device) -> bool:
     """Whether copies to `device` run beside the host, in streams."""
     return device.type == "cuda"

@@ -20,6 +20,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
+from holdall.testing.oracle import map_leaves
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -545,17 +546,6 @@ def test_the_refusal_of_an_image_says_how_to_pass_it(device: str) -> None:
             memory.add(wrong, flags.long(), flags.float(), image, flags, flags)
 
 
-def test_ids_that_are_not_held_are_refused(device: str) -> None:
-    world = World(device, 3)
-    memory = world.memory(4)
-    for _ in range(6):
-        world.add(memory)
-    for ids in ([memory.next_id], [memory.first_id - 1], [-1]):
-        with pytest.raises(holdall.TransitionIdError, match=str(ids[0])):
-            memory.gather(ids)
-    world.check_all(memory)
-
-
 def test_arrays_of_the_host_and_tensors_can_be_added_in_turn(device: str) -> None:
     world = World(device, 4)
     memory = world.memory(7)
@@ -796,8 +786,21 @@ def test_a_closed_memory_says_so(device: str) -> None:
             call()
 
 
+@pytest.mark.parametrize("argument", ["obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"])
+def test_a_tensor_on_another_device_is_refused(device: str, argument: str) -> None:
+    world = World(device, 2)
+    memory = world.memory(4)
+    world.add(memory)
+    row = world.there(world.step())
+    elsewhere = map_leaves(lambda tensor: tensor.to("meta"), row[argument])
+    with pytest.raises(holdall.ArgumentError, match=rf"^{argument}.* is on meta, but the memory is on {device}"):
+        memory.add(**row | {argument: elsewhere})
+    memory.add(**row)
+    world.check_all(memory)
+
+
 @on_cuda
-def test_a_tensor_on_another_device_is_refused() -> None:
+def test_tensors_of_the_host_are_refused_beside_those_of_the_device() -> None:
     world = World("cuda", 2)
     memory = world.memory(4)
     row = world.there(world.step())
