@@ -56,9 +56,14 @@ class World:
 
     def memory(self, ticks: int, **settings: Any) -> holdall.ReplayMemory:
         return holdall.ReplayMemory(
-            self.space, self.action, ticks * self.lanes, self.lanes,
-            seed=1, extras=self.extras, **{"store_device": self.device, **settings},
-        )  # fmt: skip
+            self.space,
+            self.action,
+            ticks * self.lanes,
+            self.lanes,
+            seed=1,
+            extras=self.extras,
+            **{"store_device": self.device, **settings},
+        )
 
     def _observation(self) -> dict[str, Any]:
         def some(box: Any) -> Any:
