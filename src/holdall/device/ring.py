@@ -166,6 +166,7 @@ class TickRing:
                 f"store_device ({self._device}) has no room for more observations that no other step shares ({error}). "
                 "Nothing was added. Save the memory, and load it with a lower capacity."
             ) from error
+        _LOG.info("The room for observations on %s was enlarged. Capture CUDA graphs of sample() again.", self._device)
 
     def _count_room(self) -> int:
         """Return how many ticks can be written in the worst case."""
