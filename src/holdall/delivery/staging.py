@@ -166,7 +166,7 @@ class Staging:
         finally:
             event = None
             if self._is_asynchronous:
-                event = (stream or torch.cuda.current_stream(self.device)).record_event()
+                event = record_event(self.device) if stream is None else stream.record_event()
             self.return_slot(slot, event)
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
