@@ -168,7 +168,7 @@ class DeviceDelivery(Delivery):
         return _Prepared(draw, transfer)
 
     def start(self, prepared: _Prepared) -> None:
-        """Begin to send what `prepare` has only read."""
+        """Begin to send the rows that `prepare` read and did not send."""
         try:
             prepared.transfer.start()
         except torch.OutOfMemoryError as error:
@@ -233,7 +233,7 @@ class _Transfer:
         self.event: Any = None
 
     def start(self) -> None:
-        """Begin to send everything that was only read. An interrupted call may be repeated."""
+        """Begin to send all arrays that were read and not sent. An interrupted call may be repeated."""
         if not self._unsent:
             return
         with self._use_stream():
@@ -352,7 +352,7 @@ class _Transfer:
     def _fill_missing(
         self, both: torch.Tensor, ids: NDArray[np.int64], missing: NDArray[np.int64], outputs: tuple[int, int]
     ) -> None:
-        """Read rows that are stored in another form, and write them over what stands in their places."""
+        """Read the rows in `missing`, which are stored in another form, and overwrite those rows of `both`."""
         if not missing.size:
             return
         transfer = _Transfer(self._staging, self._row_bytes, self._rows, self._stream)

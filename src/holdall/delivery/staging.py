@@ -115,7 +115,7 @@ class Staging:
     Copies run on the current stream of the thread that calls. On devices without streams, the copies are complete when
     a call returns.
 
-    There are as many slots as had an owner at the same time, and three at least.
+    The number of slots is the highest number of slots that had an owner at the same time, and at least three.
 
     Args:
         slot_bytes: Bytes of a piece at most.

@@ -69,7 +69,7 @@ class RowField:
         return self.convert(self._rows.index_select(0, cells))
 
     def convert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows that were read from the memory of this field in their own dtype and shape."""
+        """Return rows with the dtype and shape of the field. `rows` were read from its memory."""
         if rows.dtype == self._dtype:
             return rows
         return from_words(rows, self._dtype, (rows.shape[0], *self.leaf.shape))

@@ -155,7 +155,7 @@ class DeviceStore:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Both, `first_id` and `next_id`."""
+        """The ids `first_id` and `next_id`."""
         ring = self._ring
         if ring is None:
             return self.first_id, self.next_id
