@@ -100,7 +100,8 @@ def stack_memory(rig: Rig, film: NDArray[np.uint8], **how: Any) -> holdall.Repla
     windows = np.lib.stride_tricks.sliding_window_view(film.reshape(-1, 84, 84), 4, axis=0)
     windows = windows.transpose(0, 3, 1, 2)[:, None]
     for begin in range(0, rig.stacks, 500):
-        obs, after = windows[begin : begin + 500], windows[begin + 1 : begin + 501]
+        obs = windows[begin : begin + 500]
+        after = windows[begin + 1 : begin + 501]
         flags = np.zeros((500, 1), bool)
         actions = np.zeros((500, 1, 8), np.float32)
         memory.extend(obs, actions, np.zeros((500, 1), np.float32), after, flags, flags)
@@ -167,15 +168,17 @@ def device_time(rig: Rig, way: Way) -> float | None:
 
 
 def bus(rig: Rig, nbytes: int) -> Way:
-    """Copy so many pinned bytes to the device."""
-    host, there = rig.pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=rig.device)
+    """Return the way of copying `nbytes` pinned bytes to the device."""
+    host = rig.pinned(nbytes)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=rig.device)
     return lambda: there.copy_(host, non_blocking=True)
 
 
 def plain_ways(rig: Rig, images: NDArray[np.uint8], rows: int) -> dict[str, Way]:
     """Do as Stable-Baselines3 does, and as one does who writes it by hand, from plain arrays."""
     rng = np.random.default_rng(2)
-    obs, after = images[: rig.held], images[1 : rig.held + 1]
+    obs = images[: rig.held]
+    after = images[1 : rig.held + 1]
     both = [torch.from_numpy(obs), torch.from_numpy(after)]
     pinned = rig.pinned(2 * rows * FRAME_BYTES).view(2, rows, FRAME_BYTES)
     there = torch.empty((2, rows, FRAME_BYTES), dtype=torch.uint8, device=rig.device)
@@ -288,7 +291,10 @@ def measure_stacks(rig: Rig) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Lay the bars beside what was measured."""
-    large, small, store, stacks = found["4096"], found["256"], found["store"], found["stacks"]
+    large = found["4096"]
+    small = found["256"]
+    store = found["store"]
+    stacks = found["stacks"]
     bus_ms = large["bus alone"]["median_ms"]
     alone = store["on the device alone"]["median_ms"]
     rows: list[tuple[str, float | None, str, float]] = [
@@ -322,7 +328,8 @@ def table(found: dict[str, Any]) -> str:
 def store_rows(name: str, found: dict[str, Any]) -> list[tuple[str, float | None, str, float]]:
     """Lay a store on the device beside plain torch."""
     plain = found["plain torch, indexed"]["median_ms"]
-    own, ahead = found["holdall, store on the device"], found["holdall, store on the device, prefetch"]
+    own = found["holdall, store on the device"]
+    ahead = found["holdall, store on the device, prefetch"]
     return [
         (name, own["median_ms"], "1.3 x plain torch", 1.3 * plain),
         ("the same, prefetch", ahead["mean_ms"], "1.3 x plain torch", 1.3 * plain),

@@ -31,15 +31,22 @@ def drop_in() -> tuple[str, str]:
     results = found("gpu_sb3")
     batches = [
         [
-            str(row["rows"]), f"{row['holdall']:.2f} ms", f"{row['sb3']:.2f} ms", f"{row['holdall'] / row['sb3']:.3f}",
-            f"{row['alone']:.2f} ms", f"{row['host']:.2f} ms",
+            str(row["rows"]),
+            f"{row['holdall']:.2f} ms",
+            f"{row['sb3']:.2f} ms",
+            f"{row['holdall'] / row['sb3']:.3f}",
+            f"{row['alone']:.2f} ms",
+            f"{row['host']:.2f} ms",
         ]
         for row in results["batches"]
-    ]  # fmt: skip
+    ]
     names = {
-        "no cost": "one batch, again and again", "no cost, again": "the same once more", "holdall": "`holdall.sb3`",
-        "holdall, prefetch": "`holdall.sb3`, `prefetch=2`", "sb3": "Stable-Baselines3",
-    }  # fmt: skip
+        "no cost": "one batch, again and again",
+        "no cost, again": "the same once more",
+        "holdall": "`holdall.sb3`",
+        "holdall, prefetch": "`holdall.sb3`, `prefetch=2`",
+        "sb3": "Stable-Baselines3",
+    }
     rates = results["steps_per_second"]
     steps = [[names[name], f"{rates[name]:.1f}", f"{rates[name] / rates['no cost']:.3f}"] for name in names]
     return (
@@ -74,14 +81,16 @@ def delivery() -> str:
     def ms(way: Any) -> float:
         return float(way.get("mean_ms", way["median_ms"]))
 
-    bus, flowing = ms(large["bus alone"]), ms(large["holdall, prefetch"])
+    bus = ms(large["bus alone"])
+    flowing = ms(large["holdall, prefetch"])
     alone, turns = (ms(large[name]) for name in ("holdall, alone", "holdall, no prefetch"))
     by_hand, as_sb3 = "gather into pinned memory, copy", "NumPy and .to(device), as SB3"
     few, in_turns, gathered = (ms(small[name]) for name in ("holdall, alone", "holdall, no prefetch", by_hand))
     part = ms(store["on the device alone"])
 
     def stored(name: str, found: Any) -> list[str]:
-        until, plain = ms(found["holdall, store on the device"]), ms(found["plain torch, indexed"])
+        until = ms(found["holdall, store on the device"])
+        plain = ms(found["plain torch, indexed"])
         shown = f"{until:.2f} ms, flowing {ms(found['holdall, store on the device, prefetch']):.2f}"
         return [name, shown, f"1.3 x plain torch: {verdict(until, 1.3 * plain)}", f"plain torch, indexed {plain:.2f}"]
 
@@ -89,28 +98,48 @@ def delivery() -> str:
         ms(stacks[name]) for name in ("holdall, prefetch", "holdall, alone", "holdall, no prefetch")
     )
     rows = [
-        ["4,096 frames (87 MB), flowing", f"{flowing:.2f} ms", f"1.6 x the bus: {verdict(flowing, 1.6 * bus)}",
-         f"the bus alone {bus:.2f}"],
-        ["the same, `prefetch=0`", f"{alone:.2f} ms, {turns:.2f} in turns with the others", f"3.0: {verdict(turns, 3)}",
-         f"by hand {ms(large[by_hand]):.2f}, as SB3 {ms(large[as_sb3]):.1f}"],
-        ["256 frames, `prefetch=0`", f"{few:.2f} ms, {in_turns:.2f} in turns",
-         f"0.7 of by hand: {verdict(in_turns, 0.7 * gathered)}",
-         f"by hand {gathered:.2f}, as SB3 {ms(small[as_sb3]):.2f}; the bus {ms(small['bus alone']):.2f}"],
+        [
+            "4,096 frames (87 MB), flowing",
+            f"{flowing:.2f} ms",
+            f"1.6 x the bus: {verdict(flowing, 1.6 * bus)}",
+            f"the bus alone {bus:.2f}",
+        ],
+        [
+            "the same, `prefetch=0`",
+            f"{alone:.2f} ms, {turns:.2f} in turns with the others",
+            f"3.0: {verdict(turns, 3)}",
+            f"by hand {ms(large[by_hand]):.2f}, as SB3 {ms(large[as_sb3]):.1f}",
+        ],
+        [
+            "256 frames, `prefetch=0`",
+            f"{few:.2f} ms, {in_turns:.2f} in turns",
+            f"0.7 of by hand: {verdict(in_turns, 0.7 * gathered)}",
+            f"by hand {gathered:.2f}, as SB3 {ms(small[as_sb3]):.2f}; the bus {ms(small['bus alone']):.2f}",
+        ],
         ["the same, flowing", f"{ms(small['holdall, prefetch']):.2f} ms", "", ""],
         ['4,096 frames, `store_device="cuda"`: the GPU\'s own part', f"{part:.2f} ms", "", ""],
         stored("the same, until the consumer has it", store),
         stored("512 frames, the same", few_stored),
-        ["4,096 stacks of 4, flowing", f"{stacked:.2f} ms", f"3.0: {verdict(stacked, 3)}",
-         f"8 frames a row over the bus alone {ms(stacks['bus alone, 8 frames a row']):.2f}"],
-        ["the same, `prefetch=0`", f"{stacked_alone:.2f} ms, {stacked_turns:.2f} in turns",
-         f"3.0: {verdict(stacked_turns, 3)}", ""],
-    ]  # fmt: skip
+        [
+            "4,096 stacks of 4, flowing",
+            f"{stacked:.2f} ms",
+            f"3.0: {verdict(stacked, 3)}",
+            f"8 frames a row over the bus alone {ms(stacks['bus alone, 8 frames a row']):.2f}",
+        ],
+        [
+            "the same, `prefetch=0`",
+            f"{stacked_alone:.2f} ms, {stacked_turns:.2f} in turns",
+            f"3.0: {verdict(stacked_turns, 3)}",
+            "",
+        ],
+    ]
     return table("| batch | holdall | aim | beside it |", rows)
 
 
 def rollouts() -> str:
     """Return the table of trajectories on their way to a GPU."""
-    results, rows = found("gpu_rollout"), []
+    results = found("gpu_rollout")
+    rows = []
     for name, case in results["updates"].items():
         usual, moved, ours = (case[way] for way in ("cat then to", "to then cat", "holdall"))
         extra = f"{ours['extra_mib']:.0f} MiB; the others {usual['extra_mib']:.0f} and {moved['extra_mib']:.0f}"
@@ -124,7 +153,8 @@ def rollouts() -> str:
 def replaced(text: str, new: str) -> str:
     """Put a table in the place of the one whose first column is called the same."""
     first = new.split("|")[1]
-    lines, begin = text.split("\n"), 0
+    lines = text.split("\n")
+    begin = 0
     while not (lines[begin].startswith(f"|{first}|") and lines[begin + 1].startswith("|---")):
         begin += 1
     end = next(i for i in range(begin, len(lines)) if not lines[i].startswith("|"))

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from process import commit, machine, versions
 
 import holdall
 
@@ -92,13 +92,41 @@ def observations(device: str, space: spaces.Box, lanes: int, stacked: bool) -> l
     ]
 
 
-def measure(
-    device: str, name: str, space: spaces.Box, lanes: int, ticks: int, batches: list[int], turns: int,
-    *, stacked: bool = False,
-) -> list[Any]:  # fmt: skip
+class Case(NamedTuple):
+    """One kind of observation, and sizes."""
+
+    name: str
+    space: spaces.Box
+    lanes: int
+    ticks: int
+    batches: tuple[int, ...]
+    is_stacked: bool = False
+
+
+VECTOR = spaces.Box(-9, 9, (100,), np.float32)
+IMAGE = spaces.Box(0, 255, (84, 84, 3), np.uint8)
+STACK = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+HISTORY = spaces.Box(-9, 9, (5, 48), np.float32)
+CASES = (
+    Case("100 floats", VECTOR, 4096, 500, (256, 2048, 8192, 32768)),
+    Case("84 x 84 x 3", IMAGE, 16, 2000, (256, 2048)),
+    Case("stacks of 4 x 84 x 84", STACK, 64, 500, (256, 2048), is_stacked=True),
+    Case("histories of 5 x 48 floats", HISTORY, 4096, 300, (2048, 32768), is_stacked=True),
+)
+QUICK_CASES = (
+    Case("100 floats", VECTOR, 64, 20, (64,)),
+    Case("84 x 84 x 3", IMAGE, 2, 20, (16,)),
+    Case("stacks of 4 x 84 x 84", STACK, 2, 20, (16,), is_stacked=True),
+    Case("histories of 5 x 48 floats", HISTORY, 64, 20, (64,), is_stacked=True),
+)
+
+
+def measure(device: str, case: Case, turns: int) -> list[Any]:
     """Compare adding, sampling and memory for one kind of observation."""
-    steps = observations(device, space, lanes, stacked)
-    action, reward = torch.randn((lanes, 8), device=device), torch.randn(lanes, device=device)
+    name, space, lanes, ticks, batches, is_stacked = case
+    steps = observations(device, space, lanes, is_stacked)
+    action = torch.randn((lanes, 8), device=device)
+    reward = torch.randn(lanes, device=device)
     flag = torch.zeros(lanes, dtype=torch.bool, device=device)
     memory = holdall.ReplayMemory(space, ACTION, ticks * lanes, lanes, store_device=device, seed=0)
     plain = Plain(device, ticks, lanes, space)
@@ -149,38 +177,24 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here; --device cpu --quick runs every line on the CPU")
-    small = args.quick
-    vector, image = spaces.Box(-9, 9, (100,), np.float32), spaces.Box(0, 255, (84, 84, 3), np.uint8)
-    turns = 5 if small else 200
-    rows = measure(
-        args.device, "100 floats", vector, 64 if small else 4096, 20 if small else 500,
-        [64] if small else [256, 2048, 8192, 32768], turns,
-    )  # fmt: skip
-    rows += measure(
-        args.device,
-        "84 x 84 x 3",
-        image,
-        2 if small else 16,
-        20 if small else 2000,
-        [16] if small else [256, 2048],
-        turns,
-    )
-    stack, history = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-9, 9, (5, 48), np.float32)
-    rows += measure(
-        args.device, "stacks of 4 x 84 x 84", stack, 2 if small else 64, 20 if small else 500,
-        [16] if small else [256, 2048], turns, stacked=True,
-    )  # fmt: skip
-    rows += measure(
-        args.device, "histories of 5 x 48 floats", history, 64 if small else 4096, 20 if small else 300,
-        [64] if small else [2048, 32768], turns, stacked=True,
-    )  # fmt: skip
+    turns = 5 if args.quick else 200
+    rows = []
+    for case in QUICK_CASES if args.quick else CASES:
+        rows += measure(args.device, case, turns)
     print("| data | what | holdall | plain torch | ratio |\n|---|---|---|---|---|")
     for name, what, ours, theirs in rows:
         shown = [f"{v / 2**20:.1f} MiB" if what == "bytes" else f"{v:.3f} ms" for v in (ours, theirs)]
         print(f"| {name} | {what} | {shown[0]} | {shown[1]} | {ours / theirs:.2f} |")
     if args.json:
-        where = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
-        args.json.write_text(json.dumps({"device": where, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        result = {
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "machine": machine(),
+            "versions": versions(),
+            "commit": commit(),
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

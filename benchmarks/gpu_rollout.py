@@ -165,15 +165,18 @@ def sweep(case: Case, rounds: int) -> dict[str, dict[str, float]]:
 def steady_state(updates: int) -> dict[str, Any]:
     """Count what a hundred updates allocate on the device, and how the process's own memory moves."""
     case = CASES[0]
-    given, buffer = trajectories(case, 0), TrajectoryBuffer("cuda")
+    given = trajectories(case, 0)
+    buffer = TrajectoryBuffer("cuda")
     for _ in range(5):
         buffer.update_buffer(given)
     torch.cuda.synchronize()
-    before, held = torch.cuda.memory_stats(), held_bytes().unique
+    before = torch.cuda.memory_stats()
+    held = held_bytes().unique
     for _ in range(updates):
         buffer.update_buffer(given)
     torch.cuda.synchronize()
-    after, later = torch.cuda.memory_stats(), held_bytes().unique
+    after = torch.cuda.memory_stats()
+    later = held_bytes().unique
     allocations = after["allocation.all.allocated"] - before["allocation.all.allocated"]
     return {
         "updates": updates,
@@ -198,7 +201,8 @@ def minibatches(steps: int, batch: int, rounds: int) -> dict[str, Any]:
     space = spaces.Box(0, 255, (12, 144, 160), np.uint8)
     memory = RolloutMemory(space, spaces.Discrete(4), steps, lanes, device="cuda", seed=0)
     plain = np.empty((steps * lanes, 12, 144, 160), np.uint8)
-    floats, flags = np.zeros(lanes, np.float32), np.zeros(lanes, np.bool_)
+    floats = np.zeros(lanes, np.float32)
+    flags = np.zeros(lanes, np.bool_)
     for t, obs in enumerate(frames(steps, lanes)):
         memory.add(obs, np.zeros(lanes, np.int64), floats, flags, flags, floats, floats)
         plain[t * lanes : (t + 1) * lanes] = obs
@@ -247,7 +251,8 @@ def table(result: dict[str, Any]) -> str:
     for size in next(iter(result["slots"].values())):
         cells = [f"{result['slots'][case][size]['median_ms']:.3f} ms" for case in result["slots"]]
         lines.append(f"| {size} | {' | '.join(cells)} |")
-    steady, drawn = result["steady_state"], result["minibatches"]
+    steady = result["steady_state"]
+    drawn = result["minibatches"]
     lines += [
         "",
         (

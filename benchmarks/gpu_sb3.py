@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from process import commit, machine, versions
 from stable_baselines3 import SAC
 from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.logger import configure
@@ -140,7 +140,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here; --device cpu --quick runs every line on the CPU")
-    held, turns = (500, 3) if args.quick else (20_000, 40)
+    held = 500 if args.quick else 20_000
+    turns = 3 if args.quick else 40
     theirs = DictReplayBuffer(held, CAMERA, ACTION, device=args.device)
     mine = holdall.sb3.ReplayBuffer(held, CAMERA, ACTION, device=args.device)
     fill([theirs, mine], held)
@@ -168,13 +169,16 @@ def main() -> None:
     for name, rate in rates.items():
         print(f"| {name} | {rate:.1f} | {rate / rates['no cost']:.3f} |")
     if args.json:
-        where = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
-        args.json.write_text(
-            json.dumps(
-                {"device": where, "torch": torch.__version__, "batches": rows, "steps_per_second": rates}, indent=1
-            )
-            + "\n"
-        )
+        result = {
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "machine": machine(),
+            "versions": versions(),
+            "commit": commit(),
+            "batches": rows,
+            "steps_per_second": rates,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

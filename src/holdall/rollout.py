@@ -323,10 +323,10 @@ class RolloutMemory:
         if device is None or obs is None or self._now.steps > 0 or self._steps is not self._host:
             return
         # They import torch.
-        from holdall.device.arguments import is_on_device  # noqa: PLC0415
+        from holdall.device.arguments import is_device_data  # noqa: PLC0415
         from holdall.device.rollout import DeviceRollout  # noqa: PLC0415
 
-        if is_on_device(obs, device):
+        if is_device_data(obs, device):
             self._steps = DeviceRollout(self.schema, self.num_steps, device)
 
     def _clear_stale(self) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import holdall
 from holdall.batch import Draw
 from holdall.sampling import Held, Sampler
 from holdall.testing import CodecContract, MemoryContract, SamplerContract, Stream
+from holdall.testing.oracle import map_leaves
+from holdall.testing.streams import StreamStep
 
 
 def reward_for(achieved: Any, desired: Any, _extras: Any) -> Any:
@@ -78,6 +81,14 @@ class TestMemoryOnADevice(MemoryContract):
     def make_memory(self, stream: Stream) -> Any:
         spaces = (stream.observation_space, stream.action_space)
         return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, store_device="cpu")
+
+
+class TestTensorsOnADevice(TestMemoryOnADevice):
+    """The same, with tensors in place of arrays."""
+
+    def add(self, memory: Any, step: StreamStep) -> None:
+        given = {name: value for name, value in step.arguments().items() if value is not None}
+        memory.add(**map_leaves(lambda array: torch.from_numpy(np.array(array)), given))
 
 
 class TestBatchesOnADevice(MemoryContract):

@@ -148,9 +148,16 @@ def test_trained_weights_are_those_of_stable_baselines3(kind: str, monkeypatch: 
     trained = []
     for buffer in (theirs, mine):
         model = sb3.SAC(
-            "MultiInputPolicy", Reach(kind == "hindsight"), replay_buffer_class=buffer, device="cuda", seed=3,
-            buffer_size=500, learning_starts=50, batch_size=32, policy_kwargs={"net_arch": [16]},
-        )  # fmt: skip
+            "MultiInputPolicy",
+            Reach(kind == "hindsight"),
+            replay_buffer_class=buffer,
+            device="cuda",
+            seed=3,
+            buffer_size=500,
+            learning_starts=50,
+            batch_size=32,
+            policy_kwargs={"net_arch": [16]},
+        )
         model.learn(120)
         trained.append([value.cpu() for value in model.policy.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
@@ -181,9 +188,18 @@ class Buttons(gym.Env[Any, Any]):
 def prioritized(algorithm: Any, policy: str, **settings: Any) -> Any:
     space = VECTOR if policy == "MlpPolicy" else IMAGE
     model = algorithm(
-        policy, Buttons(space), device="cuda", seed=3, buffer_size=100, learning_starts=50, batch_size=33,
-        policy_kwargs={"net_arch": [16]}, target_update_interval=25, train_freq=1, **settings,
-    )  # fmt: skip
+        policy,
+        Buttons(space),
+        device="cuda",
+        seed=3,
+        buffer_size=100,
+        learning_starts=50,
+        batch_size=33,
+        policy_kwargs={"net_arch": [16]},
+        target_update_interval=25,
+        train_freq=1,
+        **settings,
+    )
     return model.learn(160)
 
 

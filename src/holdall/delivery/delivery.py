@@ -3,8 +3,8 @@
     HostDelivery      NumPy arrays, or torch tensors on the CPU
     DeviceDelivery    torch tensors on another device
 
-A batch is made in steps. `prepare` reads the rows and may run in any thread. `start` begins to send them, and `receive`
-returns the batch, both in the thread that uses it. `deliver` does all of it.
+A batch is made in three steps. `prepare` reads the rows, in any thread. `start` begins to send the rows, and `receive`
+returns the batch. Both run in the thread that uses the batch. `deliver` takes all three steps.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Delivery(ABC):
         """Read the rows of a draw. Raise TransitionIdError if one of them is not held."""
 
     def start(self, prepared: Any) -> None:  # noqa: B027  Rows on the host are not sent.
-        """Begin to send what `prepare` returned, without waiting. Optional, idempotent, and not thread-safe."""
+        """Begin to send a prepared batch, without waiting. Optional, idempotent, and not thread-safe."""
 
     @abstractmethod
     def receive(self, prepared: Any) -> Batch:
-        """Return the batch of what `prepare` returned. Called once, by the thread that uses the batch."""
+        """Return a prepared batch. Called once, by the thread that uses the batch."""
 
     def deliver(self, draw: Draw, rows: Rows) -> Batch:
         """Make a batch."""

@@ -28,6 +28,7 @@ from holdall.delivery.staging import (
     Slot,
     Staging,
     align,
+    describe_lack_of_memory,
     find_layout,
     is_asynchronous,
     split_block,
@@ -113,6 +114,12 @@ class DeviceDelivery(Delivery):
 
     def prepare(self, draw: Draw, rows: Rows) -> _Prepared:
         """Read the rows. Those of a large batch are sent while others are read."""
+        try:
+            return self._prepare(draw, rows)
+        except torch.OutOfMemoryError as error:
+            raise self._explain(draw, error) from error
+
+    def _prepare(self, draw: Draw, rows: Rows) -> _Prepared:
         if draw.goals is not None and draw.goals.rows.size:
             drawn = DrawnRows.read(self._columns, draw, rows)
             drawn.relabel(self._schema, draw.goals, read_goal(self._schema, self._columns, draw.goals, rows))
@@ -161,13 +168,20 @@ class DeviceDelivery(Delivery):
         return _Prepared(draw, transfer)
 
     def start(self, prepared: _Prepared) -> None:
-        """Begin to send what `prepare` has only read."""
-        prepared.transfer.start()
+        """Begin to send the rows that `prepare` read and did not send."""
+        try:
+            prepared.transfer.start()
+        except torch.OutOfMemoryError as error:
+            raise self._explain(prepared.draw, error) from error
+
+    def _explain(self, draw: Draw, error: torch.OutOfMemoryError) -> ArgumentError:
+        """Return the error to raise if the device has no memory for a batch."""
+        return ArgumentError(describe_lack_of_memory(len(draw.ids), self._device, error))
 
     def receive(self, prepared: _Prepared) -> Batch:
         """Return the batch. The current stream waits for its copies."""
+        self.start(prepared)
         draw, transfer = prepared
-        transfer.start()
         if transfer.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(transfer.event)
@@ -219,7 +233,7 @@ class _Transfer:
         self.event: Any = None
 
     def start(self) -> None:
-        """Begin to send everything that was only read. An interrupted call may be repeated."""
+        """Begin to send all arrays that were read and not sent. An interrupted call may be repeated."""
         if not self._unsent:
             return
         with self._use_stream():
@@ -268,6 +282,8 @@ class _Transfer:
         large = tuple(output for output in outputs if self._row_bytes[output] >= _MIN_LARGE_BYTES)
         small = tuple(output for output in outputs if output not in large)
         self._read_together(ids, small, others)
+        # Pieces take turns with all slots, so none is kept for later.
+        self.start()
         piece_bytes = min(max(total // _PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         self._read_in_pieces(ids, large, piece_bytes)
 
@@ -336,7 +352,7 @@ class _Transfer:
     def _fill_missing(
         self, both: torch.Tensor, ids: NDArray[np.int64], missing: NDArray[np.int64], outputs: tuple[int, int]
     ) -> None:
-        """Read rows that are stored in another form, and write them over what stands in their places."""
+        """Read the rows in `missing`, which are stored in another form, and overwrite those rows of `both`."""
         if not missing.size:
             return
         transfer = _Transfer(self._staging, self._row_bytes, self._rows, self._stream)

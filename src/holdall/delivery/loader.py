@@ -3,8 +3,8 @@
 The consumer's own call draws a batch, so the batches depend on the consumer's calls alone and never on how fast a
 thread is. A thread then reads the rows in the background. A batch is drawn `prefetch` batches before it is returned.
 
-The background thread only reads. Everything else is done by the consumer, because two threads that take turns with the
-GIL make each other wait for longer than the work takes.
+The background thread reads rows, and sends large batches while it reads. The consumer does everything else, because
+threads that compete for the GIL wait for each other longer than the work takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loader:
         draw: Draws a batch, and returns the function that reads its rows.
         receive: Returns the batch of what that function returned.
         prefetch: Batches that are made ahead, besides the one that is requested.
-        start: Begins to send what that function returned, see `Delivery.start`.
+        start: Begins to send a prepared batch, see `Delivery.start`.
     """
 
     def __init__(

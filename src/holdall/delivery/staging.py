@@ -46,6 +46,14 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+def describe_lack_of_memory(rows: int, device: torch.device, error: BaseException) -> str:
+    """Return the message of the error for a batch for which a device has no memory."""
+    return (
+        f"batch_size ({rows}) needs more memory than {device} has ({error}). Use a smaller batch_size, or a lower "
+        "prefetch."
+    )
+
+
 def is_asynchronous(device: torch.device) -> bool:
     """Whether copies to `device` run beside the host, in streams."""
     return device.type == "cuda"
@@ -107,7 +115,7 @@ class Staging:
     Copies run on the current stream of the thread that calls. On devices without streams, the copies are complete when
     a call returns.
 
-    There are as many slots as had an owner at the same time, and three at least.
+    The number of slots is the highest number of slots that had an owner at the same time, and at least three.
 
     Args:
         slot_bytes: Bytes of a piece at most.
@@ -158,7 +166,7 @@ class Staging:
         finally:
             event = None
             if self._is_asynchronous:
-                event = (stream or torch.cuda.current_stream(self.device)).record_event()
+                event = record_event(self.device) if stream is None else stream.record_event()
             self.return_slot(slot, event)
 
     def send(self, arrays: Sequence[Array]) -> list[torch.Tensor]:

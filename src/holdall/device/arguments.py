@@ -20,14 +20,18 @@ _CUDA_IN_DLPACK = (2, 10)
 _FLAG = Leaf("", (), np.dtype(np.bool_))
 
 
-def is_on_device(value: Any, device: torch.device) -> bool:
-    """Whether the first array of a nested value is a tensor, or something torch can see as one, on `device`."""
+def is_device_data(value: Any, device: torch.device) -> bool:
+    """Whether the first array of a nested value is data of a device, and no array of the host.
+
+    Tensors of the CPU count as arrays of the host, unless `device` is the CPU. Tensors on another device count as data
+    of a device, so that the error about them names both devices.
+    """
     while isinstance(value, Mapping | tuple) and len(value):
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
     if isinstance(value, np.ndarray):
         return False
     if isinstance(value, torch.Tensor):
-        return value.device.type == device.type
+        return value.device.type == device.type or value.device.type != "cpu"
     dlpack = getattr(value, "__dlpack_device__", None)
     return dlpack is not None and device.type == "cuda" and dlpack()[0] in _CUDA_IN_DLPACK
 
@@ -58,7 +62,7 @@ class TensorCheck:
         self, leading: tuple[int, ...], reward_dtype: np.dtype[Any] | None, given: tuple[Any, ...]
     ) -> TensorStep:
         """Check tensors, or check arrays and copy them to the device."""
-        if is_on_device(given[0], self._device):
+        if is_device_data(given[0], self._device):
             return self._check_tensors(leading, reward_dtype, *given)
         step = check_step(self._schema, leading, reward_dtype, *given)
         return self.send(step)

@@ -6,8 +6,9 @@ being written, or whose writing was interrupted, overwrites nothing that is held
 Most observations are the next observation of the tick before, or overlap it. The device compares them, so nothing waits
 for the device, and the host does not know how many slices a tick wrote. It counts with the worst case, see `TickRing`.
 
-A tick is written in two steps, in any order. Rows whose place the host knows are copied there, all of them together.
-`ObservationField.place` has all operations that depend on what the device finds. They can be captured in a CUDA graph.
+A tick is written in two steps. `ObservationField.place` has all operations that depend on what the device finds. They
+can be captured in a CUDA graph. Rows whose place the host knows are then copied there, all of them together: each field
+lists its tensors of rows by slot, and the new rows for them.
 
 Writing a tick twice gives the same result as writing it once.
 """
@@ -68,7 +69,7 @@ class RowField:
         return self.convert(self._rows.index_select(0, cells))
 
     def convert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows that were read from the memory of this field in their own dtype and shape."""
+        """Return rows with the dtype and shape of the field. `rows` were read from its memory."""
         if rows.dtype == self._dtype:
             return rows
         return from_words(rows, self._dtype, (rows.shape[0], *self.leaf.shape))
@@ -150,17 +151,20 @@ class ObservationField(ABC):
     @abstractmethod
     def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
-    ) -> None:
-        """Find or make places for the observations of some ticks, (ticks, lanes, ...), and write them to `starts`.
+    ) -> torch.Tensor:
+        """Find or make places for the observations of some ticks, (ticks, lanes, ...). Return what `list_new` needs.
 
         There must be room for the most slices that the ticks may need. `has_previous` says whether the tick before
         the first one was written.
         """
 
-    @property
     @abstractmethod
-    def next_by_slot(self) -> torch.Tensor | None:
-        """Where next observations are copied to, (slots, lanes, ...). None if `place` writes them."""
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors whose rows are still to be written after `place`, (slots, lanes, ...) each."""
+
+    @abstractmethod
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the new rows for the tensors of `list_by_slot`, if `place` returned `places`."""
 
     @abstractmethod
     def read(self, starts: torch.Tensor) -> torch.Tensor:
@@ -217,8 +221,8 @@ class WholeField(ObservationField):
 
     def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
-    ) -> None:
-        """See `ObservationField`."""
+    ) -> torch.Tensor:
+        """See `ObservationField`. Returns the places of the observations, (ticks, lanes)."""
         lanes = self._lanes
         ticks = clock.ticks
         rows = as_words(obs, ticks * lanes, self._slices.dtype)
@@ -230,20 +234,22 @@ class WholeField(ObservationField):
         if not has_previous:
             is_new[:lanes] = True
         numbers = is_new.cumsum(0) + self.heads.index_select(0, clock.heads[:1])
-        by_slot = starts.view(2, self._slots, lanes)
-        before = by_slot[1].index_select(0, clock.before)
+        before = starts[1].view(self._slots, lanes).index_select(0, clock.before)
         places = torch.where(is_new, numbers % self._places, before.view(-1))
         # An observation that has the place of a next observation is written there again, with the same bits.
         if ticks > 1:
             self._next_words.index_copy_(0, clock.heads[:-1], next_rows.view(ticks, -1))
         self._slices.index_copy_(0, places, rows)
-        by_slot[0].index_copy_(0, clock.heads[:-1], places.view(ticks, lanes).to(torch.int32))
         self.heads.index_copy_(0, clock.heads[1:], numbers.view(ticks, lanes)[:, -1])
+        return places.view(ticks, lanes)
 
-    @property
-    def next_by_slot(self) -> torch.Tensor:
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
         """See `ObservationField`."""
-        return self._next_by_slot
+        return [self._next_by_slot, starts[0].view(self._slots, self._lanes)]
+
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return [next_obs, places]
 
     def read(self, starts: torch.Tensor) -> torch.Tensor:
         """See `ObservationField`."""
@@ -330,8 +336,8 @@ class WindowField(ObservationField):
 
     def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
-    ) -> None:
-        """See `ObservationField`."""
+    ) -> torch.Tensor:
+        """See `ObservationField`. Returns new positions in the logs, (2, ticks, lanes)."""
         lanes = self._lanes
         ticks = clock.ticks
         count = self.window.count
@@ -362,13 +368,16 @@ class WindowField(ObservationField):
         # Slices that were there before are written to their own places again, with the same bits.
         places = self._find_places(both.view(-1)).to(torch.int64)
         self._slices.index_copy_(0, places, both_slices.reshape(len(places), -1))
-        starts.view(2, -1, lanes).index_copy_(1, clock.heads[:-1], both.to(torch.int32))
         self.heads.index_copy_(0, clock.heads[1:], ends.view(ticks, lanes)[:, -1])
+        return both
 
-    @property
-    def next_by_slot(self) -> None:
+    def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
         """See `ObservationField`."""
-        return None
+        return list(starts.view(2, -1, self._lanes).unbind(0))
+
+    def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
+        """See `ObservationField`."""
+        return list(places.unbind(0))
 
     def _write_log(self, positions: torch.Tensor, serials: torch.Tensor, counts: torch.Tensor, ticks: int) -> None:
         """Append to the logs: for every lane of every tick, `counts` slices that are numbered from `serials` on."""

@@ -17,7 +17,7 @@ from holdall.device.tensors import Tensors, TensorStep
 
 
 class PlaceGraph:
-    """Writes single ticks, without an axis of time.
+    """Finds places for single ticks, without an axis of time. See `Tensors.place`.
 
     The constructor raises RuntimeError if the capture fails. Nothing is written then.
 
@@ -41,18 +41,20 @@ class PlaceGraph:
             torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
             _pause_garbage_collection(),
         ):
-            tensors.place(inputs, 1, has_previous=True)
+            places = tensors.place(inputs, 1, has_previous=True)
+            # Places of one tick, without an axis of time.
+            self._places = [found.squeeze(-2) for found in places]
 
     def _list(self, step: TensorStep) -> list[torch.Tensor]:
         """Return the tensors of a step that the graph reads."""
         fields = self.tensors.fields
         return [*step.obs, *[rows for field, rows in zip(fields, step.next_obs, strict=True) if field.uses_next]]
 
-    def write(self, step: TensorStep, tick: int) -> None:
-        """Write a tick, which is the next one."""
-        stored, new = self.tensors.list_copies(step, tick)
-        copy_all([*self._inputs, *stored], [*self._list(step), *new])
+    def place(self, step: TensorStep) -> list[torch.Tensor]:
+        """Find places for the observations of the next tick. The next call overwrites what is returned."""
+        copy_all(self._inputs, self._list(step))
         self._graph.replay()
+        return self._places
 
 
 @contextlib.contextmanager

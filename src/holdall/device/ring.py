@@ -91,7 +91,7 @@ class TickRing:
         if step.valid is not None:
             self.masked_tick = self.next_tick
         self._begin()
-        graph.write(step, self.next_tick)
+        self.tensors.write_placed(step, self.next_tick, graph.place(step))
         self._end(1)
 
     def _find_graph(self, step: TensorStep) -> PlaceGraph | None:
@@ -166,6 +166,7 @@ class TickRing:
                 f"store_device ({self._device}) has no room for more observations that no other step shares ({error}). "
                 "Nothing was added. Save the memory, and load it with a lower capacity."
             ) from error
+        _LOG.info("The room for observations on %s was enlarged. Capture CUDA graphs of sample() again.", self._device)
 
     def _count_room(self) -> int:
         """Return how many ticks can be written in the worst case."""

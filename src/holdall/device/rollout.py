@@ -277,7 +277,8 @@ class _FinalRows:
         """Make room for all lanes of a step. Waits for the device if only it knows whether there is room."""
         known_step, count = self._known
         if step < known_step:  # Another rollout.
-            known_step, count = 0, 0
+            known_step = 0
+            count = 0
             self._known = (0, 0)
         if count + (step - known_step + 1) * self._lanes <= self._room:
             return

@@ -49,7 +49,7 @@ class Shelf(Protocol):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Both, `first_id` and `next_id`."""
+        """The ids `first_id` and `next_id`."""
 
     @property
     def capacity(self) -> int:

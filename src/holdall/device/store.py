@@ -155,7 +155,7 @@ class DeviceStore:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Both, `first_id` and `next_id`."""
+        """The ids `first_id` and `next_id`."""
         ring = self._ring
         if ring is None:
             return self.first_id, self.next_id
@@ -444,7 +444,12 @@ class DeviceStore:
     def _make_batch(self, drawn: DeviceDraw, ids: Any, goals: Goals | None) -> Batch:
         """Read the rows of a draw. `ids` are those of the batch, on the device or on the host."""
         is_flat = drawn.ids.ndim == 1
-        rows = self.tensors.read(drawn.ids if is_flat else drawn.ids.view(-1), drawn.last_ids)
+        try:
+            rows = self.tensors.read(drawn.ids if is_flat else drawn.ids.view(-1), drawn.last_ids)
+        except self._torch.OutOfMemoryError as error:
+            from holdall.delivery.staging import describe_lack_of_memory  # noqa: PLC0415  It imports torch.
+
+            raise ArgumentError(describe_lack_of_memory(len(drawn.ids), self.device, error)) from error
         if drawn.reward is not None:
             rows = rows._replace(reward=drawn.reward)
         if goals is not None and goals.rows.size:

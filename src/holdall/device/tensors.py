@@ -179,7 +179,10 @@ class Tensors:
         table_rows = 2 * len(leaves) + int(self._is_reward_in_table)
         self._table = torch.zeros((table_rows, slots * lanes), dtype=torch.int32, device=device)
         self._starts = self._find_starts()
-        self.reward = self._new_reward()
+        if self._is_reward_in_table:
+            self.reward = self._find_reward()
+        else:
+            self.reward = RowField.allocate(plan.reward, lanes, slots, device)
         for i, leaf in enumerate(leaves):
             places = plan.places(i, lanes)
             window = plan.windows[i]
@@ -216,8 +219,7 @@ class Tensors:
         """Write the ticks from `first_tick` on, which is `next_tick`, and increase `next_tick`."""
         ticks = len(step.reward)
         slots = self.plan.slots
-        self.place(step, ticks, has_previous=has_previous)
-        new = self._list_new(step)
+        new = self._list_new(step, self.place(step, ticks, has_previous=has_previous))
         written = 0
         while written < ticks:
             slot = (first_tick + written) % slots
@@ -226,16 +228,13 @@ class Tensors:
             copy_all(stored, [rows[written:stop] for rows in new])
             written = stop
 
-    def list_copies(self, step: TensorStep, tick: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors to which rows of a tick, without an axis of time, are copied, and these rows.
-
-        `place` writes everything else.
-        """
-        new = self._list_new(step)
+    def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
+        """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
+        new = self._list_new(step, places)
         slot = tick % self.plan.slots
-        return [by_slot[slot] for by_slot in self._by_slot], new
+        copy_all([by_slot[slot] for by_slot in self._by_slot], new)
 
-    def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> None:
+    def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
         """Find or make places for the observations of the next ticks, and increase `next_tick`.
 
         Only the device knows which tick is next, so these operations can be captured in a CUDA graph.
@@ -243,17 +242,17 @@ class Tensors:
         numbers = self._one_tick if ticks == 1 else torch.arange(-1, ticks + 1, device=self._device)
         slots = (self.next_tick + numbers) % self.plan.slots
         clock = Clock(ticks, slots[:-2], slots[1:])
+        places = []
         for field, starts, obs, next_obs in zip(self.fields, self._starts, step.obs, step.next_obs, strict=True):
-            field.place(clock, starts, obs, next_obs, has_previous=has_previous)
+            places.append(field.place(clock, starts, obs, next_obs, has_previous=has_previous))
         self.next_tick.add_(ticks)
+        return places
 
-    def _list_new(self, step: TensorStep) -> list[torch.Tensor]:
+    def _list_new(self, step: TensorStep, places: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the new rows for all tensors of `_by_slot`."""
-        new = [
-            next_obs
-            for field, next_obs in zip(self.fields, step.next_obs, strict=True)
-            if field.next_by_slot is not None
-        ]
+        new = []
+        for i, field in enumerate(self.fields):
+            new += field.list_new(places[i], step.next_obs[i])
         new += (*step.action, *step.extras, step.reward, step.terminated, step.truncated)
         if step.valid is not None and self.invalid is None:
             self.invalid = FlagField(1, self._lanes, self.plan.slots, self._device)
@@ -264,7 +263,9 @@ class Tensors:
 
     def _list_by_slot(self) -> list[torch.Tensor]:
         """Return all tensors to which rows are copied by slot, (slots, lanes, ...) each."""
-        by_slot = [field.next_by_slot for field in self.fields if field.next_by_slot is not None]
+        by_slot = []
+        for i, field in enumerate(self.fields):
+            by_slot += field.list_by_slot(self._starts[i])
         by_slot += [field.by_slot for field in (*self.action, *self.extras, self.reward)]
         by_slot += self.ends.by_slot
         if self.invalid is not None:
@@ -276,14 +277,11 @@ class Tensors:
         leaves = len(self._schema.observation.leaves)
         return self._table[: 2 * leaves].view(leaves, 2, self.cells)
 
-    def _new_reward(self) -> RowField:
-        """Return the field of rewards, which may be a part of the table."""
+    def _find_reward(self) -> RowField:
+        """Return the part of the table that has the rewards."""
         leaf = self.plan.reward
-        slots = self.plan.slots
-        if not self._is_reward_in_table:
-            return RowField.allocate(leaf, self._lanes, slots, self._device)
         stored = choose_stored_dtype(torch_dtype(leaf.dtype), leaf.nbytes)
-        return RowField(leaf, self._lanes, slots, self._table[-1].view(stored))
+        return RowField(leaf, self._lanes, self.plan.slots, self._table[-1].view(stored))
 
     # ---------------------------------------------------------------- reading
 
@@ -382,7 +380,8 @@ class Tensors:
         grown.fields = list(self.fields)
         grown._table = self._table.clone()
         grown._starts = grown._find_starts()
-        grown.reward = grown._new_reward()
+        if self._is_reward_in_table:
+            grown.reward = grown._find_reward()
         ticks = 2 * self.plan.slack_ticks
         for i, (slices, entries) in enumerate(used.tolist()):
             field = grown.fields[i]

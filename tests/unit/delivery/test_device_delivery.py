@@ -147,6 +147,26 @@ def test_pinned_memory_is_used_again(device: str) -> None:
         assert delivery.pinned_bytes == 0
 
 
+def test_a_batch_without_room_on_the_device_names_its_size(device: str) -> None:
+    """Later batches are complete."""
+
+    class Full:
+        """Rows for which there is no memory."""
+
+        def read(self, *_: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        read_windows = read
+
+    with feed() as memory:
+        delivery = DeviceDelivery(memory.schema, device)
+        view = memory.store.view()
+        draw = memory.draw(16)
+        with pytest.raises(holdall.ArgumentError, match=rf"^batch_size \(16\) needs more memory than {device}"):
+            delivery.deliver(draw, Full())
+        assert_same_bits(delivery.deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view))
+
+
 def test_a_row_that_was_evicted_is_refused(device: str) -> None:
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)

@@ -225,7 +225,8 @@ def test_batches_that_were_read_are_sent_before_they_are_requested() -> None:
 
     with Loader(draw, lambda prepared: prepared, 2, start) as loader:
         for requested in range(8):
-            assert next(loader) == requested
+            received: Any = next(loader)
+            assert received == requested
             assert set(range(requested + 2 if requested else 1)) <= started
             loader.wait_until_read()
     assert threads == {threading.current_thread()}

@@ -34,15 +34,19 @@ def steps(seed: int, *, cuts: float = 0.2, invalid: bool = False) -> list[dict[s
 
     return [
         {
-            "obs": observation(), "action": draw.random((LANES, 2)).astype(np.float32),
-            "reward": draw.standard_normal(LANES).astype(np.float32), "terminated": draw.random(LANES) < 0.1,
-            "truncated": draw.random(LANES) < cuts, "value": draw.standard_normal(LANES).astype(np.float32),
+            "obs": observation(),
+            "action": draw.random((LANES, 2)).astype(np.float32),
+            "reward": draw.standard_normal(LANES).astype(np.float32),
+            "terminated": draw.random(LANES) < 0.1,
+            "truncated": draw.random(LANES) < cuts,
+            "value": draw.standard_normal(LANES).astype(np.float32),
             "log_prob": draw.standard_normal(LANES).astype(np.float32),
-            "extras": {"hidden": draw.random((LANES, 4)).astype(np.float32)}, "final_obs": observation(),
+            "extras": {"hidden": draw.random((LANES, 4)).astype(np.float32)},
+            "final_obs": observation(),
             "valid": draw.random(LANES) > 0.2 if invalid else None,
         }
         for _ in range(STEPS)
-    ]  # fmt: skip
+    ]
 
 
 def there(value: Any, device: str) -> Any:

@@ -20,6 +20,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
+from holdall.testing.oracle import map_leaves
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,9 +56,14 @@ class World:
 
     def memory(self, ticks: int, **settings: Any) -> holdall.ReplayMemory:
         return holdall.ReplayMemory(
-            self.space, self.action, ticks * self.lanes, self.lanes,
-            seed=1, extras=self.extras, **{"store_device": self.device, **settings},
-        )  # fmt: skip
+            self.space,
+            self.action,
+            ticks * self.lanes,
+            self.lanes,
+            seed=1,
+            extras=self.extras,
+            **{"store_device": self.device, **settings},
+        )
 
     def _observation(self) -> dict[str, Any]:
         def some(box: Any) -> Any:
@@ -65,14 +71,14 @@ class World:
 
         return {name: some(box) for name, box in self.space.spaces.items()}
 
-    def step(self, *, some_invalid: bool = False) -> dict[str, Any]:
+    def step(self, *, some_invalid: bool = False, reward_dtype: str = "f4") -> dict[str, Any]:
         """Make the next step of all lanes, and remember it."""
         lanes, draw = self.lanes, self.generator
         terminated, truncated = draw.random(lanes) < self.ends, draw.random(lanes) < self.ends / 2
         row: dict[str, Any] = {
             "obs": self._obs,
             "action": draw.random((lanes, 2)).astype(np.float32),
-            "reward": draw.standard_normal(lanes).astype(np.float32),
+            "reward": (100 * np.abs(draw.standard_normal(lanes))).astype(reward_dtype),
             "next_obs": self._observation(),
             "terminated": terminated,
             "truncated": truncated,
@@ -151,6 +157,21 @@ def test_every_row_comes_back(
         if step % 7 == 0 or step == steps - 1:
             world.check_all(memory)
             world.check(memory.sample(1))
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "i4", "u4", "f8"])
+def test_rows_stay_when_observations_need_more_room(device: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Episodes of one step, after long ones: nothing is shared any more, so the tensors are replaced by larger ones."""
+    world = World(device, 3, ends=0.0)
+    memory = world.memory(300)
+    for _ in range(70):
+        world.add(memory, reward_dtype=dtype)
+    world.ends = 1.0
+    caplog.set_level("INFO", "holdall")
+    for _ in range(150):
+        world.add(memory, reward_dtype=dtype)
+    world.check_all(memory)
+    assert "was enlarged" in caplog.text
 
 
 def test_batches_are_tensors_on_the_device(device: str) -> None:
@@ -528,17 +549,6 @@ def test_the_refusal_of_an_image_says_how_to_pass_it(device: str) -> None:
             memory.add(wrong, flags.long(), flags.float(), image, flags, flags)
 
 
-def test_ids_that_are_not_held_are_refused(device: str) -> None:
-    world = World(device, 3)
-    memory = world.memory(4)
-    for _ in range(6):
-        world.add(memory)
-    for ids in ([memory.next_id], [memory.first_id - 1], [-1]):
-        with pytest.raises(holdall.TransitionIdError, match=str(ids[0])):
-            memory.gather(ids)
-    world.check_all(memory)
-
-
 def test_arrays_of_the_host_and_tensors_can_be_added_in_turn(device: str) -> None:
     world = World(device, 4)
     memory = world.memory(7)
@@ -779,8 +789,21 @@ def test_a_closed_memory_says_so(device: str) -> None:
             call()
 
 
+@pytest.mark.parametrize("argument", ["obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"])
+def test_a_tensor_on_another_device_is_refused(device: str, argument: str) -> None:
+    world = World(device, 2)
+    memory = world.memory(4)
+    world.add(memory)
+    row = world.there(world.step())
+    elsewhere = map_leaves(lambda tensor: tensor.to("meta"), row[argument])
+    with pytest.raises(holdall.ArgumentError, match=rf"^{argument}.* is on meta, but the memory is on {device}"):
+        memory.add(**row | {argument: elsewhere})
+    memory.add(**row)
+    world.check_all(memory)
+
+
 @on_cuda
-def test_a_tensor_on_another_device_is_refused() -> None:
+def test_tensors_of_the_host_are_refused_beside_those_of_the_device() -> None:
     world = World("cuda", 2)
     memory = world.memory(4)
     row = world.there(world.step())

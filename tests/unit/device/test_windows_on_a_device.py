@@ -79,8 +79,10 @@ class Fed:
     def check(self, memory: holdall.ReplayMemory | None = None) -> None:
         memory = memory or self.memory
         assert (memory.first_id, memory.next_id, len(memory)) == (
-            self.oracle.first_id, self.oracle.next_id, len(self.oracle),
-        )  # fmt: skip
+            self.oracle.first_id,
+            self.oracle.next_id,
+            len(self.oracle),
+        )
         ids = self.oracle.ids
         same(memory.gather(ids), self.oracle.gather(ids))
 
