@@ -68,6 +68,8 @@ MAX_WORSE = 0.10
 PASSES = 3
 MAX_FURTHER_PASSES = 6
 VERIFIED_BATCHES = 2
+FILLED_AT_ONCE = 100
+"""Transitions that are added to an empty buffer before the compressor is waited for."""
 BYTES_EVERY = 20
 """Transitions between two readings of bytes."""
 
@@ -131,8 +133,10 @@ class Bench:
         self._recording = [to_arguments(step) for step in itertools.islice(stream.steps, recorded)]
         self._next_step = itertools.cycle(self._recording)
         self.buffers = make_buffers(stream, self.capacity)
-        self._add_to_all(self.capacity)
-        self._wait_until_compressed()
+        # In training, steps come more slowly than blocks are compressed.
+        for _ in range(0, self.capacity, FILLED_AT_ONCE):
+            self._add_to_all(FILLED_AT_ONCE)
+            self._wait_until_compressed()
 
     @property
     def checksum(self) -> int:
@@ -313,7 +317,15 @@ def open_traces(folder: Path) -> Iterator[tuple[str, Stream]]:
         except ArgumentError as error:
             print(f"{file.stem} is skipped: {error}", file=sys.stderr)
             continue
+        if has_scalar(stream.observation_space):
+            print(f"{file.stem} is skipped: Stable-Baselines3 cannot sample a scalar of a Dict", file=sys.stderr)
+            continue
         yield file.stem, stream
+
+
+def has_scalar(space: spaces.Space[Any]) -> bool:
+    """Return whether a Dict has a part of a single number, such as a Discrete."""
+    return isinstance(space, spaces.Dict) and any(part.shape == () for part in space.values())
 
 
 def is_worse(now: float, stored: float | None) -> bool:

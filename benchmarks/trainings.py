@@ -116,7 +116,7 @@ CASES = {
         "DQN", "CnnPolicy", one_of(lambda: Film(stacks=True)), {"batch_size": 32, "train_freq": 8}, 8_000, 1_600
     ),
     "camera": Case(
-        "SAC", "MultiInputPolicy", one_of(lambda: Film(stacks=False)), {"batch_size": 64, "train_freq": 8}, 4_000, 600
+        "SAC", "MultiInputPolicy", one_of(lambda: Film(stacks=False)), {"batch_size": 256, "train_freq": 8}, 4_000, 200
     ),
     "vectors": Case("TD3", "MlpPolicy", one_of(lambda: gym.make("Pendulum-v1")), {"batch_size": 256}, 4_000, 1_500),
 }

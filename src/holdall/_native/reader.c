@@ -92,14 +92,16 @@ static void place_slice(const window *cut, const uint8_t *slice, Py_ssize_t s, u
         memcpy(out + o * stretch, slice + o * cut->run_bytes, (size_t)cut->run_bytes);
 }
 
-static void copy_raw(const observation *v, const uint32_t *numbers) {
-    const window *const cut = v->cut;
+/* Copy the uncompressed slices of an observation to `out`. */
+static void copy_slices(const observation *v, const uint32_t *numbers, uint8_t *out) {
     const uint8_t *const slices = ((const Raw *)v->form)->data;
-    for (Py_ssize_t s = 0; s < cut->count + v->step; s++) {
-        const uint8_t *const slice = slices + numbers[s] * v->slice_bytes;
-        if (v->obs && s < cut->count) place_slice(cut, slice, s, v->obs);
-        if (v->next_obs && s >= v->step) place_slice(cut, slice, s - v->step, v->next_obs);
-    }
+    for (Py_ssize_t s = 0; s < v->cut->count; s++) place_slice(v->cut, slices + numbers[s] * v->slice_bytes, s, out);
+}
+
+/* One observation is written after the other, because two destinations by turns take longer. */
+static void copy_raw(const observation *v, const uint32_t *numbers) {
+    if (v->obs) copy_slices(v, numbers, v->obs);
+    if (v->next_obs) copy_slices(v, numbers + v->step, v->next_obs);
 }
 
 /* Decode a slice to `out`, or copy it if this thread decoded it for the same batch before. Return 0 if it is damaged. */
