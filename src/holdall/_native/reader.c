@@ -350,35 +350,27 @@ PREFETCHER void prefetch_ahead(int column, const location *locations, Py_ssize_t
     prefetch_row(ahead->segment->parts[column], ahead->row);
 }
 
-/* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. */
-PREFETCHER void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+/* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. The columns of
+ * a segment share a packed run, so the first one stands for all of them. */
+static void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+    int first = -1, has_obs = 0, has_next = 0;
     for (int column = 0; column < catalog->column_count - 1; column++) {
-        if (!wanted[2 * column] && !wanted[2 * column + 1]) continue;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            const Part *const part = locations[i].segment->parts[column];
-            if (part->kind == PART_PACKED) packed_prefetch((const PackedRun *)part->packed, locations[i].row);
-        }
-        for (Py_ssize_t i = 0; i < count; i++) {
-            const Part *const part = locations[i].segment->parts[column];
-            if (part->kind != PART_PACKED) continue;
-            if (wanted[2 * column]) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
-            if (wanted[2 * column + 1]) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
-        }
+        if (locations[0].segment->parts[column]->kind != PART_PACKED) continue;
+        if (first < 0) first = column;
+        has_obs |= wanted[2 * column] != 0;
+        has_next |= wanted[2 * column + 1] != 0;
     }
-}
-
-/* Copy `bytes` bytes. Most rows are short, and a call of memcpy takes longer than copying them. */
-static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
-    if (bytes == 4) memcpy(to, from, 4);
-    else if (bytes == 8) memcpy(to, from, 8);
-    else if (bytes >= 16 && bytes <= 32) {
-        memcpy(to, from, 16);
-        memcpy(to + bytes - 16, from + bytes - 16, 16);
-    } else if (bytes > 32 && bytes <= 128) {
-        size_t done = 0;
-        for (; done + 32 <= bytes; done += 32) memcpy(to + done, from + done, 32);
-        memcpy(to + bytes - 32, from + bytes - 32, 32);
-    } else memcpy(to, from, bytes);
+    if (!has_obs && !has_next) return;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = locations[i].segment->parts[first];
+        if (part->kind == PART_PACKED) packed_prefetch((const PackedRun *)part->packed, locations[i].row);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = locations[i].segment->parts[first];
+        if (part->kind != PART_PACKED) continue;
+        if (has_obs) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
+        if (has_next) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
+    }
 }
 
 /* Copy the rows of a column that is not sliced there. */
