@@ -21,6 +21,9 @@ Bytes of holdall are read from `report()` whenever the compressor has finished, 
 replaced. The least reading counts: it is taken just after a block was compressed, so it hardly depends on how full the
 last block is.
 
+Even ratios to Stable-Baselines3's times differ from one kind of processor to another, so the file has a table for each
+kind. On a processor without a table, only bytes are compared.
+
 If a time is more than 10 % worse than the stored one, further passes are made before the script calls it worse. The
 exit status is 1 if a figure is worse, or if one of the compared rows is wrong. It is 2 if the arguments make no sense.
 """
@@ -407,24 +410,32 @@ def print_cells(key: str, cells: Iterable[str]) -> None:
 
 
 def read_table(file: Path, effort: Effort) -> dict[str, Any]:
-    """Return the stored table. Raises ArgumentError if there is none, or if it was measured with other settings."""
+    """Return the stored table of this processor. Without one, return the bytes of another processor's table.
+
+    Raises ArgumentError if nothing is stored, or if it was measured with other settings.
+    """
     if not file.exists():
         raise ArgumentError(f"There is no table at {file}; write one with --store")
-    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    tables: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    processor = machine()["processor"]
+    table = tables[processor if processor in tables else next(iter(tables))]
     if table["settings"] != effort.settings:
         raise ArgumentError(
             f"{file} was measured with {table['settings']}, and this run would use {effort.settings}; name another "
             "file with --table"
         )
+    if processor not in tables:
+        table["figures"] = {key: {"bytes": row["bytes"]} for key, row in table["figures"].items()}
     return table
 
 
 def write_table(file: Path, effort: Effort, results: Results) -> None:
-    """Store the figures, together with everything that they depend on."""
+    """Store the figures of this processor, together with everything that they depend on. Keep those of others."""
     figures = {
         key: {name: float(f"{value:.5g}") for name, value in row.items()} for key, row in results.figures.items()
     }
-    table = {
+    tables = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    tables[machine()["processor"]] = {
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
@@ -433,14 +444,14 @@ def write_table(file: Path, effort: Effort, results: Results) -> None:
         "checksums": results.checksums,
         "figures": figures,
     }
-    file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
 
 
 def print_differences(table: dict[str, Any], results: Results) -> None:
     """Print why figures were not compared, or may differ although the code is as good as before."""
     processor = machine()["processor"]
     if table["machine"]["processor"] != processor:
-        print(f"note: the table was measured on {table['machine']['processor']}, this machine is {processor}")
+        print(f"note: there is no table for {processor}, so only bytes were compared; write one with --store")
     for name, checksum in results.checksums.items():
         if name not in table["checksums"]:
             print(f"note: {name} is not in the table, so it was not compared")

@@ -3,7 +3,7 @@
     python benchmarks/trainings.py [--case atari|dqn|camera|vectors] [--rounds 5] [--plain-malloc] [--json FILE]
 
 `atari` is DQN on Seaquest, and needs ale-py; `dqn` is DQN on made-up stacks of four frames; both draw batches of 32.
-`camera` is SAC on a Dict of image and vector, batches of 64; `vectors` is TD3 on Pendulum, batches of 256. A buffer is
+`camera` is SAC on a Dict of image and vector and `vectors` is TD3 on Pendulum, both with batches of 256. A buffer is
 filled first, and what shall be compressed is, so that training draws what it draws after hours. Every side of every
 round is a fresh process, and the sides take turns. Environments and networks are small, so that buffers count for
 much. Shown are steps a second by the CPU time of the process, and the medians of calls by the CPU time of the thread:
