@@ -3,7 +3,7 @@
     python benchmarks/trainings.py [--case atari|dqn|camera|vectors] [--rounds 5] [--plain-malloc] [--json FILE]
 
 `atari` is DQN on Seaquest, and needs ale-py; `dqn` is DQN on made-up stacks of four frames; both draw batches of 32.
-`camera` is SAC on a Dict of image and vector, batches of 64; `vectors` is TD3 on Pendulum, batches of 256. A buffer is
+`camera` is SAC on a Dict of image and vector and `vectors` is TD3 on Pendulum, both with batches of 256. A buffer is
 filled first, and what shall be compressed is, so that training draws what it draws after hours. Every side of every
 round is a fresh process, and the sides take turns. Environments and networks are small, so that buffers count for
 much. Shown are steps a second by the CPU time of the process, and the medians of calls by the CPU time of the thread:
@@ -116,7 +116,7 @@ CASES = {
         "DQN", "CnnPolicy", one_of(lambda: Film(stacks=True)), {"batch_size": 32, "train_freq": 8}, 8_000, 1_600
     ),
     "camera": Case(
-        "SAC", "MultiInputPolicy", one_of(lambda: Film(stacks=False)), {"batch_size": 64, "train_freq": 8}, 4_000, 600
+        "SAC", "MultiInputPolicy", one_of(lambda: Film(stacks=False)), {"batch_size": 256, "train_freq": 8}, 4_000, 200
     ),
     "vectors": Case("TD3", "MlpPolicy", one_of(lambda: gym.make("Pendulum-v1")), {"batch_size": 256}, 4_000, 1_500),
 }

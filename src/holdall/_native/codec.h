@@ -137,8 +137,8 @@ static inline int64_t count_unit_bytes(const coded_block *b, int64_t u) {
 void interleave(const transform *form, const uint8_t *planes, uint8_t *out);
 void separate_planes(const transform *form, const uint8_t *in, uint8_t *planes);
 
-/* Turn planes of differences into planes of values at `out`, which may be `planes`. The content of `planes` is lost. */
-void undo_differences(const transform *form, uint8_t *planes, uint8_t *out);
+/* Turn planes of differences into planes of values at `out`, which may be `planes`. */
+void undo_differences(const transform *form, const uint8_t *planes, uint8_t *out);
 
 /* Undo a shuffle of the bytes of words. */
 void unshuffle(int64_t word_bytes, int64_t bytes, const uint8_t *in, uint8_t *out);

@@ -250,18 +250,16 @@ static const uint8_t *unpack_slice(decoder *d, const coded_block *b, int64_t pla
 
 /* ---- one slice --------------------------------------------------------------------- */
 
-/* Whether a slice is complete once its differences are undone. */
-static int ends_with_differences(const transform *form) {
-    return form->kind == TRANSFORM_LEFT && !form->interleaved && form->word_bytes == 0 && form->shuffle == 0;
-}
-
-/* Undo the transform of one slice. `stage` has the decompressed bytes. Differences are undone in `own`, which is then the
- * same memory as `stage`. */
+/* Undo the transform of one slice. `stage` has the decompressed bytes. Differences are undone in `own`, which may be the
+ * same memory. */
 static void undo_transform(decoder *d, const coded_block *b, const uint8_t *stage, uint8_t *own, uint8_t *out) {
     const transform *const form = &b->form;
     const int64_t coded = coded_bytes(form);
     uint8_t *const to = form->word_bytes > 0 ? d->scratch + coded : out;
-    if (form->kind == TRANSFORM_LEFT) undo_differences(form, own, ends_with_differences(form) ? out : own);
+    if (form->kind == TRANSFORM_LEFT) {
+        undo_differences(form, stage, own);
+        stage = own;
+    }
     if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
     else if (form->kind == TRANSFORM_PIXELS) separate_planes(form, stage, to);
     else if (is_of_colours(form)) look_up_colours(form, d->unit_palette, stage, d->scratch + coded, to);
@@ -282,15 +280,10 @@ int decode_slice(decoder *d, const coded_block *b, int64_t number, uint8_t *out)
     const int moves = form->word_bytes > 0 || form->shuffle > 0 || form->kind == TRANSFORM_PIXELS ||
                       is_of_colours(form) || (is_left && form->interleaved);
     /* Transforms that move bytes write to `out`, so the slice is decompressed to other memory. */
-    uint8_t *own = moves ? d->scratch : out;
-    const uint8_t *stage = unpack_slice(d, b, place, own);
+    uint8_t *const own = moves ? d->scratch : out;
+    const uint8_t *const stage = unpack_slice(d, b, place, own);
     if (!stage) return 0;
-    if (stage != own && is_left && b->group == 1) {
-        own = d->unit; /* `stage` is this buffer. It has this slice alone and is not used again, so it may be changed. */
-    } else if (stage != own && (is_left || !moves)) {
-        memcpy(own, stage, (size_t)coded);
-        stage = own;
-    }
-    undo_transform(d, b, stage, own, out);
+    if (stage != own && !is_left && !moves) memcpy(out, stage, (size_t)coded);
+    else undo_transform(d, b, stage, own, out);
     return 1;
 }

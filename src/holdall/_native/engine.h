@@ -17,6 +17,8 @@
 
 #include "codec.h"
 
+#include <string.h>
+
 enum { MAX_COLUMNS = 256, MAX_NDIM = 16 };
 
 /* ---- columns ------------------------------------------------------------------------ */
@@ -209,6 +211,23 @@ static inline const uint8_t *find_exception(const Part *p, Py_ssize_t row) {
     }
     if (*found != (uint32_t)row) return NULL;
     return p->exceptions + (found - p->exception_rows) * p->row_bytes;
+}
+
+/* Copy `bytes` bytes. Most rows are short, and a call of memcpy takes longer than copying them. Two copies that overlap
+ * cover every length from one size to twice that size. */
+static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
+    if (bytes >= 16 && bytes <= 128) {
+        size_t done = 0;
+        for (; done + 32 <= bytes; done += 32) memcpy(to + done, from + done, 32);
+        if (done + 16 <= bytes) memcpy(to + done, from + done, 16);
+        memcpy(to + bytes - 16, from + bytes - 16, 16);
+    } else if (bytes >= 8 && bytes < 16) {
+        memcpy(to, from, 8);
+        memcpy(to + bytes - 8, from + bytes - 8, 8);
+    } else if (bytes >= 4 && bytes < 8) {
+        memcpy(to, from, 4);
+        memcpy(to + bytes - 4, from + bytes - 4, 4);
+    } else memcpy(to, from, bytes);
 }
 
 /* ---- memory ------------------------------------------------------------------------- */

@@ -22,7 +22,7 @@ PyTypeObject *packed_run_type;
 
 /* ---- reading ------------------------------------------------------------------------ */
 
-/* Copy the stretches of a piece. Common sizes are constants, so that the compiler replaces memcpy by moves. */
+/* Copy the stretches of a piece. Sizes of items are constants, so that the compiler replaces memcpy by moves. */
 static inline void copy_stretches(uint8_t *to, Py_ssize_t to_step, const uint8_t *from, Py_ssize_t from_step,
                                   size_t bytes, Py_ssize_t count) {
 #define COPY(n)                                                                                                        \
@@ -34,13 +34,8 @@ static inline void copy_stretches(uint8_t *to, Py_ssize_t to_step, const uint8_t
         COPY(2);
         COPY(4);
         COPY(8);
-        COPY(12);
-        COPY(16);
-        COPY(24);
-        COPY(32);
-        COPY(48);
     default:
-        for (Py_ssize_t i = 0; i < count; i++) memcpy(to + i * to_step, from + i * from_step, bytes);
+        for (Py_ssize_t i = 0; i < count; i++) copy_bytes(to + i * to_step, from + i * from_step, bytes);
     }
 #undef COPY
 }

@@ -92,14 +92,16 @@ static void place_slice(const window *cut, const uint8_t *slice, Py_ssize_t s, u
         memcpy(out + o * stretch, slice + o * cut->run_bytes, (size_t)cut->run_bytes);
 }
 
-static void copy_raw(const observation *v, const uint32_t *numbers) {
-    const window *const cut = v->cut;
+/* Copy the uncompressed slices of an observation to `out`. */
+static void copy_slices(const observation *v, const uint32_t *numbers, uint8_t *out) {
     const uint8_t *const slices = ((const Raw *)v->form)->data;
-    for (Py_ssize_t s = 0; s < cut->count + v->step; s++) {
-        const uint8_t *const slice = slices + numbers[s] * v->slice_bytes;
-        if (v->obs && s < cut->count) place_slice(cut, slice, s, v->obs);
-        if (v->next_obs && s >= v->step) place_slice(cut, slice, s - v->step, v->next_obs);
-    }
+    for (Py_ssize_t s = 0; s < v->cut->count; s++) place_slice(v->cut, slices + numbers[s] * v->slice_bytes, s, out);
+}
+
+/* One observation is written after the other, because two destinations by turns take longer. */
+static void copy_raw(const observation *v, const uint32_t *numbers) {
+    if (v->obs) copy_slices(v, numbers, v->obs);
+    if (v->next_obs) copy_slices(v, numbers + v->step, v->next_obs);
 }
 
 /* Decode a slice to `out`, or copy it if this thread decoded it for the same batch before. Return 0 if it is damaged. */
@@ -348,35 +350,27 @@ PREFETCHER void prefetch_ahead(int column, const location *locations, Py_ssize_t
     prefetch_row(ahead->segment->parts[column], ahead->row);
 }
 
-/* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. */
-PREFETCHER void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+/* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. The columns of
+ * a segment share a packed run, so the first one stands for all of them. */
+static void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+    int first = -1, has_obs = 0, has_next = 0;
     for (int column = 0; column < catalog->column_count - 1; column++) {
-        if (!wanted[2 * column] && !wanted[2 * column + 1]) continue;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            const Part *const part = locations[i].segment->parts[column];
-            if (part->kind == PART_PACKED) packed_prefetch((const PackedRun *)part->packed, locations[i].row);
-        }
-        for (Py_ssize_t i = 0; i < count; i++) {
-            const Part *const part = locations[i].segment->parts[column];
-            if (part->kind != PART_PACKED) continue;
-            if (wanted[2 * column]) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
-            if (wanted[2 * column + 1]) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
-        }
+        if (locations[0].segment->parts[column]->kind != PART_PACKED) continue;
+        if (first < 0) first = column;
+        has_obs |= wanted[2 * column] != 0;
+        has_next |= wanted[2 * column + 1] != 0;
     }
-}
-
-/* Copy `bytes` bytes. Most rows are short, and a call of memcpy takes longer than copying them. */
-static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
-    if (bytes == 4) memcpy(to, from, 4);
-    else if (bytes == 8) memcpy(to, from, 8);
-    else if (bytes >= 16 && bytes <= 32) {
-        memcpy(to, from, 16);
-        memcpy(to + bytes - 16, from + bytes - 16, 16);
-    } else if (bytes > 32 && bytes <= 128) {
-        size_t done = 0;
-        for (; done + 32 <= bytes; done += 32) memcpy(to + done, from + done, 32);
-        memcpy(to + bytes - 32, from + bytes - 32, 32);
-    } else memcpy(to, from, bytes);
+    if (!has_obs && !has_next) return;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = locations[i].segment->parts[first];
+        if (part->kind == PART_PACKED) packed_prefetch((const PackedRun *)part->packed, locations[i].row);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = locations[i].segment->parts[first];
+        if (part->kind != PART_PACKED) continue;
+        if (has_obs) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
+        if (has_next) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
+    }
 }
 
 /* Copy the rows of a column that is not sliced there. */

@@ -5,120 +5,91 @@
 
 /* ---- differences ------------------------------------------------------------------- */
 
+/* Write the sums of a row to `out`, each plus its byte of `more` if that is not NULL. The first byte of a row is a
+ * difference to `above`, and every other byte to its left neighbour. */
+static void sum_row(const uint8_t *from, int64_t columns, uint8_t above, const uint8_t *more, uint8_t *out) {
+    uint8_t sum = above;
+    for (int64_t x = 0; x < columns; x++) {
+        sum = (uint8_t)(sum + from[x]);
+        out[x] = (uint8_t)(sum + (more ? more[x] : 0));
+    }
+}
+
 #ifdef HAVE_X86
-/* Replace 16 bytes by their running sums, in four shifted additions. All bytes of `before` are the sum up to here; they
- * become the sum up to the next 16 bytes. */
-__attribute__((target("ssse3"))) static inline void sum_on(uint8_t *at, __m128i *before) {
-    __m128i v = _mm_loadu_si128((const __m128i *)at);
-    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
-    v = _mm_add_epi8(v, _mm_slli_si128(v, 2));
-    v = _mm_add_epi8(v, _mm_slli_si128(v, 4));
-    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 8));
-    _mm_storeu_si128((__m128i *)at, v);
-    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(15));
+enum { WIDTH = 16 };
+
+/* Return 16 bytes of two rows, one row in each half. */
+__attribute__((target("avx2"))) static inline __m256i load_two(const uint8_t *at, int64_t columns) {
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at));
+    return _mm256_inserti128_si256(first, _mm_loadu_si128((const __m128i *)(at + columns)), 1);
 }
 
-/* The same for four bytes. */
-__attribute__((target("ssse3"))) static inline void sum_four_on(uint8_t *at, __m128i *before) {
-    int32_t four;
-    memcpy(&four, at, 4);
-    __m128i v = _mm_cvtsi32_si128(four);
-    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
-    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 2));
-    four = _mm_cvtsi128_si32(v);
-    memcpy(at, &four, 4);
-    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(3));
+/* Store 16 bytes of two rows, each plus its byte of `more` if that is not NULL. */
+__attribute__((target("avx2"))) static inline void store_two(__m256i v, const uint8_t *more, int64_t columns, uint8_t *out) {
+    if (more) v = _mm256_add_epi8(v, load_two(more, columns));
+    _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(v));
+    _mm_storeu_si128((__m128i *)(out + columns), _mm256_extracti128_si256(v, 1));
 }
 
-/* Sum up four neighbouring rows from column `x` on, up to a multiple of 4 columns. Return that column. The rows are summed
- * side by side, because an addition waits for the one before in its own row only. */
-__attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, int64_t columns, int64_t x) {
-    uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
-    const __m128i zero = _mm_setzero_si128();
-    __m128i sa = x ? _mm_set1_epi8((char)a[x - 1]) : zero, sb = x ? _mm_set1_epi8((char)b[x - 1]) : zero;
-    __m128i sc = x ? _mm_set1_epi8((char)c[x - 1]) : zero, sd = x ? _mm_set1_epi8((char)d[x - 1]) : zero;
-    for (; x + 16 <= columns; x += 16) {
-        sum_on(a + x, &sa);
-        sum_on(b + x, &sb);
-        sum_on(c + x, &sc);
-        sum_on(d + x, &sd);
-    }
-    for (; x + 4 <= columns; x += 4) {
-        sum_four_on(a + x, &sa);
-        sum_four_on(b + x, &sb);
-        sum_four_on(c + x, &sc);
-        sum_four_on(d + x, &sd);
-    }
-    return x;
-}
-
-/* As `sum_on`, for 16 bytes each of two rows. */
-__attribute__((target("avx2"))) static inline void sum_two_on(uint8_t *at, uint8_t *other, __m256i *before) {
-    __m256i v = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at)),
-                                        _mm_loadu_si128((const __m128i *)other), 1);
+/* Return the running sums of each half, in four shifted additions. All bytes of `before` are the sum so far. */
+__attribute__((target("avx2"))) static inline __m256i running_sums(__m256i v, __m256i before) {
     v = _mm256_add_epi8(v, _mm256_slli_si256(v, 1));
     v = _mm256_add_epi8(v, _mm256_slli_si256(v, 2));
     v = _mm256_add_epi8(v, _mm256_slli_si256(v, 4));
-    v = _mm256_add_epi8(_mm256_add_epi8(v, *before), _mm256_slli_si256(v, 8));
-    _mm_storeu_si128((__m128i *)at, _mm256_castsi256_si128(v));
-    _mm_storeu_si128((__m128i *)other, _mm256_extracti128_si256(v, 1));
-    *before = _mm256_shuffle_epi8(v, _mm256_set1_epi8(15));
+    return _mm256_add_epi8(_mm256_add_epi8(v, before), _mm256_slli_si256(v, 8));
 }
 
-/* Sum up four neighbouring rows, up to a multiple of 16 columns. Return that column. */
-__attribute__((target("avx2"))) static int64_t undo_left_wide(uint8_t *first, int64_t columns) {
-    __m256i ab = _mm256_setzero_si256(), cd = ab;
+/* As `sum_row`, for two neighbouring rows of at least 16 columns. The last 16 columns may overlap those before, so their
+ * differences are loaded before `out`, which may be `from`, is written to. */
+__attribute__((target("avx2"))) static void sum_two_rows(const uint8_t *from, int64_t columns, uint8_t above,
+                                                         const uint8_t *more, uint8_t *out) {
+    const __m128i second_above = _mm_set1_epi8((char)(above + from[0]));
+    __m256i before = _mm256_inserti128_si256(_mm256_set1_epi8((char)above), second_above, 1);
     int64_t x = 0;
-    for (; x + 16 <= columns; x += 16) {
-        sum_two_on(first + x, first + columns + x, &ab);
-        sum_two_on(first + 2 * columns + x, first + 3 * columns + x, &cd);
+    for (; x + 2 * WIDTH <= columns; x += WIDTH) {
+        const __m256i sums = running_sums(load_two(from + x, columns), before);
+        store_two(sums, more ? more + x : NULL, columns, out + x);
+        before = _mm256_shuffle_epi8(sums, _mm256_set1_epi8(WIDTH - 1));
     }
-    return x;
+    const int64_t end = columns - WIDTH;
+    const __m256i last = load_two(from + end, columns), sums = running_sums(load_two(from + x, columns), before);
+    store_two(sums, more ? more + x : NULL, columns, out + x);
+    if (end == x) return;
+    before = _mm256_shuffle_epi8(sums, _mm256_set1_epi8((char)(end - x - 1)));
+    store_two(running_sums(last, before), more ? more + end : NULL, columns, out + end);
 }
 #endif
 
-/* Sum up `rows` neighbouring rows. The first byte of each row is a sum already. */
-static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
-    int64_t x = 0;
-#ifdef HAVE_X86
-    if (rows == 4 && has_ssse3()) x = undo_left_from(first, columns, has_avx2() ? undo_left_wide(first, columns) : 0);
-#endif
-    for (int64_t y = 0; y < rows; y++) {
-        uint8_t *const row = first + y * columns;
-        for (int64_t i = x > 1 ? x : 1; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
-    }
-}
-
-/* Write the sums of two planes to `out`, which may be `plane`. */
-static void add_plane(uint8_t *plane, const uint8_t *restrict other, int64_t count, uint8_t *out) {
-    if (out == plane) {
-        for (int64_t i = 0; i < count; i++) plane[i] = (uint8_t)(plane[i] + other[i]);
-    } else {
-        const uint8_t *restrict const from = plane;
-        uint8_t *restrict const to = out;
-        for (int64_t i = 0; i < count; i++) to[i] = (uint8_t)(from[i] + other[i]);
-    }
-}
-
-/* Sum up the rows of a plane. */
-static void undo_left_plane(uint8_t *plane, int64_t rows, int64_t columns) {
-    uint8_t sum = 0; /* A sum in memory would be waited for in every row. */
-    for (int64_t y = 0; y < rows; y++) {
-        sum = (uint8_t)(sum + plane[y * columns]);
-        plane[y * columns] = sum;
-    }
+/* Write the sums of a plane to `out`, each plus its byte of `more` if that is not NULL. */
+static void sum_plane(const uint8_t *from, int64_t rows, int64_t columns, const uint8_t *more, uint8_t *out) {
+    uint8_t above = 0;
     int64_t y = 0;
-    for (; y + 4 <= rows; y += 4) undo_left_rows(plane + y * columns, columns, 4);
-    for (; y < rows; y++) undo_left_rows(plane + y * columns, columns, 1);
+#ifdef HAVE_X86
+    if (columns >= WIDTH && has_avx2())
+        for (; y + 2 <= rows; y += 2) {
+            const int64_t at = y * columns;
+            const uint8_t next_above = (uint8_t)(above + from[at] + from[at + columns]);
+            sum_two_rows(from + at, columns, above, more ? more + at : NULL, out + at);
+            above = next_above;
+        }
+#endif
+    for (; y < rows; y++) {
+        const int64_t at = y * columns;
+        const uint8_t next_above = (uint8_t)(above + from[at]);
+        sum_row(from + at, columns, above, more ? more + at : NULL, out + at);
+        above = next_above;
+    }
 }
 
-void undo_differences(const transform *form, uint8_t *planes, uint8_t *out) {
+void undo_differences(const transform *form, const uint8_t *planes, uint8_t *out) {
     const int64_t plane = form->rows * form->columns;
-    for (int64_t p = 0; p < form->planes; p++) undo_left_plane(planes + p * plane, form->rows, form->columns);
+    const uint8_t *const green = form->green ? out + plane : NULL;
+    /* The planes 0 and 2 are differences to plane 1, which is therefore the first. */
+    if (green) sum_plane(planes + plane, form->rows, form->columns, NULL, out + plane);
     for (int64_t p = 0; p < form->planes; p++) {
-        uint8_t *const from = planes + p * plane, *const to = out + p * plane;
-        if (form->green && (p == 0 || p == 2)) add_plane(from, planes + plane, plane, to);
-        else if (to != from) memcpy(to, from, (size_t)plane);
+        if (green && p == 1) continue;
+        const uint8_t *const more = p == 0 || p == 2 ? green : NULL;
+        sum_plane(planes + p * plane, form->rows, form->columns, more, out + p * plane);
     }
 }
 

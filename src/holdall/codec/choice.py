@@ -54,6 +54,9 @@ _LEADING_SHARE = 4
 _LEADING_EXPONENT = 0.6
 """How much cost counts against size in the choice of the transform."""
 _FAST_SAMPLE_SLICES = 8
+_FAST_RATIO = 32
+"""A codec that makes the sample this many times smaller compresses about as fast as memory is filled. It is used while
+the worker is behind, too. Atari frames compress at 1,300 MB/s, and a fast codec makes them nine times larger."""
 _DRIFT = 1.25
 """The codec is chosen again if a block compresses worse than the first one by this factor."""
 _FEW_SLICES = 256
@@ -173,21 +176,24 @@ class FieldCodec:
         self._sampled_slices = 0  # Slices of the block that the codec was chosen by.
         self._first_ratio = 0.0  # Of the first block that was compressed with the chosen codec.
         self._age_blocks = 0  # Blocks since the codec was chosen.
+        self._hurried_blocks = 0  # Blocks since then that were compressed with a fast codec.
 
     def encode(self, block: Block, is_behind: bool) -> Coded:
-        """Compress a raw block. With `is_behind`, use a fast codec and choose later."""
+        """Compress a raw block. With `is_behind`, use a fast codec unless the chosen one is fast, and choose later."""
         if block.slice_count == 0:
             return encode_whole(block, Codec(block.slice_bytes))
         if self._needs_sample(block):
             self._sample = Sample.of(block)
             self._sampled_slices = block.slice_count
-        if is_behind:
+        if is_behind and self._should_hurry():
+            self._hurried_blocks += 1
             return self._encode_fast(block)
         if self._sample is not None:
             self._choice = choose_codec(self._leaf, self._window, self._sample, self._prefer)
             self._sample = None
             self._first_ratio = 0.0
             self._age_blocks = 0
+            self._hurried_blocks = 0
         assert self._choice is not None
         coded = encode_whole(block, self._choice.codec)
         self._watch_ratio(block, coded)
@@ -220,6 +226,15 @@ class FieldCodec:
         if block.slice_count >= _MUCH_LARGER * self._sampled_slices and self._sampled_slices < _FEW_SLICES:
             return True
         return self._choice is None and self._sample is None
+
+    def _should_hurry(self) -> bool:
+        """Return whether a fast codec is used while the worker is behind.
+
+        The choice takes about a second, so it waits for the end of a short burst. A long burst gets its codec.
+        """
+        if self._choice is None or self._sample is not None:
+            return self._hurried_blocks < self._tuning.max_hurried_blocks
+        return self._choice.ratio < _FAST_RATIO
 
     def _watch_ratio(self, block: Block, coded: Coded) -> None:
         """Choose again with the next block if this one compressed much worse than the first."""

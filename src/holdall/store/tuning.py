@@ -65,6 +65,7 @@ class Tuning:
 
     # The choice of codecs.
     codec_rest_blocks: int = 8  # Blocks of a field between two choices of its codec.
+    max_hurried_blocks: int = 8  # Blocks of a field that may be compressed fast before its codec is chosen.
 
     # The disk tier.
     spill_file_bytes: int = 1 * _MIB  # Smallest size at which a spill file is finished.

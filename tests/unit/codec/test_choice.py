@@ -126,6 +126,26 @@ def test_a_fast_codec_is_used_while_the_worker_is_behind() -> None:
     assert coded.codec.dictionary is None
 
 
+def test_a_codec_that_compresses_fast_is_used_while_the_worker_is_behind() -> None:
+    leaf, window, slices = field("constant")
+    codec = FieldCodec(leaf, window, "balanced", Tuning())
+    chosen = codec.encode(block_of(slices), is_behind=False).codec
+    assert codec.encode(block_of(slices), is_behind=True).codec == chosen
+    leaf, window, slices = field("camera")
+    codec = FieldCodec(leaf, window, "balanced", Tuning())
+    chosen = codec.encode(block_of(slices), is_behind=False).codec
+    assert codec.encode(block_of(slices), is_behind=True).codec != chosen
+
+
+def test_the_codec_is_chosen_while_the_worker_is_behind_for_long() -> None:
+    leaf, window, slices = field("constant")
+    codec = FieldCodec(leaf, window, "balanced", Tuning(max_hurried_blocks=3))
+    hurried = [codec.encode(block_of(slices), is_behind=True).codec for _ in range(3)]
+    chosen = codec.encode(block_of(slices), is_behind=True).codec
+    assert chosen not in hurried
+    assert chosen == codec.encode(block_of(slices), is_behind=False).codec
+
+
 def test_the_codec_is_chosen_again_when_blocks_compress_much_worse() -> None:
     leaf, window, slices = field("constant")
     codec = FieldCodec(leaf, window, "balanced", Tuning(codec_rest_blocks=2))
