@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,14 +192,15 @@ def writer_cases() -> Iterator[Case]:
     step = list(ticks[0])
     sheared = {key: np.asfortranarray(leaf) for key, leaf in step[0].items()}
     infos = [{"TimeLimit.truncated": False}, {}]
+    append_any: Any = writer.append
 
     def append_others() -> None:
         given = (sheared, *step[1:8])
         if writer.append(*given) == FULL:
             writer.roll()
         writer.append({}, *step[1:])
-        writer.append(*step[:7], [True, False])
-        writer.append(*step[:8], infos)
+        append_any(*step[:7], [True, False])
+        append_any(*step[:8], infos)
         writer.append(*step[:6])
 
     yield Case(("Writer.append",), append_others, (sheared, infos, *step))
@@ -373,11 +375,13 @@ def block_cases(folder: Path) -> Iterator[Case]:
     yield Case(("encode",), refused(lambda: encode(slices, Codec(SLICE_BYTES + 1, Method.LZ4))), (slices,))
     for codec in codecs():
         coded = encode(slices, codec)
-        yield Case(("encode",), lambda codec=codec: encode(slices, codec), (slices, codec, codec.dictionary))
-        yield Case(("decode",), lambda coded=coded: _native.decode(coded, 1, 4), (coded, codec))
+        yield Case(("encode",), partial(encode, slices, codec), (slices, codec, codec.dictionary))
+        yield Case(("decode",), partial(_native.decode, coded, 1, 4), (coded, codec))
     grouped = encode(slices, Codec(SLICE_BYTES, Method.ZSTANDARD, 1, group=3))
     yield Case(("decode",), refused(lambda: _native.decode(grouped, 3, 9)), (grouped,))
     yield Case(("checksums",), lambda: _native.checksums(grouped), (grouped,))
+
+    make: Any = Coded
 
     def parts_of(coded: Coded) -> tuple[Any, ...]:
         return coded.codec, coded.slice_count, coded.offsets, coded.palette
@@ -385,10 +389,10 @@ def block_cases(folder: Path) -> Iterator[Case]:
     ordered = encode(raw, Codec(SLICE_BYTES, Method.LZ4), order)
     colours = encode(slices, Codec(SLICE_BYTES, Method.LZ4, word_bytes=4))
     data = bytes(plain.data)  # type: ignore[arg-type]
-    yield Case(("Coded.__new__",), lambda: Coded(*parts_of(plain), data), (plain, data))
-    yield Case(("Coded.__new__",), lambda: Coded(*parts_of(plain), data, is_shared=True), (plain, data))
-    yield Case(("Coded.__new__",), lambda: Coded(*parts_of(ordered), bytes(ordered.data), ordered.places), (ordered,))  # type: ignore[arg-type]
-    yield Case(("Coded.__new__",), refused(lambda: Coded(*parts_of(plain), data[:-1])), (plain, data))
+    yield Case(("Coded.__new__",), lambda: make(*parts_of(plain), data), (plain, data))
+    yield Case(("Coded.__new__",), lambda: make(*parts_of(plain), data, is_shared=True), (plain, data))
+    yield Case(("Coded.__new__",), lambda: make(*parts_of(ordered), bytes(ordered.data), ordered.places), (ordered,))  # type: ignore[arg-type]
+    yield Case(("Coded.__new__",), refused(lambda: make(*parts_of(plain), data[:-1])), (plain, data))
     for coded in (plain, ordered, colours):
         yield attributes(coded)
         yield Case(("Coded.__reduce__",), coded.__reduce__, (coded,))
@@ -417,11 +421,15 @@ def dictionary_cases() -> Iterator[Case]:
     """Yield the cases of Dictionary."""
     content = bytes(range(200))
     palette = bytes(1024)
-    one, other = Dictionary(content, palette), Dictionary(content)
+    one = Dictionary(content, palette)
+    other = Dictionary(content)
+    number: Any = 3
     yield Case(("Dictionary.__new__",), lambda: Dictionary(content, palette), (content, palette))
     yield Case(("Dictionary.__new__",), refused(lambda: Dictionary(content, palette[:5])), (content, palette))
     yield Case(("Dictionary.__hash__",), lambda: hash(one), (one,))
-    yield Case(("Dictionary.__eq__", "Dictionary.__ne__"), lambda: (one == other, one != other, one == 3), (one, other))
+    yield Case(
+        ("Dictionary.__eq__", "Dictionary.__ne__"), lambda: (one == other, one != other, one == number), (one, other)
+    )
     comparisons = tuple(f"Dictionary.__{name}__" for name in ("lt", "le", "gt", "ge"))
     yield Case(comparisons, refused(lambda: one < other), (one, other))  # type: ignore[operator]
     yield Case(("Dictionary.__reduce__",), one.__reduce__, (one, content))
@@ -444,7 +452,7 @@ def reader_cases(folder: Path) -> Iterator[Case]:
         yield from gather_cases(writer)
     reader = Reader()
     reader.dismiss()
-    yield Case(("Reader.help", "Reader.dismiss"), lambda: (reader.help(), reader.dismiss()), (reader,))
+    yield Case(("Reader.help", "Reader.dismiss"), lambda: [call() for call in (reader.help, reader.dismiss)], (reader,))
     yield Case(("Reader.__init__",), lambda: Reader(100, 1000))
     yield Case(("Reader.__init__",), refused(lambda: Reader(-1)))
     yield attributes(reader)
@@ -514,9 +522,14 @@ def other_cases() -> Iterator[Case]:
     yield from tree_cases()
     yield from log_cases()
     pool = ArrayPool(1 << 16)
+
+    def empty_and_clear() -> None:
+        pool.empty((5, 7), np.float32)
+        pool.clear()
+
     yield Case(("ArrayPool.__new__",), lambda: ArrayPool(100))
     yield Case(("ArrayPool.__new__",), refused(lambda: ArrayPool(-1)))
-    yield Case(("ArrayPool.empty", "ArrayPool.clear"), lambda: (pool.empty((5, 7), np.float32), pool.clear()), (pool,))
+    yield Case(("ArrayPool.empty", "ArrayPool.clear"), empty_and_clear, (pool,))
     yield Case(("ArrayPool.empty",), refused(lambda: pool.empty((5, -7), np.float32)), (pool,))
     yield Case(("ArrayPool.empty",), refused(lambda: pool.empty((5,), object)), (pool,))
     yield attributes(pool)
@@ -528,7 +541,8 @@ def other_cases() -> Iterator[Case]:
     last = np.zeros(LANES, np.float32)
 
     def estimate(last_values: Any) -> None:
-        _native.estimate_advantages(*rows[:3], last_values, 0.99, 0.95, *rows[3:])
+        advantages, returns = rows[3:]
+        _native.estimate_advantages(rows[0], rows[1], rows[2], last_values, 0.99, 0.95, advantages, returns)
 
     yield Case(("estimate_advantages",), lambda: estimate(last), (*rows, last))
     yield Case(("estimate_advantages",), refused(lambda: estimate(last[:1])), (*rows, last))
@@ -538,11 +552,16 @@ def other_cases() -> Iterator[Case]:
 def tree_cases() -> Iterator[Case]:
     """Yield the cases of SumTree."""
     tree = SumTree(64)
+
+    def put() -> None:
+        tree.put(slots, values)
+        tree.put(slots, 3.0)
+
     slots, values = np.arange(10), np.arange(10.0) + 1
     points, out = np.linspace(0, 0.9, 9), np.zeros(20)
     yield Case(("SumTree.__new__",), lambda: SumTree(10, 2.0))
     yield Case(("SumTree.__new__",), refused(lambda: SumTree(-1)))
-    yield Case(("SumTree.put",), lambda: (tree.put(slots, values), tree.put(slots, 3.0)), (tree, slots, values))
+    yield Case(("SumTree.put",), put, (tree, slots, values))
     yield Case(("SumTree.put",), refused(lambda: tree.put(slots + 60, values)), (tree, slots, values))
     yield Case(("SumTree.update",), lambda: tree.update(slots, values, 2, 50, 1e9), (tree, slots, values))
     yield Case(("SumTree.update",), refused(lambda: tree.update(slots, -values, 0, 50, 1e9)), (tree, slots, values))
