@@ -46,11 +46,11 @@ SEGMENTS = 3_000
 PRIORITIES = 1_000_000
 BATCH = 256
 SAVES = 100
-RAW_STEPS = 10_000
+RAW_STEPS = 2_500
 RAW_BUDGET = "16GiB"
 TRAINING_BATCH = 64
-TRAINING_S = 3.0
-TRAINING_ROUNDS = 9
+TRAINING_S = 2.0
+TRAINING_ROUNDS = 7
 
 
 def new_memory(capacity: int, **settings: Any) -> holdall.ReplayMemory:
