@@ -89,7 +89,7 @@ def _list_ids(memory: ReplayMemory) -> NDArray[np.int64]:
     return ids[memory.are_valid(ids)] if len(ids) else ids
 
 
-class _Member(NamedTuple):
+class _ArrayMember(NamedTuple):
     """One array of the file."""
 
     name: str
@@ -98,9 +98,9 @@ class _Member(NamedTuple):
     leaf: int  # Number of the array among the leaves of the field.
 
 
-def _list_members(schema: Schema) -> Iterator[_Member]:
+def _list_members(schema: Schema) -> Iterator[_ArrayMember]:
     for name in _OUTCOMES:
-        yield _Member(name, name, None, 0)
+        yield _ArrayMember(name, name, None, 0)
     trees = (
         ("obs", schema.observation),
         ("action", schema.action),
@@ -110,7 +110,7 @@ def _list_members(schema: Schema) -> Iterator[_Member]:
     for field, tree in trees:
         marks = tree.build([np.array(number) for number in range(len(tree.leaves))])
         for name, number in sorted(_name_leaves(field, marks), key=itemgetter(1)):
-            yield _Member(name, field, tree, number)
+            yield _ArrayMember(name, field, tree, number)
 
 
 def _name_leaves(name: str, value: Any) -> Iterator[tuple[str, int]]:
@@ -125,7 +125,7 @@ def _name_leaves(name: str, value: Any) -> Iterator[tuple[str, int]]:
         yield name, int(value)
 
 
-def _collect(memory: ReplayMemory, ids: NDArray[np.int64], member: _Member) -> NDArray[Any]:
+def _collect(memory: ReplayMemory, ids: NDArray[np.int64], member: _ArrayMember) -> NDArray[Any]:
     """Return one array of all transitions."""
     pieces = []
     for start in range(0, max(1, len(ids)), _ROWS):
