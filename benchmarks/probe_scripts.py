@@ -50,7 +50,7 @@ LIST = HERE / "probe_scripts.toml"
 MIN_ARRAY_BYTES = 16 * 2**20
 MIN_BUFFER_BYTES = 100 * 2**20
 TRAINING_S = 5.0
-TIMEOUT_S = 180.0
+TIMEOUT_S = 120.0
 SIGN_S = 60.0
 """Seconds that the truth waits for the first sign of training. On-policy scripts may collect for longer."""
 
