@@ -6,6 +6,7 @@ shares no code with holdall's probe.
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.util
 import os
@@ -16,8 +17,6 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = os.environ.get("BLOCKS_FOLDER")
-KNOWN: set[int] = set()
-"""Identities of the optimizers whose weights were noted."""
 METHODS = ("add", "extend", "append", "update")
 
 
@@ -28,22 +27,22 @@ def note_sign(*ignored: Any) -> None:
         with open(path + ".part", "w", encoding="ascii") as file:  # noqa: PTH123  likewise
             file.write(str(time.monotonic()))
         os.replace(path + ".part", path)  # noqa: PTH105  likewise
+        note_networks()
 
 
-def note_networks(optimizer: Any, *ignored: Any) -> None:
-    """Append the bytes of large weights to the file `networks`. Gradients and moments have the same sizes."""
-    if id(optimizer) in KNOWN:
+def note_networks() -> None:
+    """Write the bytes of all weights to the file `networks`. Gradients and moments have the same sizes."""
+    torch = sys.modules.get("torch")
+    if torch is None:
         return
-    KNOWN.add(id(optimizer))
+    weights = [one for one in gc.get_objects() if isinstance(one, torch.nn.Parameter)]
     with open(os.path.join(str(FOLDER), "networks"), "a", encoding="ascii") as file:  # noqa: PTH118, PTH123  likewise
-        for group in optimizer.param_groups:
-            file.writelines(f"{weight.numel() * weight.element_size()}\n" for weight in group["params"])
-    note_sign()
+        file.writelines(f"{weight.numel() * weight.element_size()}\n" for weight in weights)
 
 
 def watch_optimizers(module: ModuleType) -> None:
     """Note the first step of any optimizer of torch."""
-    module.register_optimizer_step_post_hook(note_networks)
+    module.register_optimizer_step_post_hook(note_sign)
 
 
 def watch_classes(*names: str) -> Callable[[ModuleType], None]:

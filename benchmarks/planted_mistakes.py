@@ -34,7 +34,8 @@ def read_script(mistake: dict[str, Any], checkouts: Path) -> str:
     """Return the script as it is."""
     if "block" in mistake:
         return read_block(checkouts, f"{mistake['file']}:{mistake['block']}")
-    return (checkouts / mistake["file"]).read_text(encoding="utf-8")
+    script = checkouts / mistake["file"]
+    return script.read_text(encoding="utf-8")
 
 
 def plant(text: str, mistake: dict[str, Any]) -> str:

@@ -50,8 +50,8 @@ LIST = HERE / "probe_scripts.toml"
 MIN_ARRAY_BYTES = 16 * 2**20
 MIN_BUFFER_BYTES = 100 * 2**20
 TRAINING_S = 5.0
-TIMEOUT_S = 180.0
-SIGN_S = 60.0
+TIMEOUT_S = 120.0
+SIGN_S = 120.0
 """Seconds that the truth waits for the first sign of training. On-policy scripts may collect for longer."""
 
 
@@ -78,6 +78,8 @@ def measure(script: dict[str, Any], checkouts: Path, python: str, library: Path)
     row |= truth
     if snapshot.allocation is not None:
         row["exact"] = snapshot.allocation.nbytes in truth["failed_bytes"]
+    elif snapshot.is_ready and truth["own_s"] is None and snapshot.trigger != "steps":
+        row["exact"] = None  # The script itself did not begin to train in time, so there is no truth.
     elif snapshot.is_ready:
         row |= compare(snapshot, truth, script.get("expected_bytes"))
     row["findings"] = [
@@ -90,7 +92,8 @@ def read_block(checkout: Path, place: str) -> str:
     """Return a Python example of a documentation page."""
     page, _, number = place.rpartition(":")
     text = (checkout / page).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[int(number)]
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return blocks[int(number)]
 
 
 def describe(snapshot: Snapshot) -> dict[str, Any]:
@@ -234,7 +237,7 @@ def _is_ours(process: psutil.Process) -> bool:
     """Return whether a process still runs and belongs to a probe of this process."""
     with contextlib.suppress(psutil.Error):
         is_running = process.status() != psutil.STATUS_ZOMBIE
-        return is_running and process.environ().get("HOLDALL_PROBE_PID") == str(os.getpid())
+        return bool(is_running and process.environ().get("HOLDALL_PROBE_PID") == str(os.getpid()))
     return False
 
 
@@ -245,16 +248,20 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures over all scripts."""
     reached = [row for row in rows if row["is_ready"]]
     large = [row for row in reached if row.get("has_large_buffer")]
+    compared = [row for row in reached if row.get("exact") is not None]
     later = [row["probe_s"] - row["own_s"] for row in reached if row["own_s"] is not None]
     return {
         "scripts": len(rows),
         "reach_training": len(reached),
+        "compared": len(compared),
+        "exact_of_all": sum(1 for row in compared if row["exact"]),
         "failed_allocations": sum(1 for row in rows if row["allocation_bytes"]),
         "failed_allocations_exact": sum(1 for row in rows if row["allocation_bytes"] and row.get("exact")),
         "with_large_buffer": len(large),
         "exact": sum(1 for row in large if row["exact"]),
         "updated_weights": sum(1 for row in rows if row["optimizer_state_bytes"]),
-        "processes_left": sum(row["processes_left"] for row in rows),
+        "processes_counted": sum(1 for row in rows if row["processes_left"] is not None),
+        "processes_left": sum(row["processes_left"] or 0 for row in rows),
         "probe_later_s": {"most": max(later, default=0.0), "median": sorted(later)[len(later) // 2] if later else 0.0},
     }
 
@@ -281,7 +288,8 @@ def main() -> None:
                 continue
             row = measure(script, args.checkouts, pythons[script["environment"]], library)
             rows[script["name"]] = row
-            state = "exact" if row.get("exact") else ("WRONG" if row["is_ready"] else row["trigger"])
+            states = {True: "exact", False: "WRONG", None: row["trigger"]}
+            state = states[row.get("exact")]
             size = row.get("found_bytes") or row["allocation_bytes"] or 0
             print(
                 f"{script['name']:34} {state:6} {size / 2**20:10,.1f} MiB {row['probe_s']:6.1f} s, own {row['own_s']} "
@@ -294,10 +302,11 @@ def main() -> None:
             if not row["is_ready"]:
                 print(f"    {row['error']}", file=sys.stderr)
     ordered = [rows[script["name"]] for script in scripts if script["name"] in rows]
-    result = {"machine": machine(), "commit": commit(), "summary": summarize(ordered), "scripts": ordered}
+    summary = summarize(ordered)
+    result = {"machine": machine(), "commit": commit(), "summary": summary, "scripts": ordered}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    emit(result["summary"])
+    emit(summary)
 
 
 if __name__ == "__main__":

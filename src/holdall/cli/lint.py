@@ -6,8 +6,12 @@ the command line, 3 something was found.
 
 from __future__ import annotations
 
+import functools
 import json as json_
 import shlex
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +78,7 @@ def lint(
     A command after -- runs until it is about to train, and is then stopped: holdall lint -- python train.py --my args
     """
     if explain is not None:
-        typer.echo(_explain(explain))
+        _print_text(_explain(explain))
         return
     command: list[str] | None = context.meta.get(_COMMAND)
     if not paths and not command:
@@ -105,7 +109,7 @@ def lint(
     else:
         least = Severity.INFO if infos or fails_from is Severity.INFO else Severity.WARNING
         lines = [] if run is None else _summarise_run(run)
-        typer.echo("\n".join([*lines, format_findings(findings, least)]))
+        _print_text("\n".join([*lines, format_findings(findings, least)]))
     if fails_from is not None and any(finding.severity >= fails_from for finding in findings):
         raise typer.Exit(FOUND)
     if run is not None:
@@ -197,6 +201,15 @@ def _describe_run(run: Snapshot) -> dict[str, Any]:
         "buffers": buffers,
         "error": run.error,
     }
+
+
+def _print_text(text: str) -> None:
+    """Print lines. A terminal breaks long ones between words; a file or a pipe gets them whole."""
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(line if len(line) <= columns else wrap(line) for line in text.splitlines())
+    typer.echo(text)
 
 
 def _explain(name: str) -> str:

@@ -113,17 +113,26 @@ class TrainedBuffer:
         """Bytes of next observations and of frames of stacks that the full buffer holds more than once."""
         if self.kind not in {"replay", "arrays"} or self.capacity is None or not self.fields:
             return 0
-        if self.library == "sb3":
-            observations = [one for one in self.fields if one.name.partition(".")[0] == "observations"]
-            successors = [one for one in self.fields if one.name.partition(".")[0] == "next_observations"]
-        else:
-            largest = max(self.fields, key=lambda one: one.nbytes)
-            alike = [one for one in self.fields if (one.shape, one.dtype) == (largest.shape, largest.dtype)]
-            observations = alike[:1]
-            successors = alike[1:2]
+        observations, successors = self._split_observations()
         stored = sum(one.nbytes for one in (*observations, *successors))
         unique = sum(one.nbytes for one in observations) / self.frame_stack
         return int(self.capacity * (stored - unique))
+
+    @property
+    def copies_of_frame(self) -> int:
+        """Times that the buffer stores each frame, or each observation without a stack."""
+        _, successors = self._split_observations()
+        return self.frame_stack * (2 if successors else 1)
+
+    def _split_observations(self) -> tuple[list[StoredField], list[StoredField]]:
+        """Return the fields of observations and of next observations. The latter are missing in some layouts."""
+        if self.library == "sb3":
+            observations = [one for one in self.fields if one.name.partition(".")[0] == "observations"]
+            successors = [one for one in self.fields if one.name.partition(".")[0] == "next_observations"]
+            return observations, successors
+        largest = max(self.fields, key=lambda one: one.nbytes)
+        alike = [one for one in self.fields if (one.shape, one.dtype) == (largest.shape, largest.dtype)]
+        return alike[:1], alike[1:2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ from .snapshot import Snapshot
 from .triggers import TRIGGERS, Trigger
 
 _POLL_S = 0.1
+_MAX_STEPPING_S = 20.0
+"""Seconds after the first environment step at which a loop is stopped that none of the other triggers knows."""
 _READ_EVERY = 16
 """Added steps between two readings of the resident set."""
 
@@ -87,6 +89,7 @@ class Hook:
         self._started_at = time.monotonic()
         self._first_sign: tuple[str, str] | None = None
         self._first_sign_at = 0.0
+        self._stepping_since = 0.0
         self._recorded: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self._added = 0
         self._has_updated = False
@@ -147,10 +150,13 @@ class Hook:
         self.env_steps += count
         if self._measure_s and not self._added and self.env_steps % _READ_EVERY == 0:
             self._resident_before_update = read_status("VmRSS")
-        if self.env_steps < self._max_env_steps or _is_child():
+        now = time.monotonic()
+        self._stepping_since = self._stepping_since or now
+        is_slow = now - self._stepping_since > _MAX_STEPPING_S
+        if (self.env_steps < self._max_env_steps and not is_slow) or _is_child():
             return
-        if self._first_sign is None or time.monotonic() - self._first_sign_at > self._measure_s:
-            self.stop("steps", f"{self._max_env_steps} environment steps")
+        if self._first_sign is None or now - self._first_sign_at > self._measure_s:
+            self.stop("steps", f"{min(self.env_steps, self._max_env_steps)} environment steps")
 
     # ---------------------------------------------------------------- reporting
 

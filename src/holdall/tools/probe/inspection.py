@@ -554,16 +554,14 @@ def _complete_empty_buffers(buffers: list[FoundBuffer]) -> Iterator[FoundBuffer]
     """
     filled = max((one for one in buffers if _get_batch_arrays(one)), key=lambda one: one.items_now, default=None)
     for buffer in buffers:
-        is_empty = buffer.class_name.startswith("tianshou.") and buffer.rows and not _get_batch_arrays(buffer)
-        if not is_empty or filled is None or not filled.rows:
+        rows = buffer.rows
+        is_empty = buffer.class_name.startswith("tianshou.") and not _get_batch_arrays(buffer)
+        if not is_empty or rows is None or filled is None:
             yield buffer
             continue
         arrays = [
             replace(
-                array,
-                shape=(buffer.rows, *array.shape[1:]),
-                nbytes=array.nbytes // filled.rows * buffer.rows,
-                resident_bytes=0,
+                array, shape=(rows, *array.shape[1:]), nbytes=array.nbytes // array.shape[0] * rows, resident_bytes=0
             )
             for array in _get_batch_arrays(filled)
         ]

@@ -199,8 +199,9 @@ class ObservationsStoredTwice(Rule):
         repeated = buffer.repeated_bytes * buffer.resident_bytes // buffer.nbytes
         if repeated < min(_MIN_REPEATED_SHARE * machine.limit_bytes, _MIN_LARGE_BYTES):
             return
-        times = 2 * buffer.frame_stack
-        what = "each observation is stored twice" if times == 2 else f"each frame is stored {times} times"
+        times = buffer.copies_of_frame
+        thing = "observation" if buffer.frame_stack == 1 else "frame"
+        what = f"each {thing} is stored {'twice' if times == 2 else f'{times} times'}"
         share = format_share(repeated, buffer.resident_bytes)
         text = (
             f"{what}: {format_size(repeated)} of {format_size(buffer.resident_bytes)} ({share}) of {buffer.title} "
