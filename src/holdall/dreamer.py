@@ -397,12 +397,14 @@ class Replay:
             "first_number": self._first_number,
             "next_number": self._next_number,
             "steps": len(held),
+            "queued": len(self._queue),
             "generator": None,
         }
         arrays = {
             "starts": np.diff(self._starts[numbers % self.capacity], prepend=0),
             "distances": self._distances[held % len(self._distances)],
             "places": np.zeros(0, np.int64),
+            "queue": np.array(self._queue, np.int64),
         }
         if self._uniform is not None:
             state["generator"] = self._uniform.generator.bit_generator.state
@@ -454,6 +456,7 @@ class Replay:
         self._memory = memory
         self._first_number = state["next_number"] - kept
         self._next_number = state["next_number"]
+        self._queue = deque(arrays["queue"].tolist() if self.online else ())
         if self._uniform is not None and state["generator"] is not None and kept == count:
             self._uniform.restore(np.cumsum(arrays["places"]), state["generator"])
             return
@@ -625,7 +628,12 @@ def _unpack_state(memory: ReplayMemory, place: str, length: int) -> tuple[dict[s
     if state["length"] != length:
         raise ArgumentError(f"{place} has sequences of {state['length']} steps, but length is {length}. Pass the same.")
     count = int(state["next_number"]) - int(state["first_number"])
-    lengths = {"starts": count, "places": count if state["generator"] else 0, "distances": state["steps"]}
+    lengths = {
+        "starts": count,
+        "places": count if state["generator"] else 0,
+        "distances": state["steps"],
+        "queue": state["queued"],
+    }
     arrays = {}
     for name, length_of in lengths.items():
         # A damaged file must not take more memory than it says.
