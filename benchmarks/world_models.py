@@ -44,9 +44,9 @@ SIDES = ("published", "holdall")
 BAR_DREAMER = 2.5
 SIZE_PX = 64
 EPISODE_STEPS = 200
-STEPS = {"dreamerv3": (2_048, 4_096), "tdmpc2": (1_000, 3_000), "r2dreamer": (1_024, 3_072)}
+STEPS = {"dreamerv3": (2_048, 4_096), "tdmpc2": (600, 1_800), "r2dreamer": (512, 1_536)}
 """Steps between which memory is read."""
-TIMED_ROUNDS = 12
+TIMED_ROUNDS = 8
 WORKERS = 4
 
 TITLES = {"dreamerv3": "DreamerV3", "tdmpc2": "TD-MPC2", "r2dreamer": "R2-Dreamer"}
@@ -171,7 +171,7 @@ class TdMpc2:
     def sample(self) -> dict[str, Any]:
         """Return a batch."""
         torch.manual_seed(len(self.buffer._buffer))
-        return dict(enumerate(each for each in self.buffer.sample() if each is not None))
+        return {str(i): part for i, part in enumerate(self.buffer.sample()) if part is not None}
 
     def update(self, batch: dict[str, Any]) -> None:
         """Do nothing: TD-MPC2 rewrites nothing."""
@@ -218,7 +218,7 @@ class R2Dreamer:
         """Return a batch."""
         torch.manual_seed(self.count)
         data, self.index, initial = self.buffer.sample()
-        return dict(data.items()) | dict(enumerate(initial))
+        return dict(data.items()) | {f"initial {i}": part for i, part in enumerate(initial)}
 
     def update(self, batch: dict[str, Any]) -> None:
         """Rewrite the latents of the last batch."""

@@ -171,6 +171,7 @@ class Replay:
 
     def _begin(self, keys: dict[str, _Key]) -> None:
         """Make the memory for steps with `keys`."""
+        observation: dict[str, spaces.Space[Any]]
         observation = {key.name: key.space for key in keys.values() if key.kind == "image"}
         extras = {key.name: key.space for key in keys.values() if key.kind == "extra"}
         self._memory = ReplayMemory(
