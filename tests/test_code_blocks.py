@@ -38,6 +38,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)(```+|~~~+)[ ]*(\w*)[^\n]*\n(.*?)^\1\2[ ]*$", re.DOTALL | re.MULTILINE)
 
 NO_CODE = "shows what a program prints, or is a drawing"
+OF_OTHERS = "changes a line of a public repository, which benchmarks/world_models.py runs with that line"
 LOOKED_UP = "test_code_blocks.py::test_every_command_exists_with_its_options_and_files"
 SIDES = "test_code_blocks.py::test_both_sides_of_a_difference_run"
 GUIDES = "test_guides.py::test_the_programs_of_a_guide_run"
@@ -92,6 +93,11 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     "docs/guides/torchrl.md": {
         "diff": (1, "unit/test_torchrl.py::test_the_programs_of_the_guide_run"),
         "python": (2, "unit/test_torchrl.py::test_the_programs_of_the_guide_run"),
+    },
+    "docs/guides/from_reverb.md": {"python": (3, GUIDES)},
+    "docs/guides/world_models.md": {
+        "diff": (3, OF_OTHERS),
+        "python": (1, "unit/test_dreamer.py::test_the_program_of_the_guide_runs"),
     },
     "docs/index.md": {"sh": (1, LOOKED_UP), "python": (2, "test_site.py::test_the_programs_of_a_page_run")},
     "docs/install.md": {
@@ -180,7 +186,7 @@ def test_every_block_is_in_the_list() -> None:
 def test_every_test_in_the_list_exists_and_names_its_page() -> None:
     for page, kinds in BLOCKS.items():
         for _, runner in kinds.values():
-            if runner in {NO_CODE, LOOKED_UP, SIDES}:
+            if runner in {NO_CODE, OF_OTHERS, LOOKED_UP, SIDES}:
                 continue
             file, _, name = runner.partition("::")
             text = (TESTS / file).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "guides"
-HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent", "offline")]
+HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent", "offline", "from_reverb")]
 WITH_DIFFERENCES = [guide for guide in HERE if "```diff" in guide.read_text(encoding="utf-8")]
 OTHERS = ("tianshou",)
 """Packages that only a guide's side before needs, and that the tests do not install."""

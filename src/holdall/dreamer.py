@@ -173,6 +173,7 @@ class Replay:
 
     def _begin(self, keys: dict[str, _Key]) -> None:
         """Make the memory for steps with `keys`."""
+        observation: dict[str, spaces.Space[Any]]
         observation = {key.name: key.space for key in keys.values() if key.kind == "image"}
         extras = {key.name: key.space for key in keys.values() if key.kind == "extra"}
         self._memory = ReplayMemory(
@@ -399,12 +400,14 @@ class Replay:
             "first_number": self._first_number,
             "next_number": self._next_number,
             "steps": len(held),
+            "queued": len(self._queue),
             "generator": None,
         }
         arrays = {
             "starts": np.diff(self._starts[numbers % self.capacity], prepend=0),
             "distances": self._distances[held % len(self._distances)],
             "places": np.zeros(0, np.int64),
+            "queue": np.array(self._queue, np.int64),
         }
         if self._uniform is not None:
             state["generator"] = self._uniform.generator.bit_generator.state
@@ -456,6 +459,7 @@ class Replay:
         self._memory = memory
         self._first_number = state["next_number"] - kept
         self._next_number = state["next_number"]
+        self._queue = deque(arrays["queue"].tolist() if self.online else ())
         if self._uniform is not None and state["generator"] is not None and kept == count:
             self._uniform.restore(np.cumsum(arrays["places"]), state["generator"])
             return
@@ -627,7 +631,12 @@ def _unpack_state(memory: ReplayMemory, place: str, length: int) -> tuple[dict[s
     if state["length"] != length:
         raise ArgumentError(f"{place} has sequences of {state['length']} steps, but length is {length}. Pass the same.")
     count = int(state["next_number"]) - int(state["first_number"])
-    lengths = {"starts": count, "places": count if state["generator"] else 0, "distances": state["steps"]}
+    lengths = {
+        "starts": count,
+        "places": count if state["generator"] else 0,
+        "distances": state["steps"],
+        "queue": state["queued"],
+    }
     arrays = {}
     for name, length_of in lengths.items():
         # A damaged file must not take more memory than it says.

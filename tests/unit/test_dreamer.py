@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import runpy
 import threading
 from pathlib import Path
 from typing import Any
@@ -197,7 +200,7 @@ def test_latents_in_bfloat16_take_half_and_discrete_ones_a_bit_per_value() -> No
 
 @pytest.mark.parametrize("online", [False, True])
 def test_a_loaded_replay_draws_the_batches_that_the_saved_one_draws(online: bool, tmp_path: Path) -> None:
-    player = filled(700, capacity=300, directory=tmp_path / "replay", save_wait=True, seed=3)
+    player = filled(700, capacity=300, directory=tmp_path / "replay", save_wait=True, seed=3, online=online)
     for _ in range(3):  # Incremental: some steps are rewritten between two checkpoints.
         player.update(player.replay.sample(9), is_wide=False)
         player.replay.save()
@@ -405,3 +408,29 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     memory.save(tmp_path / "memory").result()
     with pytest.raises(CheckpointError, match="not of a Replay"):
         Replay(8, 10, tmp_path / "memory").load()
+
+
+# ---------------------------------------------------------------- docs/guides/world_models.md
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "world_models.md"
+
+
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    (program,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exec(compile(program, str(GUIDE), "exec"), names)
+    again = Replay(names["LENGTH"], 1_000, "replay", online=True)
+    again.load()
+    assert np.array_equal(again.sample(4)["image"], names["replay"].sample(4)["image"])
+
+
+def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmarks = GUIDE.parents[2] / "benchmarks"
+    for package in ("torchrl", "ale_py", "cv2"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(benchmarks))
+    script = runpy.run_path(str(benchmarks / "world_models.py"))
+    results = json.loads((benchmarks / "results" / "world_models.json").read_text())
+    assert script["rewritten"](GUIDE.read_text(), results["models"]) == GUIDE.read_text()
+    assert results["models"]["dreamerv3"]["times_smaller"] >= script["BAR_DREAMER"]

@@ -134,7 +134,10 @@ def test_zeros_stay_rows_because_they_are_placeholders() -> None:
 
 
 def test_other_dtypes_and_fields_stay_rows() -> None:
-    extras = {"count": spaces.Box(0, 9, (2,), np.int32), "half": spaces.Box(0, 9, (2,), np.float16)}
+    extras: dict[str, spaces.Space[Any]] = {
+        "count": spaces.Box(0, 9, (2,), np.int32),
+        "half": spaces.Box(0, 9, (2,), np.float16),
+    }
     memory = ReplayMemory(
         spaces.Box(0, 9, (2,), np.float32),
         spaces.Box(0, 1, (2,), np.float32),
