@@ -50,10 +50,10 @@ BATCH, WORKERS = 64, 4
 CASES = {"step": ((0,), (0,)), "window": ((-1, 0), tuple(range(16)))}
 """Offsets of the images and of the actions that a sample has."""
 BAR_SPEED = 2.0
-PARTS = ["sizes", "step", "window", "smallest", "memory"]
-
 THREADS = "holdall_threads"
 """`Dataset.loader`, which reads in threads of the main process."""
+TIMED = ["none", "hdf5", "lance", "holdall", THREADS]
+PARTS = ["sizes", "step", "window", "smallest", "memory"]
 
 Rows = dict[str, NDArray[Any]]
 
@@ -342,7 +342,7 @@ def print_memory(name: str, method: str, frames: int) -> None:
     with np.load(ROOT / f"pusht-{frames}.npz") as found:
         ends = found["ends"]
     loader: Any = new_loader(SIDES[name](ends, "step"), method)
-    for _ in range(200):
+    for _ in range(8 * WORKERS):
         next(loader)
     workers = [psutil.Process(worker.pid) for worker in loader._workers]
     pss = [int(process.memory_full_info().pss) for process in (psutil.Process(), *workers)]
@@ -377,6 +377,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="sizes is needed once before others")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, THREADS], default=TIMED, help="of step and window")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--method", default="spawn", help=argparse.SUPPRESS)
@@ -388,8 +389,8 @@ def main() -> int:
     ends, turns = made["ends"], (given.rounds, given.batches)
     measures: dict[str, Callable[[], Any]] = {
         "sizes": lambda: measure_sizes(made),
-        "step": lambda: measure_times(["none", "hdf5", "lance", "holdall", THREADS], ends, "step", *turns),
-        "window": lambda: measure_times(["none", "hdf5", "lance", "holdall", THREADS], ends, "window", *turns),
+        "step": lambda: measure_times(given.sides, ends, "step", *turns),
+        "window": lambda: measure_times(given.sides, ends, "window", *turns),
         "smallest": lambda: measure_times(["lance", "lance_pages", "holdall_memory"], ends, "step", *turns),
         "memory": lambda: measure_memories(given.frames),
     }
@@ -403,6 +404,8 @@ def main() -> int:
     result["versions"] = versions("torch", "h5py", "pylance", "gym-pusht")
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if "sizes" not in result:
+        return 0
     sizes = result["sizes"]
     is_small = sizes["holdall"] <= sizes["lance"] and sizes["holdall_memory"] <= sizes["lance_pages"]
     is_fast = all(result[case][THREADS]["times_lance"] >= BAR_SPEED for case in CASES if case in result)

@@ -70,7 +70,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "python": (2, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
     },
     "docs/guides/multi_agent.md": {"diff": (1, GUIDES), "python": (2, GUIDES)},
-    "docs/guides/offline.md": {"sh": (1, LOOKED_UP), "python": (6, GUIDES)},
+    "docs/guides/offline.md": {"sh": (1, LOOKED_UP), "python": (7, GUIDES)},
     "docs/guides/plain_loop.md": {"diff": (1, GUIDES), "python": (4, GUIDES)},
     "docs/guides/recurrent.md": {
         "python": (5, "test_docs.py::test_the_program_in_recurrent_md_rewrites_states_and_values"),
