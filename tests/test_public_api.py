@@ -80,7 +80,15 @@ def test_adapters_import_no_tool() -> None:
     assert done.stdout.split() == []
 
 
-USES = ("plan.model", "lint.model", "elegantrl.TrajectoryBuffer", "sb3.ReplayBuffer", "torchrl.HoldallStorage")
+USES = (
+    "plan.model",
+    "lint.model",
+    "elegantrl.TrajectoryBuffer",
+    "lerobot.ReplayBuffer",
+    "drqv2.ReplayBufferStorage",
+    "sb3.ReplayBuffer",
+    "torchrl.HoldallStorage",
+)
 
 
 def test_a_module_is_imported_when_it_is_first_asked_for() -> None:

@@ -60,7 +60,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = frozenset({"cleanrl", "elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"})
+_MODULES = frozenset(
+    {"cleanrl", "drqv2", "elegantrl", "lerobot", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"}
+)
 """Modules that may be asked for without an import of their own, as in `holdall.plan.model(model)`."""
 
 _HOMES = {
