@@ -49,10 +49,10 @@ NOISE = 0.7
 BARS = {"words": 6.0, "words, noisy": 6.0, "resized": 3.0}
 SAMPLE_BAR = 1.0
 BATCH = 256
-TIMED_ROWS = 800
-FOOTPRINT_ROWS = (600, 2_400)
-DRAWS = 9
-QUICK = 5
+TIMED_ROWS = 400
+FOOTPRINT_ROWS = (400, 1_600)
+DRAWS = 7
+QUICK = 4
 """`--quick` takes so many times fewer rows."""
 
 

@@ -61,14 +61,18 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     },
     "docs/format.md": {"": (1, NO_CODE)},
     "docs/gpu.md": {"python": (1, "test_code_blocks.py::test_the_program_of_gpu_md_runs_without_a_gpu_too")},
+    "docs/guides/autoreset.md": {"python": (3, GUIDES)},
     "docs/guides/cleanrl.md": {
         "diff": (1, "unit/test_cleanrl.py::test_the_programs_of_the_guide_run"),
         "python": (2, "unit/test_cleanrl.py::test_the_programs_of_the_guide_run"),
     },
+    "docs/guides/drqv2.md": {"text": (1, NO_CODE), "python": (1, GUIDES)},
     "docs/guides/jax.md": {
         "diff": (1, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
         "python": (2, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
     },
+    "docs/guides/lerobot.md": {"text": (2, NO_CODE), "python": (1, GUIDES)},
+    "docs/guides/maniskill.md": {"python": (2, GUIDES)},
     "docs/guides/multi_agent.md": {"diff": (1, GUIDES), "python": (2, GUIDES)},
     "docs/guides/offline.md": {"sh": (1, LOOKED_UP), "python": (7, GUIDES)},
     "docs/guides/plain_loop.md": {"diff": (1, GUIDES), "python": (4, GUIDES)},
@@ -87,6 +91,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     },
     "docs/guides/sb3.md": {
         "diff": (1, SIDES),
+        "text": (1, NO_CODE),
         "python": (5, "integration/sb3/test_guide.py::test_the_programs_of_the_guide_run"),
     },
     "docs/guides/tianshou.md": {"diff": (1, GUIDES), "python": (2, GUIDES)},

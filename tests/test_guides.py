@@ -18,8 +18,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "guides"
+<<<<<<< HEAD
 HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent", "offline", "from_reverb")]
 WITH_DIFFERENCES = [guide for guide in HERE if "```diff" in guide.read_text(encoding="utf-8")]
+=======
+HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent")]
+ON_THEIR_OWN = [FOLDER / f"{name}.md" for name in ("autoreset", "drqv2", "lerobot", "maniskill")]
+"""Guides whose programs show no side before."""
+>>>>>>> 2e1935859dc0bd07b8bac496ca596b541119556d
 OTHERS = ("tianshou",)
 """Packages that only a guide's side before needs, and that the tests do not install."""
 BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -59,10 +65,11 @@ def run(guide: Path, side: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("guide", HERE, ids=lambda guide: guide.stem)
+@pytest.mark.parametrize("guide", HERE + ON_THEIR_OWN, ids=lambda guide: guide.stem)
 def test_the_programs_of_a_guide_run(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "holdall" in run(guide, "+")
+    names = run(guide, "+")
+    assert "holdall" in names or {"ReplayBuffer", "ReplayBufferStorage"} & names.keys()
 
 
 @pytest.mark.parametrize("guide", WITH_DIFFERENCES, ids=lambda guide: guide.stem)
@@ -80,7 +87,9 @@ def test_the_side_before_runs_too(guide: Path, tmp_path: Path, monkeypatch: pyte
 def test_every_guide_is_run() -> None:
     tests = [*(ROOT / "tests").rglob("test_*.py")]
     named = "\n".join(file.read_text(encoding="utf-8") for file in tests)
-    assert not [guide.name for guide in FOLDER.glob("*.md") if guide not in HERE and guide.name not in named]
+    assert not [
+        guide.name for guide in FOLDER.glob("*.md") if guide not in HERE + ON_THEIR_OWN and guide.name not in named
+    ]
 
 
 def test_the_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_a_buffer_killed_while_it_saves_resumes_with_the_same_batches(delay_s: f
     resumed = [buffer.sample(8) for _ in range(3)]
     for loaded, batch in zip(resumed, replay(len(buffer)), strict=True):
         for part in ("state", "next_state"):
-            assert torch.equal(loaded[part][KEY], batch[part][KEY])  # type: ignore[literal-required]
+            assert torch.equal(loaded[part][KEY], batch[part][KEY])
         for part in ("action", "reward", "done", "truncated"):
             assert torch.equal(loaded[part], batch[part])  # type: ignore[literal-required]
     for slot, wanted in enumerate(transitions(0, len(buffer))):

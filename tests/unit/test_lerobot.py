@@ -119,7 +119,7 @@ class SlotRule:
 
     def draw(self, count: int) -> list[int]:
         is_short = self.optimize_memory and len(self.rows) < self.capacity
-        return torch.randint(0, len(self.rows) - is_short, (count,)).tolist()  # type: ignore[no-any-return]
+        return torch.randint(0, len(self.rows) - is_short, (count,)).tolist()
 
 
 # ---------------------------------------------------------------- rows
@@ -451,7 +451,7 @@ class Frames(list[dict[str, Any]]):
 def record(lengths: list[int], *, done: list[bool] | None) -> Frames:
     """Record episodes. `done` says which of them ended by success; None for a dataset without next.done."""
     generator = np.random.default_rng(0)
-    frames = []
+    frames: list[dict[str, Any]] = []
     for episode, length in enumerate(lengths):
         for i in range(length):
             frame = {key: tensor[0] for key, tensor in observe(generator).items()}
@@ -548,9 +548,10 @@ def test_wrong_settings_are_refused() -> None:
 def test_an_empty_and_a_closed_buffer_say_so() -> None:
     buffer = make()
     assert len(buffer) == 0
-    for act in (lambda: buffer.sample(1), lambda: next(buffer.get_iterator(1))):
-        with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
-            act()
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
+        buffer.sample(1)
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
+        next(buffer.get_iterator(1))
     with pytest.raises(ArgumentError, match="empty"):
         buffer.save("anywhere")
     with pytest.raises(ArgumentError, match="Cannot convert to a dataset"):

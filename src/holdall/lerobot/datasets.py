@@ -34,11 +34,11 @@ def read_transitions(dataset: Any, state_keys: list[str], drop_unfinished: bool)
             next state, and it is truncated.
     """
     count = len(dataset)
-    sample = dataset[0] if count else None
+    sample: Any = dataset[0] if count else None
     for i in range(count):
         if i == 0:
             _require_keys(sample, state_keys)
-        following = dataset[i + 1] if i + 1 < count else None
+        following: Any = dataset[i + 1] if i + 1 < count else None
         is_last = following is None or int(following[_EPISODE]) != int(sample[_EPISODE])
         done = bool(sample[_DONE].item()) if _DONE in sample else is_last
         is_unfinished = is_last and not done

@@ -82,7 +82,7 @@ class Layout:
         return cls(states, as_floats(action, "action").shape, info, is_lossy=is_lossy)
 
     def _make_schema(self) -> Schema:
-        fields = {key: stored_space(self.states[key], _FLOAT32) for key in self.vectors}
+        fields: dict[str, spaces.Space[Any]] = {key: stored_space(self.states[key], _FLOAT32) for key in self.vectors}
         for key in self.images:
             fields[f"{key}/words"] = stored_space(self.states[key], _UINT8)
             fields[f"{key}/floats"] = stored_space(self.states[key], _FLOAT32)

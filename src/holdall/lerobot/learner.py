@@ -72,7 +72,7 @@ def install(
         export_datasets: Also write LeRobot's datasets at every checkpoint, which takes long.
     """
     learner = _import_learner()
-    tiers = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+    tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
     settings = {**tiers, "lossy_8bit_images": lossy_8bit_images}
 
     class InstalledBuffer(LearnerBuffer):

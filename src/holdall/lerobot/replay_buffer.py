@@ -93,10 +93,17 @@ class ReplayBuffer:
         lossy_8bit_images: bool = False,
         _tuning: Tuning | None = None,
     ) -> None:
+<<<<<<< HEAD
         capacity = to_whole(capacity)
         if isinstance(capacity, int) and capacity <= 0:
             raise ArgumentError(f"Capacity must be greater than 0. It is {capacity}.")
         self.capacity = require_count("capacity", capacity, 1)
+=======
+        given: Any = whole(capacity)
+        if isinstance(given, int) and given <= 0:
+            raise ArgumentError(f"Capacity must be greater than 0. It is {given}.")
+        self.capacity = require_count("capacity", given, 1)
+>>>>>>> 2e1935859dc0bd07b8bac496ca596b541119556d
         self.device = _find_device(device)
         self.storage_device = _require_host(storage_device)
         self.state_keys = [] if state_keys is None else list(state_keys)
@@ -272,8 +279,8 @@ class ReplayBuffer:
             queue_size: Batches that are read ahead.
         """
         ahead = require_count("queue_size", queue_size, 1) if async_prefetch else 0
-        # The loader knows nothing of the type of its batches.
-        loader: Any = Loader(partial(self._draw, batch_size), self._augment, ahead)
+        augment: Any = self._augment  # The batches of other loaders have another type.
+        loader: Any = Loader(partial(self._draw, batch_size), augment, ahead)
         return iter(loader)
 
     def _draw(self, batch_size: int) -> Callable[[], BatchTransition]:
@@ -312,7 +319,9 @@ class ReplayBuffer:
             for keys in self._known_layout.group_images():
                 augment = self._find_augmentation()
                 images = torch.cat([batch[part][key] for key in keys for part in ("state", "next_state")])
-                for key, (before, after) in zip(keys, augment(images).unflatten(0, (len(keys), 2, -1)), strict=True):
+                augmented = augment(images)
+                pairs = augmented.reshape(len(keys), 2, -1, *augmented.shape[1:])
+                for key, (before, after) in zip(keys, pairs, strict=True):
                     batch["state"][key] = before
                     batch["next_state"][key] = after
         return batch

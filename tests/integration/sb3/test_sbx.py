@@ -1,0 +1,39 @@
+"""SBX, which is Stable-Baselines3 with JAX: the same weights with holdall's buffer as with its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import warnings
+warnings.simplefilter("ignore")
+import jax, numpy as np
+from sbx import DQN, SAC
+from holdall.sb3 import ReplayBuffer
+
+def train(algorithm, environment, **settings):
+    model = algorithm("MlpPolicy", environment, seed=0, learning_starts=100, buffer_size=1000, **settings)
+    return model.learn(300)
+
+for algorithm, environment in ((SAC, "Pendulum-v1"), (DQN, "CartPole-v1")):
+    plain = train(algorithm, environment)
+    ours = train(algorithm, environment, replay_buffer_class=ReplayBuffer)
+    assert type(ours.replay_buffer) is ReplayBuffer
+    pairs = zip(*(jax.tree_util.tree_leaves(model.policy.qf_state.params) for model in (plain, ours)), strict=True)
+    assert all(np.array_equal(*pair) for pair in pairs), algorithm.__name__
+print("the same weights")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_sbx_learns_the_same_weights() -> None:
+    """In a process of its own: JAX has threads, and a process with it must not fork."""
+    probe = subprocess.run([sys.executable, "-c", "import sbx"], capture_output=True, text=True, check=False)
+    if probe.returncode != 0:
+        pytest.skip(f"SBX cannot be imported ({(probe.stderr.strip().splitlines() or ['killed'])[-1]})")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the same weights\n")
