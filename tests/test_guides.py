@@ -18,14 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "guides"
-<<<<<<< HEAD
 HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent", "offline", "from_reverb")]
 WITH_DIFFERENCES = [guide for guide in HERE if "```diff" in guide.read_text(encoding="utf-8")]
-=======
-HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent")]
 ON_THEIR_OWN = [FOLDER / f"{name}.md" for name in ("autoreset", "drqv2", "lerobot", "maniskill")]
 """Guides whose programs show no side before."""
->>>>>>> 2e1935859dc0bd07b8bac496ca596b541119556d
 OTHERS = ("tianshou",)
 """Packages that only a guide's side before needs, and that the tests do not install."""
 BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

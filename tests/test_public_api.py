@@ -85,16 +85,11 @@ USES = (
     "plan.model",
     "lint.model",
     "elegantrl.TrajectoryBuffer",
-<<<<<<< HEAD
-    "sb3.ReplayBuffer",
-    "torchrl.HoldallStorage",
-    "dreamer.Replay",
-=======
     "lerobot.ReplayBuffer",
     "drqv2.ReplayBufferStorage",
     "sb3.ReplayBuffer",
     "torchrl.HoldallStorage",
->>>>>>> 2e1935859dc0bd07b8bac496ca596b541119556d
+    "dreamer.Replay",
 )
 
 

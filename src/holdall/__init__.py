@@ -63,11 +63,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = frozenset(
-<<<<<<< HEAD
-    {"cleanrl", "dreamer", "elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"}
-=======
-    {"cleanrl", "drqv2", "elegantrl", "lerobot", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"}
->>>>>>> 2e1935859dc0bd07b8bac496ca596b541119556d
+    {
+        "cleanrl",
+        "dreamer",
+        "drqv2",
+        "elegantrl",
+        "lerobot",
+        "lint",
+        "plan",
+        "ray",
+        "sb3",
+        "testing",
+        "threads",
+        "torchrl",
+        "watch",
+    }
 )
 """Modules that may be asked for without an import of their own, as in `holdall.plan.model(model)`."""
 

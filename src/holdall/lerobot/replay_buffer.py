@@ -93,17 +93,10 @@ class ReplayBuffer:
         lossy_8bit_images: bool = False,
         _tuning: Tuning | None = None,
     ) -> None:
-<<<<<<< HEAD
-        capacity = to_whole(capacity)
-        if isinstance(capacity, int) and capacity <= 0:
-            raise ArgumentError(f"Capacity must be greater than 0. It is {capacity}.")
-        self.capacity = require_count("capacity", capacity, 1)
-=======
-        given: Any = whole(capacity)
+        given: Any = to_whole(capacity)
         if isinstance(given, int) and given <= 0:
             raise ArgumentError(f"Capacity must be greater than 0. It is {given}.")
         self.capacity = require_count("capacity", given, 1)
->>>>>>> 2e1935859dc0bd07b8bac496ca596b541119556d
         self.device = _find_device(device)
         self.storage_device = _require_host(storage_device)
         self.state_keys = [] if state_keys is None else list(state_keys)
