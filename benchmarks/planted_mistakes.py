@@ -34,7 +34,7 @@ def read_script(mistake: dict[str, Any], checkouts: Path) -> str:
     """Return the script as it is."""
     if "block" in mistake:
         return read_block(checkouts, f"{mistake['file']}:{mistake['block']}")
-    script = checkouts / mistake["file"]
+    script: Path = checkouts / mistake["file"]
     return script.read_text(encoding="utf-8")
 
 
