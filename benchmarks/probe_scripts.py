@@ -82,9 +82,7 @@ def measure(script: dict[str, Any], checkouts: Path, python: str, library: Path)
         row["exact"] = None  # The script itself did not begin to train in time, so there is no truth.
     elif snapshot.is_ready:
         row |= compare(snapshot, truth, script.get("expected_bytes"))
-    row["findings"] = [
-        {"rule": one.rule, "severity": one.severity.word, "message": one.message} for one in lint.snapshot(snapshot)
-    ]
+    row["findings"] = [one.rule for one in lint.snapshot(snapshot)]
     return row
 
 
