@@ -1,4 +1,4 @@
-"""Layout: which fields of a memory the parts of LeRobot's transitions are stored in.
+"""TransitionLayout: which fields of a memory the parts of LeRobot's transitions are stored in.
 
 The first transition decides the keys and shapes. An image key has three fields: 8-bit words, float32 values, and the
 form that says which of the two has the image. The other field is all zeros, which a memory stores once.
@@ -44,7 +44,7 @@ class StoredRows(NamedTuple):
     complementary: dict[str, Array]
 
 
-class Layout:
+class TransitionLayout:
     """The fields of one buffer. `make_step` is not thread-safe.
 
     Attributes:

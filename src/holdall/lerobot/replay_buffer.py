@@ -1,6 +1,6 @@
 """ReplayBuffer: LeRobot's replay buffer over a ReplayMemory.
 
-    add    -> Layout.observe -> Store.append           images become 8-bit words where these are exact
+    add    -> TransitionLayout.observe -> Store.append           images become 8-bit words where these are exact
     sample -> slots from torch -> View.read -> decode  then the image augmentation, which is LeRobot's
 
 Guarantee: `state` and `next_state` of a row are, bit for bit, the float32 values that `add` was given for it, also at
@@ -27,7 +27,7 @@ from holdall.delivery import Loader
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, MissingPackageError
 from holdall.lerobot import datasets
 from holdall.lerobot.images import ImageForm, decode
-from holdall.lerobot.layout import Layout, StoredRows
+from holdall.lerobot.layout import StoredRows, TransitionLayout
 from holdall.lerobot.slot_tensor import SlotTensor
 from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
@@ -110,7 +110,7 @@ class ReplayBuffer:
             "spill_dir": spill_dir,
             "_tuning": _tuning,
         }
-        self._layout: Layout | None = None
+        self._layout: TransitionLayout | None = None
         self._memory: ReplayMemory | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # Guards the layout and the order of `add`.
@@ -234,7 +234,7 @@ class ReplayBuffer:
                 next_state = state
             layout = self._layout
             if layout is None:
-                layout = Layout.of(state, action, complementary_info, is_lossy=self.lossy_8bit_images)
+                layout = TransitionLayout.of(state, action, complementary_info, is_lossy=self.lossy_8bit_images)
             step = layout.make_step(state, action, reward, next_state, is_done, bool(truncated), complementary_info)
             if self._memory is None:
                 memory = self._new_memory(layout)
@@ -244,7 +244,7 @@ class ReplayBuffer:
             else:
                 self._memory.store.append(*step)
 
-    def _new_memory(self, layout: Layout) -> ReplayMemory:
+    def _new_memory(self, layout: TransitionLayout) -> ReplayMemory:
         memory = ReplayMemory(layout.schema, None, self.capacity, **self._tiers)
         memory.store.set_reward_dtype(np.dtype(np.float32))
         return memory
@@ -384,7 +384,7 @@ class ReplayBuffer:
         return torch.from_numpy(array).to(self.device)
 
     @property
-    def _known_layout(self) -> Layout:
+    def _known_layout(self) -> TransitionLayout:
         if self._layout is None:
             raise ArgumentError("The buffer is empty, so its fields are not known yet. Add a transition first.")
         return self._layout
@@ -548,7 +548,7 @@ class ReplayBuffer:
         memory = ReplayMemory.load(url, capacity, **tiers)
         try:
             saved = _read_description(memory, url)
-            layout = Layout.from_description(saved["layout"], is_lossy=saved["lossy_8bit_images"])
+            layout = TransitionLayout.from_description(saved["layout"], is_lossy=saved["lossy_8bit_images"])
             _require_fields(memory, layout, url)
             buffer = cls(
                 saved["capacity"] if capacity is None else capacity,
@@ -595,7 +595,7 @@ def _read_description(memory: ReplayMemory, url: str | os.PathLike[str]) -> dict
     return saved
 
 
-def _require_fields(memory: ReplayMemory, layout: Layout, url: str | os.PathLike[str]) -> None:
+def _require_fields(memory: ReplayMemory, layout: TransitionLayout, url: str | os.PathLike[str]) -> None:
     if layout.schema != memory.schema:
         raise CheckpointError(
             f"The checkpoint in '{os.fspath(url)}' has other fields than its '{_LAYOUT_FILE}' describes. Load another "

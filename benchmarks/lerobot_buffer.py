@@ -1,6 +1,6 @@
 """LeRobot's replay buffer beside holdall's: bytes per transition, and times of `add` and `sample`, in one run.
 
-    python benchmarks/lerobot.py [--buffer FILE] [--case words] [--quick] [--json FILE]
+    python benchmarks/lerobot_buffer.py [--buffer FILE] [--case words] [--quick] [--json FILE]
 
 Two cameras, of which LeRobot's actor sends images of 3 x 128 x 128: a static one over a scene in which a cube moves,
 and one on a moving hand. `words` are 8-bit images divided by 255. `resized` are images of 256 x 256 that are resized
