@@ -1,7 +1,7 @@
 """ReplayBuffer: LeRobot's replay buffer over a ReplayMemory.
 
-    add    -> TransitionLayout.observe -> Store.append           images become 8-bit words where these are exact
-    sample -> slots from torch -> View.read -> decode  then the image augmentation, which is LeRobot's
+    add    -> TransitionLayout.make_step -> Store.append   images become 8-bit words where these are exact
+    sample -> slots from torch -> View.read -> decode      then the image augmentation, which is LeRobot's
 
 Guarantee: `state` and `next_state` of a row are, bit for bit, the float32 values that `add` was given for it, also at
 time limits, at the ends of interventions and beside rows that were skipped. One seed of torch draws the same rows as
