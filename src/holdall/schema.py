@@ -133,7 +133,7 @@ class Tree:
         for key, value in values.items():
             if key not in structure:
                 raise ArgumentError(
-                    f"{key!r} is not an extra of this memory, which has {sorted(structure)}. Pass one of these, or "
+                    f"{key} is not an extra of this memory, which has {sorted(structure)}. Pass one of these, or "
                     f"declare it when the memory is made: extras={{{key!r}: Box(...)}}."
                 )
             arrays: list[Any] = []

@@ -121,9 +121,9 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "made none": ("ids holds 97, .*valid=False", [97], {"value": np.zeros(1)}),
     "sequences": (r"ids has shape \(2, 2\).*ids\[mask\]", [[20, 21], [22, 23]], {"value": np.zeros((2, 2))}),
     "unknown": (
-        r"'state' is not an extra .*\['hidden', 'latent', 'value'\].*extras={'state': Box", [30], {"state": np.zeros(1)}
+        r"state is not an extra .*\['hidden', 'latent', 'value'\].*extras={'state': Box", [30], {"state": np.zeros(1)}
     ),
-    "reward": ("'reward' is not an extra of this memory", [30], {"reward": np.zeros(1)}),
+    "reward": ("reward is not an extra of this memory", [30], {"reward": np.zeros(1)}),
     "nothing": ("update was given no rows", [30], {}),
     "dtype": ("value has dtype float32, but the space has dtype float64", [30], {"hidden": ROW, "value": ROW[:, 0]}),
     "shape": (r"hidden has shape \(4,\), expected \(1, 4\): one row per id then", [30], {"hidden": ROW[0]}),
@@ -152,7 +152,7 @@ def test_a_memory_without_extras_says_how_to_declare_one() -> None:
     with (
         holdall.ReplayMemory(STATE, spaces.Discrete(2), 8) as memory,
         pytest.raises(
-            holdall.ArgumentError, match=r"^'hidden' is not an extra of this memory, which has \[\]\. .*extras="
+            holdall.ArgumentError, match=r"^hidden is not an extra of this memory, which has \[\]\. .*extras="
         ),
     ):
         memory.update([], hidden=np.zeros((0, 4), np.float32))

@@ -98,7 +98,7 @@ static void copy_slices(const observation *v, const uint32_t *numbers, uint8_t *
     for (Py_ssize_t s = 0; s < v->cut->count; s++) place_slice(v->cut, slices + numbers[s] * v->slice_bytes, s, out);
 }
 
-/* One observation is written after the other, because two destinations by turns take longer. */
+/* Copy the uncompressed slices of an observation, and of its next observation. */
 static void copy_raw(const observation *v, const uint32_t *numbers) {
     if (v->obs) copy_slices(v, numbers, v->obs);
     if (v->next_obs) copy_slices(v, numbers + v->step, v->next_obs);
