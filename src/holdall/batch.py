@@ -92,7 +92,7 @@ class Batch:
     truncated: Any  # (batch,) bool
     extras: dict[str, Any]
     ids: Ids  # (batch,)
-    weights: Any  # (batch,) float32 importance weights; 1 if every transition is equally likely
+    weights: Any  # (batch,) float32 importance weights; all 1 unless the sampler corrects for uneven draws
     discount: Any = None  # (batch,) float32 discount of the value of next_obs; None: use the gamma of the agent
     mask: Any = None  # (batch, time) bool, False for padding; None if the batch has no sequences
 

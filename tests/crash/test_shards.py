@@ -67,7 +67,7 @@ class ShardOfOneLane:
     def save(self) -> SaveHandle:
         held = [run for run in self.runs if run.first_row + run.rows > self.memory.first_id]
         state = {
-            "sampler": {"kind": "Uniform", "state": {}},
+            "sampler": {"kind": "Uniform", "settings": {}, "state": {}},
             "generator": get_generator_state(self.memory._generator),
             "runs": runs_state(held),
         }

@@ -14,7 +14,6 @@ from holdall.sampling.calls import check_sampler
 from holdall.sampling.composed import ComposedSampler
 from holdall.sampling.registry import SAVED_SETTINGS, find_sampler_class, has_saved_settings
 from holdall.sampling.sampler import Sampler
-from holdall.sampling.uniform import Uniform
 
 _MAX_SAVED_STEPS = 2**20
 """Largest number of steps per row of a sampler in a checkpoint. Every draw takes memory in proportion to it."""
@@ -44,7 +43,7 @@ def choose_sampler(sampler: Sampler | None, saved: Mapping[str, Any], *, has_sam
         return check_sampler(sampler)
     kind = saved["kind"]
     can_use_state = has_same_ids or saved.get("state") == {}
-    if kind == Uniform.__name__ or ("settings" in saved and can_use_state):
+    if "settings" in saved and can_use_state:
         return _construct_sampler(saved)
     if has_same_ids:
         reason = "The checkpoint does not have its settings."

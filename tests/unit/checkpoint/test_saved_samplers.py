@@ -96,3 +96,14 @@ def test_settings_that_make_no_sense_are_damage(wrong: dict[str, Any]) -> None:
     """Whoever wrote them; and no class but holdall's own is ever made of a name."""
     with pytest.raises(DamageError), refuse_malformed("a checkpoint"):
         choose_sampler(None, wrong, has_same_ids=True)
+
+
+def test_a_users_sampler_with_the_name_of_a_shipped_one_is_not_replaced(tmp_path: Path) -> None:
+    """A checkpoint has no settings of it, so `load` asks for the sampler instead of drawing with holdall's."""
+    own = type("Uniform", (Uniform,), {})
+    space = spaces.Box(0, 1, (2,), np.float32)
+    with ReplayMemory(space, spaces.Discrete(2), 8, sampler=own()) as memory:
+        memory.add(np.zeros(2, np.float32), 0, 0.0, np.zeros(2, np.float32), False, False)
+        memory.save(tmp_path / "run").result()
+    with pytest.raises(ArgumentError, match="sampler was not given"):
+        ReplayMemory.load(tmp_path / "run")
