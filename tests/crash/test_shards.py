@@ -101,7 +101,10 @@ class MemoryOfShards:
             return {number: handle.result() for number, handle in handles.items()}
 
         schema = Schema.of(SPACE, ACTIONS, None, LANES)
-        state = {"generator": get_generator_state(np.random.default_rng(5)), "sampler": {"kind": self._sampler}}
+        state = {
+            "generator": get_generator_state(np.random.default_rng(5)),
+            "sampler": {"kind": self._sampler, "settings": {}},
+        }
         snapshot = ShardsSnapshot(schema_to_json(schema), 500, state, waited)
         return self.savers.save(lambda: snapshot, self.url, {"a": b"b"}, keep)
 

@@ -42,12 +42,11 @@ def choose_sampler(sampler: Sampler | None, saved: Mapping[str, Any], *, has_sam
     if sampler is not None:
         return check_sampler(sampler)
     kind = saved["kind"]
-    can_use_state = has_same_ids or saved.get("state") == {}
-    if "settings" in saved and can_use_state:
-        return _construct_sampler(saved)
-    if has_same_ids:
-        reason = "The checkpoint does not have its settings."
-    else:
+    reason = "The checkpoint does not have its settings."
+    if "settings" in saved:
+        constructed = _construct_sampler(saved)
+        if has_same_ids or constructed.state() == {}:
+            return constructed
         reason = "Its priorities do not fit the new lanes or shards."
     raise ArgumentError(
         f"sampler was not given, but the checkpoint was saved with {kind}. {reason} To continue, pass "
