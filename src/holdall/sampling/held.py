@@ -38,8 +38,8 @@ class Held:
     The id of the next step of the same lane is `id + lanes`, unless the memory has an `order`. Methods that find steps
     take both cases into account.
 
-    A place numbers a step by lane, and within a lane by time: `lane * PLACES_PER_LANE + tick`. The next step of the same
-    lane has the next place.
+    A place numbers a step by lane, and within a lane by time: `lane * PLACES_PER_LANE + tick`. The next step of the
+    same lane has the next place.
     """
 
     # Lowest id that is held: the first one of a tick.

@@ -1,4 +1,7 @@
-"""The table of the samplers that holdall ships. A new sampler needs one line in it; docs/extending.md has the other steps."""
+"""The table of the samplers that holdall ships.
+
+A new sampler needs one line in it. docs/extending.md has the other steps.
+"""
 
 from __future__ import annotations
 
