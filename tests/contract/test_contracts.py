@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,12 @@ import pytest
 import torch
 
 import holdall
-from holdall.batch import Draw
+from holdall._native import Coded, Raw
+from holdall.batch import Batch, Draw
+from holdall.errors import ArgumentError
 from holdall.sampling import Held, Sampler
-from holdall.testing import CodecContract, MemoryContract, SamplerContract, Stream
+from holdall.store.tuning import Tuning
+from holdall.testing import CodecContract, ReplayMemoryContract, SamplerContract
 from holdall.testing.oracle import map_leaves
 from holdall.testing.streams import StreamStep
 
@@ -70,31 +75,93 @@ class TestCodecs(CodecContract):
     """holdall's own codecs."""
 
 
-class TestReplayMemory(MemoryContract):
-    def make_memory(self, stream: Stream) -> Any:
-        return holdall.ReplayMemory(stream.observation_space, stream.action_space, self.capacity, self.num_envs)
+SMALL = Tuning(
+    block_bytes=2_000,
+    segments_per_capacity=16,
+    min_segment_ticks=1,
+    small_field_bytes=16,
+    tiny_field_bytes=16,
+    min_packed_rows=8,
+    segments_per_limit=2,
+    segments_in_transit=1,
+)
+"""Segments of a few ticks, so that a memory of 90 transitions has closed blocks."""
 
 
-class TestMemoryOnADevice(MemoryContract):
+class TestReplayMemory(ReplayMemoryContract):
+    """With the default settings, nothing is compressed."""
+
+    def check_form(self, memory: holdall.ReplayMemory) -> None:
+        assert forms(memory) <= {Raw}
+
+
+class TestCompressedMemory(ReplayMemoryContract):
+    def settings(self) -> Mapping[str, Any]:
+        return {"budget": None, "_tuning": SMALL}
+
+    def check_form(self, memory: holdall.ReplayMemory) -> None:
+        assert Coded in forms(memory)
+
+
+class TestSpilledMemory(ReplayMemoryContract):
+    """All blocks are on disk."""
+
+    @pytest.fixture(autouse=True)
+    def _use_folder(self, tmp_path: Path) -> None:
+        self._folder = tmp_path
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"budget": None, "spill_dir": self._folder, "_tuning": SMALL}
+
+    def check_form(self, memory: holdall.ReplayMemory) -> None:
+        assert memory.disk_bytes > 0
+
+
+class TestBoundedMemory(ReplayMemoryContract):
+    """A limit that only the transitions of small observations fit."""
+
+    may_drop_early = True
+
+    def check_form(self, memory: holdall.ReplayMemory) -> None:
+        assert memory.report().total_bytes <= 65_536
+        leaves = {leaf.shape for leaf in memory.schema.observation.leaves}
+        assert memory.report().dropped_early > 0 or leaves in ({(4, 12, 12)}, {(5,)})
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"budget": 65_536, "_tuning": SMALL}
+
+
+class TestMemoryOnADevice(ReplayMemoryContract):
     """On the CPU. tests/gpu has the same for a GPU."""
 
-    def make_memory(self, stream: Stream) -> Any:
-        spaces = (stream.observation_space, stream.action_space)
-        return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, store_device="cpu")
+    def settings(self) -> Mapping[str, Any]:
+        return {"store_device": "cpu"}
 
 
 class TestTensorsOnADevice(TestMemoryOnADevice):
     """The same, with tensors in place of arrays."""
 
-    def add(self, memory: Any, step: StreamStep) -> None:
-        given = {name: value for name, value in step.arguments().items() if value is not None}
-        memory.add(**map_leaves(lambda array: torch.from_numpy(np.array(array)), given))
+    def add(self, memory: Any, step: StreamStep, valid: Any = None) -> None:
+        memory.add(**to_tensors(step), valid=valid)
+
+    def extend(self, memory: Any, steps: StreamStep) -> None:
+        memory.extend(**to_tensors(steps))
 
 
-class TestBatchesOnADevice(MemoryContract):
-    def make_memory(self, stream: Stream) -> Any:
-        spaces = (stream.observation_space, stream.action_space)
-        return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, device="cpu")
+class TestBatchesOnADevice(ReplayMemoryContract):
+    def settings(self) -> Mapping[str, Any]:
+        return {"device": "cpu"}
+
+
+def forms(memory: holdall.ReplayMemory) -> set[type]:
+    """Return the types of the forms of all closed blocks."""
+    parts = [part for segment in memory.store.catalog.segments for part in segment.parts]
+    return {type(part.block.form) for part in parts if part.block is not None and not part.block.is_open}
+
+
+def to_tensors(step: StreamStep) -> Any:
+    """Return the arguments of `add` as tensors."""
+    return map_leaves(lambda array: torch.from_numpy(np.array(array)), step.arguments())
 
 
 # ---------------------------------------------------------------- broken on purpose
@@ -214,14 +281,93 @@ def test_a_codec_that_breaks_a_rule_fails_it(kind: type[Any], rule: str) -> None
         getattr(kind(), rule)()
 
 
-def test_a_memory_that_loses_a_bit_fails_its_contract() -> None:
-    """The rule would be noticed."""
+class WrongBit(ReplayMemoryContract):
+    """Returns one wrong bit in every reward."""
 
-    class Careless(TestReplayMemory):
-        def gather(self, memory: Any, ids: Any) -> dict[str, Any]:
-            rows = super().gather(memory, ids)
-            rows["reward"] = np.where(rows["reward"] == 0, np.float32(0), rows["reward"])  # loses the sign of -0.0
-            return rows
+    def gather(self, memory: Any, ids: Any) -> dict[str, Any]:
+        rows = super().gather(memory, ids)
+        rows["reward"] = (rows["reward"].view(np.uint32) ^ 1).view(np.float32)
+        return rows
 
+
+class CutShort(holdall.ReplayMemory):
+    """Adds all steps of a trajectory but the last one."""
+
+    def extend(self, *given: Any, **named: Any) -> None:
+        super().extend(*given, **map_leaves(lambda rows: rows[:-1], named))
+
+
+class AllValid(holdall.ReplayMemory):
+    """Ignores `valid`."""
+
+    def add(self, *given: Any, **named: Any) -> None:
+        super().add(*given, **(named | {"valid": None}))
+
+
+class Lenient(holdall.ReplayMemory):
+    """Accepts arguments that do not fit."""
+
+    def add(self, *given: Any, **named: Any) -> None:
+        with suppress(ArgumentError):
+            super().add(*given, **named)
+
+
+class ReadOnly(holdall.ReplayMemory):
+    """Rewrites nothing."""
+
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        pass
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        pass
+
+
+class Unseeded(holdall.ReplayMemory):
+    """Draws something else every time."""
+
+    def sample(self, batch_size: int) -> Batch:
+        return self.gather(np.random.default_rng().integers(self.first_id, self.next_id, batch_size))
+
+
+class Open(holdall.ReplayMemory):
+    """Is never closed."""
+
+    def close(self, timeout: float = 0) -> None:
+        pass
+
+
+BROKEN_MEMORIES = [
+    (CutShort, "test_extend_adds_what_add_would_add"),
+    (AllValid, "test_entries_that_are_not_valid_are_not_transitions"),
+    (Lenient, "test_wrong_arguments_leave_the_memory_as_it_was"),
+    (ReadOnly, "test_update_rewrites_extras_and_nothing_else"),
+    (ReadOnly, "test_a_priority_of_zero_is_never_drawn"),
+    (Unseeded, "test_one_seed_gives_one_sequence_of_batches"),
+    (Unseeded, "test_a_checkpoint_continues_with_the_same_batches"),
+    (Unseeded, "test_a_pickle_continues_with_the_same_batches"),
+    (Open, "test_a_closed_memory_says_so"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rule"), BROKEN_MEMORIES)
+def test_a_memory_that_breaks_a_rule_fails_it(kind: type[holdall.ReplayMemory], rule: str) -> None:
+    """Each rule would be noticed."""
+    contract = ReplayMemoryContract()
+    contract.memory_class = kind
     with pytest.raises(AssertionError):
-        Careless().test_every_held_transition_comes_back_bit_for_bit()
+        getattr(contract, rule)()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "test_every_held_transition_comes_back_bit_for_bit",
+        "test_every_held_transition_comes_back_in_its_last_form",
+        "test_added_arrays_stay_the_callers",
+        "test_threads_read_what_another_thread_added",
+    ],
+)
+def test_a_memory_with_a_wrong_bit_fails_its_contract(rule: str) -> None:
+    """Each rule would be noticed."""
+    with pytest.raises(AssertionError):
+        getattr(WrongBit(), rule)()

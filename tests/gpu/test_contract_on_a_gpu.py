@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import holdall
-from holdall.testing import MemoryContract, Stream
+from holdall.testing import ReplayMemoryContract
 from holdall.testing.oracle import map_leaves
 from holdall.testing.streams import StreamStep
 
 pytestmark = pytest.mark.gpu
 
 
-class TestMemoryOnAGpu(MemoryContract):
-    def make_memory(self, stream: Stream) -> Any:
-        spaces = (stream.observation_space, stream.action_space)
-        return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, store_device="cuda")
+class TestMemoryOnAGpu(ReplayMemoryContract):
+    def settings(self) -> Mapping[str, Any]:
+        return {"store_device": "cuda"}
 
 
 class TestTensorsOnAGpu(TestMemoryOnAGpu):
     """The same, with tensors in place of arrays."""
 
-    def add(self, memory: Any, step: StreamStep) -> None:
-        given = {name: value for name, value in step.arguments().items() if value is not None}
-        memory.add(**map_leaves(lambda array: torch.from_numpy(np.array(array)).to("cuda"), given))
+    def add(self, memory: Any, step: StreamStep, valid: Any = None) -> None:
+        memory.add(**to_tensors(step), valid=valid)
+
+    def extend(self, memory: Any, steps: StreamStep) -> None:
+        memory.extend(**to_tensors(steps))
 
 
-class TestBatchesOnAGpu(MemoryContract):
-    def make_memory(self, stream: Stream) -> Any:
-        spaces = (stream.observation_space, stream.action_space)
-        return holdall.ReplayMemory(*spaces, self.capacity, self.num_envs, device="cuda")
+class TestBatchesOnAGpu(ReplayMemoryContract):
+    def settings(self) -> Mapping[str, Any]:
+        return {"device": "cuda"}
+
+
+def to_tensors(step: StreamStep) -> Any:
+    """Return the arguments of `add` as tensors on the GPU."""
+    return map_leaves(lambda array: torch.from_numpy(np.array(array)).to("cuda"), step.arguments())

@@ -4,11 +4,11 @@
         def make_sampler(self):
             return MySampler()
 
-Subclass `SamplerContract`, `CodecContract`, `MemoryContract` or `BlobStoreContract` to test a sampler, a codec, a
-memory or a blob store of your own by the rules of holdall's, which pass the same classes. pytest collects the subclass
-and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base. Everything is compared with
-the oracle, bit for bit. Nothing here imports pytest. `holdall.testing.strategies` needs Hypothesis and is imported by
-name.
+Subclass a contract to test something of your own by the rules of holdall's, which pass the same classes:
+`SamplerContract`, `CodecContract`, `MemoryContract` for adapters, `ReplayMemoryContract` for a form or a device of
+`ReplayMemory`, and `BlobStoreContract`. pytest collects the subclass and runs every rule. Plain `unittest` works, too,
+with `unittest.TestCase` as second base. Everything is compared with the oracle, bit for bit. Nothing here imports
+pytest. `holdall.testing.strategies` needs Hypothesis and is imported by name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from holdall.testing.blob_store_contract import BlobStoreContract
 from holdall.testing.codec_contract import CodecContract
 from holdall.testing.memory_contract import MemoryContract
 from holdall.testing.oracle import OracleMemory, as_array, assert_same_bits
+from holdall.testing.replay_memory_contract import ReplayMemoryContract
 from holdall.testing.sampler_contract import SamplerContract
 from holdall.testing.streams import LeafPlan, Mishaps, Stream, random_rows
 
@@ -27,6 +28,7 @@ __all__ = [
     "MemoryContract",
     "Mishaps",
     "OracleMemory",
+    "ReplayMemoryContract",
     "SamplerContract",
     "Stream",
     "as_array",

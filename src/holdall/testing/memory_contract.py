@@ -15,14 +15,15 @@ from holdall.testing.oracle import OracleMemory, assert_same_bits
 from holdall.testing.rules import require, require_raises
 from holdall.testing.streams import LeafPlan, Mishaps, Stream, StreamStep
 
-_COMPARED = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
+COMPARED = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
+"""Fields of a batch that are compared with the oracle."""
 
 
 class MemoryContract:
     """The promises of a memory, compared with the oracle. For a memory of your own, or an adapter to a framework.
 
-    Override `make_memory` and, if the framework has other names, `add`, `gather` and `sample`. holdall's memories on
-    the host and on a device pass the same rules.
+    Override `make_memory` and, if the framework has other names, `add`, `gather` and `sample`. holdall's own memories
+    pass these rules and those of `ReplayMemoryContract`.
     """
 
     capacity = 90
@@ -39,12 +40,12 @@ class MemoryContract:
     def gather(self, memory: Any, ids: NDArray[np.int64]) -> dict[str, Any]:
         """Return fields of transitions by their names in `holdall.Batch`. Fields that are left out are not compared."""
         batch = memory.gather(ids)
-        return {name: getattr(batch, name) for name in _COMPARED}
+        return {name: getattr(batch, name) for name in COMPARED}
 
     def sample(self, memory: Any, count: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
         """Draw `count` transitions. Return their ids, and their fields as `gather` does."""
         batch = memory.sample(count)
-        return np.array(batch.ids.tolist(), np.int64), {name: getattr(batch, name) for name in _COMPARED}
+        return np.array(batch.ids.tolist(), np.int64), {name: getattr(batch, name) for name in COMPARED}
 
     def streams(self) -> Iterator[Stream]:
         """Yield streams of frame stacks, vectors and images, with ends, silent resets and skipped steps."""
