@@ -421,7 +421,7 @@ class Dataset:
         store = self._require_store()
         if os.getpid() == self._process:
             return store.view()
-        return View(store.catalog, self._reader_of_child(), self._columns, 0, store.before_read)
+        return View(store.catalog, self._reader_of_child(), self._columns, store.before_read)
 
     def _reader_of_child(self) -> Reader:
         """Return the reader of a forked child. The parent's reader has threads that do not exist here."""

@@ -31,7 +31,7 @@ from holdall.store.records import pack_record, read_record, reader_of
 from holdall.store.snapshot import Layout
 from holdall.store.step import Step, check_step
 from holdall.store.tuning import Tuning
-from holdall.store.windows import Window, WindowScout
+from holdall.store.windows import Window, WindowDetector
 
 _HEAD = "payload"
 _MAX_BROKEN_SHARE = 0.5
@@ -147,10 +147,10 @@ class SegmentBuilder:
             for i, leaf in enumerate(leaves)
         ]
         self._codecs: dict[int, WriterCodec] = {}
-        self._scouts = {
-            i: WindowScout(leaf, tuning) for i, leaf in enumerate(leaves) if leaf.nbytes > tuning.tiny_field_bytes
+        self._detectors = {
+            i: WindowDetector(leaf, tuning) for i, leaf in enumerate(leaves) if leaf.nbytes > tuning.tiny_field_bytes
         }
-        self._is_searching = bool(self._scouts)
+        self._is_searching = bool(self._detectors)
         self.has_new_window = False
         self._writer = self._new_writer(0)
 
@@ -223,7 +223,7 @@ class SegmentBuilder:
         progress = np.array([first])
         if not self._is_searching:
             return self._writer.extend(steps, progress)
-        count = self._writer.extend(_cut_steps(steps, first + self._tuning.scout_max_pairs), progress)
+        count = self._writer.extend(_cut_steps(steps, first + self._tuning.detector_max_pairs), progress)
         for position in range(first, first + count):
             obs = tuple(array[position] for array in steps.obs)
             next_obs = tuple(array[position] for array in steps.next_obs)
@@ -260,27 +260,27 @@ class SegmentBuilder:
         for i, part in enumerate(closed.parts[: len(self._layouts)]):
             if part.kind == "shared" and part.exceptions > _MAX_EXCEPTION_SHARE * rows:
                 self._layouts[i] = ("paired",)
-            scout = self._scouts.get(i)
-            if scout is None:
+            detector = self._detectors.get(i)
+            if detector is None:
                 continue
-            window = scout.window
+            window = detector.window
             if window is not None and window != self._windows[i]:
                 self._windows[i] = window
                 self._layouts[i] = window.layout()
                 self._codecs.pop(i, None)
             elif self._windows[i].count == 1 or part.broken > _MAX_BROKEN_SHARE * rows:
-                scout.end_segment()
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+                detector.end_segment()
+        self._is_searching = any(detector.is_searching for detector in self._detectors.values())
 
     def _search_windows(self, step: tuple[Any, ...]) -> None:
-        """Show a tick to all scouts. The next segment uses the windows that they find."""
+        """Show a tick to all detectors. The next segment uses the windows that they find."""
         obs = self._leaves_of(step[0], "obs")
         next_obs = self._leaves_of(step[3], "next_obs")
-        for i, scout in self._scouts.items():
+        for i, detector in self._detectors.items():
             shape = (self._lanes, *self._schema.observation.leaves[i].shape)
-            if scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)) and scout.window is not None:
-                self.has_new_window = self.has_new_window or scout.window != self._windows[i]
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+            if detector.look(obs[i].reshape(shape), next_obs[i].reshape(shape)) and detector.window is not None:
+                self.has_new_window = self.has_new_window or detector.window != self._windows[i]
+        self._is_searching = any(detector.is_searching for detector in self._detectors.values())
 
     def _leaves_of(self, observation: Any, argument: str) -> Any:
         if isinstance(observation, tuple):

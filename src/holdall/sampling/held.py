@@ -22,7 +22,7 @@ class SmallFields(Validity, Protocol):
 
     @property
     def flags_changed(self) -> int:
-        """Number of calls that overwrote `terminated` and `truncated` of transitions that were held already."""
+        """A number that changes whenever `terminated` and `truncated` of held transitions are overwritten."""
 
     def are_ends(self, ids: Ids) -> Flags:
         """Return which of `ids` are the last steps of episodes: terminated or truncated."""

@@ -43,7 +43,7 @@ from holdall.store.spill import DiskRoom, SpillFolder
 from holdall.store.step import Step, check_step, count_steps
 from holdall.store.tuning import Tuning
 from holdall.store.view import View, explain_read_error
-from holdall.store.windows import Window, WindowScout
+from holdall.store.windows import Window, WindowDetector
 from holdall.units import format_bytes
 
 _LOG = logging.getLogger("holdall")
@@ -72,7 +72,6 @@ class Store:
         tuning: Sizes and limits.
         budget: How much RAM the store may use.
         reward_dtype: Dtype of all rewards, which the first one sets. None before it.
-        flags_changed: Number of calls of `set_flags`.
         before_read: Called with a catalog and ids before rows are read. It brings blocks that are stored elsewhere.
     """
 
@@ -94,7 +93,6 @@ class Store:
         self.tuning = Tuning() if tuning is None else tuning
         self.budget = budget
         self.reward_dtype: np.dtype[Any] | None = None
-        self.flags_changed = 0
         self.before_read: Callable[[Catalog, Ids], None] | None = None
         self.pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
         self._capacity_ticks = capacity_ticks
@@ -116,12 +114,12 @@ class Store:
             self._windows[i].layout() if leaf.nbytes > self.tuning.small_field_bytes else _SHARED
             for i, leaf in enumerate(leaves)
         ]
-        self._scouts = {
-            i: WindowScout(leaf, self.tuning)
+        self._detectors = {
+            i: WindowDetector(leaf, self.tuning)
             for i, leaf in enumerate(leaves)
             if leaf.nbytes > self.tuning.tiny_field_bytes
         }
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+        self._is_searching = any(detector.is_searching for detector in self._detectors.values())
         self._packer = SegmentPacker(leaves, self.tuning)
         self._writer = self._new_writer(first_tick)
         kept_bytes = budget.staging_bytes if max_kept_bytes is None else max_kept_bytes
@@ -154,11 +152,11 @@ class Store:
     def _block_bytes(self) -> int:
         """Return the maximum bytes of a block."""
         # Every sliced field fills a block of its own, so the fields share the bytes of a segment.
-        block_bytes = self.budget.max_segment_bytes // max(len(self._scouts), 1)
+        block_bytes = self.budget.max_segment_bytes // max(len(self._detectors), 1)
         # A block is freed with its last tick. In a small memory, one block must not span many times the capacity.
         ticks = max(self._capacity_ticks // self.tuning.segments_per_capacity, self.tuning.min_segment_ticks)
         leaves = self.schema.observation.leaves
-        largest_bytes = max((leaves[i].nbytes for i in self._scouts), default=0)
+        largest_bytes = max((leaves[i].nbytes for i in self._detectors), default=0)
         if largest_bytes > 0:
             block_bytes = min(block_bytes, ticks * self.schema.num_envs * largest_bytes)
         return max(block_bytes, 1)
@@ -270,7 +268,7 @@ class Store:
         while progress[0] < len(steps.reward):
             first = int(progress[0])
             count = self._writer.extend(steps, progress)
-            for position in range(first, first + min(count, self.tuning.scout_max_pairs)):
+            for position in range(first, first + min(count, self.tuning.detector_max_pairs)):
                 if self._is_searching:
                     self._search_windows(self._cut(steps, position))
             if progress[0] < len(steps.reward):
@@ -302,14 +300,16 @@ class Store:
                 self._balance()
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
-        """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held."""
+        """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held.
+
+        The native call also counts the change in the catalog, so samplers notice it whenever flags were overwritten.
+        """
         flags = np.asarray(terminated, np.bool_).astype(np.uint8)
         flags |= np.asarray(truncated, np.bool_).astype(np.uint8) << np.uint8(1)
         try:
             self._writer.rewrite(np.ascontiguousarray(ids), (self.columns.flags,), (flags,))
         except IndexError as error:
             raise TransitionIdError(str(error)) from None
-        self.flags_changed += 1
 
     def set_reward_dtype(self, dtype: np.dtype[Any]) -> None:
         """Set the dtype of rewards before the first reward. Raise ArgumentError if rewards have another dtype."""
@@ -373,7 +373,7 @@ class Store:
         """Return what is held now. Everything in it stays readable until the view is dropped."""
         if self._reader.wanted_helpers > self._helpers.count:
             self._helpers.start()
-        return View(self._writer.catalog, self._reader, self.columns, self.flags_changed, self.before_read)
+        return View(self._writer.catalog, self._reader, self.columns, self.before_read)
 
     def read(self, ids: Ids, outputs: tuple[int, ...], catalog: Catalog | None = None) -> tuple[Array, ...]:
         """Return the rows of `ids`, one array per output of `Columns`. Raise TransitionIdError if an id is not held.
@@ -581,25 +581,25 @@ class Store:
                 self._layouts[i] = _PAIRED
             is_broken = part.kind == "sliced" and part.broken > _MAX_BROKEN_SHARE * transitions
             has_no_window = self._windows[i].count == 1 or is_broken
-            if has_no_window and i in self._scouts:
-                self._scouts[i].end_segment()
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+            if has_no_window and i in self._detectors:
+                self._detectors[i].end_segment()
+        self._is_searching = any(detector.is_searching for detector in self._detectors.values())
 
     def _search_windows(self, step: tuple[Any, ...]) -> None:
-        """Show a tick to all scouts. Use the windows that they find from the next segment on."""
+        """Show a tick to all detectors. Use the windows that they find from the next segment on."""
         obs = self._leaves_of(step[0], "obs")
         next_obs = self._leaves_of(step[3], "next_obs")
         has_found = False
         with self._roll_lock:
-            for i, scout in self._scouts.items():
+            for i, detector in self._detectors.items():
                 shape = (self.schema.num_envs, *self.schema.observation.leaves[i].shape)
-                if not scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)):
+                if not detector.look(obs[i].reshape(shape), next_obs[i].reshape(shape)):
                     continue
-                if scout.window is not None and scout.window != self._windows[i]:
-                    self._layouts[i] = scout.window.layout()
-                    self._windows[i] = scout.window
+                if detector.window is not None and detector.window != self._windows[i]:
+                    self._layouts[i] = detector.window.layout()
+                    self._windows[i] = detector.window
                     has_found = True
-            self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+            self._is_searching = any(detector.is_searching for detector in self._detectors.values())
             if has_found:
                 self._roll()
 
@@ -641,10 +641,10 @@ class Store:
             self._windows = list(state.windows)
             self._layouts = list(state.layouts)
             self.reward_dtype = state.reward_dtype
-            for i, scout in self._scouts.items():
+            for i, detector in self._detectors.items():
                 if self._windows[i].count > 1:
-                    scout.is_searching = False
-            self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+                    detector.is_searching = False
+            self._is_searching = any(detector.is_searching for detector in self._detectors.values())
             writer = self._new_writer(segments[0].first_tick if segments else state.next_tick)
             for segment in segments:
                 writer.adopt(segment)

@@ -126,7 +126,7 @@ def test_flags_are_overwritten_and_the_rest_stays() -> None:
     add(store, 40, np.array([True, False]))
     ids = np.array([2, 70, 9])
     store.set_flags(ids, np.array([True, False, False]), np.array([False, True, False]))
-    assert store.flags_changed == 1
+    assert store.view().flags_changed == 1
     rewards, terminated, truncated = store.outcomes(ids)
     assert np.array_equal(rewards, ids)
     assert terminated.tolist() == [True, False, False]
