@@ -300,7 +300,7 @@ class CompressedFields(RolloutFields):
         is_real = places >= 0
         ticks, lanes = np.divmod(places[is_real], self._lanes)
         ids = self._store_ticks[ticks] * self._lanes + lanes
-        (rows,) = self._store.read(ids, (self._store.columns.next_obs_outputs[field],))
+        (rows,) = self._store.view().read(ids, (self._store.columns.next_obs_outputs[field],))
         if is_real.all():
             out[...] = rows
         else:

@@ -437,7 +437,7 @@ FLAG_SAMPLERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("make_sampler", FLAG_SAMPLERS.values(), ids=FLAG_SAMPLERS)
 def test_samplers_notice_flags_of_an_interrupted_call(make_sampler: Callable[[], Any]) -> None:
     """The sampler draws what a new sampler draws from the same memory, at whatever line the call was interrupted."""
-    goals = spaces.Dict({key: SMALL for key in ("observation", "achieved_goal", "desired_goal")})
+    goals = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), SMALL))
     ids = np.arange(9, 99, 10)
 
     def make() -> holdall.ReplayMemory:
@@ -468,7 +468,7 @@ def test_samplers_notice_flags_of_an_interrupted_call(make_sampler: Callable[[],
     outcomes = set()
     for at in range(1, lines + 2):  # The last call is not interrupted.
         with make() as memory:
-            interrupted(lambda: set_flags(memory), at)  # noqa: B023  at once
+            interrupted(lambda: set_flags(memory), at)
             outcomes.add(bool(np.asarray(memory.gather(ids).terminated).all()))
             assert draw_many(memory, memory.sampler) == draw_many(memory, make_sampler()), at
     assert outcomes == {False, True}

@@ -650,12 +650,12 @@ class DeviceStore:
         )
         ids = np.arange(first_tick * self.lanes, stop_tick * self.lanes)
         leading = (stop_tick - first_tick, self.lanes)
-        arrays = host.read(ids, tuple(output for group in groups for output in group))
+        arrays = host.view().read(ids, tuple(output for group in groups for output in group))
         shaped = iter([array.reshape(*leading, *array.shape[1:]) for array in arrays])
         obs, action, next_obs, extras, (reward, terminated, truncated) = (
             tuple(next(shaped) for _ in group) for group in groups
         )
-        valid = None if host.all_valid else host.are_valid(ids).reshape(leading)
+        valid = None if host.all_valid else host.view().are_valid(ids).reshape(leading)
         return Step(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
     def _new_host_store(self, first_tick: int) -> Store:

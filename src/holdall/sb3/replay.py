@@ -343,7 +343,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _read_samples(self, ids: Ids) -> Any:
         """Return transitions that are neither normalized nor moved to another device."""
         to_tensor = th.from_numpy
-        arrays = self.memory.store.read(ids, self._outputs)
+        arrays = self.memory.store.view().read(ids, self._outputs)
         rewards = to_tensor(arrays[-1].reshape(-1, 1))
         if not self._is_dict:
             obs, action, next_obs, ended, _ = arrays
@@ -393,7 +393,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
         steps = self._find_ids(slots % self.buffer_size, lanes[:, None])
         is_written = steps >= self.memory.first_id
-        rewards, terminated, truncated = self.memory.store.outcomes(np.where(is_written, steps, ids[:, None]))
+        rewards, terminated, truncated = self.memory.store.view().outcomes(np.where(is_written, steps, ids[:, None]))
         is_newest = steps // self.n_envs == self._count_ticks() - 1
         return np.where(is_written, rewards, np.float32(0)), terminated | truncated | is_newest
 
@@ -494,7 +494,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return a function that reads one output of the memory's columns."""
 
         def read(ids: Ids) -> NDArray[Any]:
-            rows: NDArray[Any] = self.memory.store.read(ids, (output,))[0]
+            rows: NDArray[Any] = self.memory.store.view().read(ids, (output,))[0]
             return rows
 
         return read
@@ -507,7 +507,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         `timeouts` first can give, is stored as both.
         """
         outputs = (self._columns.terminated_output, self._columns.truncated_output)
-        terminated, truncated = self.memory.store.read(ids, outputs)
+        terminated, truncated = self.memory.store.view().read(ids, outputs)
         return terminated ^ truncated, truncated
 
     def _read_dones(self, ids: Ids) -> NDArray[np.bool_]:

@@ -1,8 +1,8 @@
 """Windows: how consecutive observations overlap, and how the overlap is found.
 
 A stack of 4 frames repeats 3 frames of the stack before it. A market window of 504 days repeats 503 days. Both are a
-shift along one axis by a fixed number of elements. A `Window` describes the shift, and a `WindowDetector` finds it in the
-first steps of a field.
+shift along one axis by a fixed number of elements. A `Window` describes the shift, and a `WindowDetector` finds it in
+the first steps of a field.
 
 A window is a proposal. The writer compares every observation byte for byte and stores an observation whole if the
 window does not hold for it. A wrong window costs memory, never correctness.
