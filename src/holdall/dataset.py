@@ -399,7 +399,7 @@ class Dataset:
             memory.store.before_read = store.before_read
             newest = np.arange(max(memory.next_id - lanes, memory.first_id), memory.next_id)
             newest = newest[memory.are_valid(newest)]
-            _, terminated, truncated = memory.outcomes(newest)
+            _, terminated, truncated = memory.store.view().outcomes(newest)
             memory.set_flags(newest, terminated, truncated | ~terminated)
         except BaseException:
             memory.close()

@@ -358,7 +358,7 @@ def test_an_interrupted_sample_leaves_the_draws_to_come(sampler: Any, with_valid
 
 def generator_of(scene: Scene) -> Any:
     len(scene.memory)  # a call does what an interrupted one left to do
-    return scene.memory._generator.bit_generator.state
+    return scene.memory.batch_source.generator.bit_generator.state
 
 
 @pytest.mark.parametrize("points", POINTS)

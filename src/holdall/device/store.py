@@ -25,7 +25,7 @@ from holdall.batch import Batch, Draw, Goals, import_torch, require_in_range
 from holdall.delivery import check_device
 from holdall.delivery.delivery import Nesting, compute_rewards, find_goal_leaves
 from holdall.errors import ArgumentError, HoldallError
-from holdall.report import FieldReport, field_name
+from holdall.report import FieldReport, PressureCheck, field_name
 from holdall.sampling import Held, check_priorities, draw_from, require_enough
 from holdall.schema import Array, Leaf, Schema
 from holdall.store.budget import Budget
@@ -173,6 +173,12 @@ class DeviceStore:
         if self._ring is None or self._ring.next_tick == self._ring.base_tick:
             return None
         return self._ring.tensors.plan.reward.dtype
+
+    @property
+    def held_count(self) -> int:
+        """Number of entries that are held, also those that are not transitions."""
+        first_id, next_id = self.bounds
+        return next_id - first_id
 
     def __len__(self) -> int:
         """Return the number of transitions. Waits for the device if entries were added with `valid`."""
@@ -747,8 +753,13 @@ class DeviceStore:
     """Transitions that were evicted before the capacity was reached: none."""
     drop_reason = ""
     """Why transitions were evicted early."""
+    block_source = None
+    """The object that a save asks for codecs: none, because snapshots are compressed."""
     capacity_that_fits: int | None = None
     """A capacity that does not fit is refused."""
+
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Do nothing: the transitions take no memory of the host."""
 
     def relieve(self, nbytes: int) -> None:
         """Do nothing: the transitions take no memory of the host."""

@@ -3,7 +3,14 @@
 Other packages import these names from here.
 """
 
-from holdall.sampling.calls import check_priorities, check_sampler, draw_from, require_enough, set_priorities
+from holdall.sampling.calls import (
+    check_priorities,
+    check_sampler,
+    draw_from,
+    draws_once,
+    require_enough,
+    set_priorities,
+)
 from holdall.sampling.composed import ComposedSampler, Likelihood
 from holdall.sampling.episodes import Episodes
 from holdall.sampling.generators import get_generator_state, new_generator, restore_generator

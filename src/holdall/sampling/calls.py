@@ -41,6 +41,11 @@ def require_enough(count: int, transitions: int, min_transitions: int) -> None:
         )
 
 
+def draws_once(sampler: Sampler) -> bool:
+    """Return whether a draw is one call to the generator if every transition may be drawn. Subclasses are not asked."""
+    return vars(type(sampler)).get("draws_once", False) is True
+
+
 def draw_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
     """Draw `count` rows. The draws of samplers that holdall does not ship are verified."""
     draw = sampler.draw(held, count, generator)

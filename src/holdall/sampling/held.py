@@ -129,7 +129,7 @@ class Held:
         """Raise TransitionIdError unless all transitions of `draw` are held. Raise ArgumentError if it is no `Draw`."""
         if not isinstance(draw, Draw):
             raise ArgumentError(
-                f"draw ({draw!r}) is not a Draw. Pass a result of memory.draw, or of the draw method of a sampler."
+                f"draw ({draw!r}) is not a Draw. Pass a result of the method draw of a sampler or of a batch_source."
             )
         self.require_ids(draw.ids)
         if draw.last_ids is not None:

@@ -17,6 +17,8 @@ proportion to the size of the memory."""
 class Uniform(Stateless):
     """Sampler that draws every transition with the same probability."""
 
+    draws_once = True
+
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw ids, and replace those that may not be drawn."""
         ids = generator.integers(held.first_id, held.next_id, size=count)

@@ -363,11 +363,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _gather_samples(self, ids: Ids, env: VecNormalize | None) -> Any:
         """Return transitions, or the n-step returns that begin with them."""
         if self._can_deliver(env):
-            return self._make_device_samples(self.memory.deliver(self._make_draw(ids), device=str(self.device)))
+            return self._make_device_samples(
+                self.memory.batch_source.deliver(self._make_draw(ids), device=str(self.device))
+            )
         is_plain = env is None and self.n_steps == 1 and self._is_on_cpu()
         if is_plain and self._replaced_hooks <= _ONLY_SAMPLES:
             return self._read_samples(ids)
-        batch = self.memory.deliver(self._make_draw(ids, env))
+        batch = self.memory.batch_source.deliver(self._make_draw(ids, env))
         rewards = batch.reward.reshape(-1, 1)
         if self.n_steps > 1:  # Rewards were normalized before they were summed.
             return self._make_samples(batch, rewards, env, batch.discount.reshape(-1, 1))
@@ -446,7 +448,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _deliver_next(self, batch_size: int) -> Any:
         """Return the next samples on the GPU. With `prefetch`, others are drawn and made in the background."""
         if self.prefetch == 0:
-            return self._make_device_samples(self.memory.deliver(self._draw(batch_size), device=str(self.device)))
+            return self._make_device_samples(
+                self.memory.batch_source.deliver(self._draw(batch_size), device=str(self.device))
+            )
         batch = self._ahead.take(self.memory, str(self.device), batch_size, self.prefetch, self._draw)
         return self._make_device_samples(batch)
 

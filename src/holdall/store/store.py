@@ -29,7 +29,7 @@ from holdall.codec.codec import Codec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
 from holdall.report import FieldReport, PressureCheck
-from holdall.schema import Array, Schema
+from holdall.schema import Array, Leaf, Schema, on_host
 from holdall.store import placement
 from holdall.store.budget import Budget
 from holdall.store.columns import Columns
@@ -91,7 +91,7 @@ class Store:
         self.budget = budget
         self.reward_dtype: np.dtype[Any] | None = None
         self.before_read: Callable[[Catalog, Ids], None] | None = None
-        self.pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
+        self._pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
         self._capacity_ticks = capacity_ticks
         self.prefer = prefer
         self._spill = spill
@@ -174,6 +174,12 @@ class Store:
     def next_id(self) -> int:
         """The id of the transition that is written next."""
         return self._writer.next_tick * self.schema.num_envs
+
+    @property
+    def held_count(self) -> int:
+        """Number of entries that are held, also those that are not transitions."""
+        catalog = self._writer.catalog
+        return (catalog.next_tick - catalog.first_tick) * self.schema.num_envs
 
     def __len__(self) -> int:
         """Return the number of transitions. Entries added with `valid=False` are not transitions."""
@@ -264,10 +270,14 @@ class Store:
 
     def _wait_for_room(self) -> None:
         """Wait while too many blocks are queued. Wait for all of them if the RAM of this machine is nearly full."""
-        check = self.pressure_check
+        check = self._pressure_check
         if check is not None and check(self.budget.max_segment_bytes):
             self.wait_idle()
         self._compactor.wait_for_room()
+
+    def fit_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+        """Return new rows of an extra as an array, or raise ArgumentError."""
+        return leaf.fit(on_host(value), leading, argument, "one row per id")
 
     def rewrite(self, ids: NDArray[np.int64], rows_by_extra: Mapping[int, Array]) -> None:
         """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held.
@@ -539,6 +549,11 @@ class Store:
                 reward_dtype=self.reward_dtype,
             )
 
+    @property
+    def block_source(self) -> Store:
+        """The store: a save asks it for codecs, and offers it compressed blocks."""
+        return self
+
     def restore(self, state: StoreState) -> None:
         """Hold what `state` holds, under the same ids, and continue after it. Only for a store without ticks.
 
@@ -623,6 +638,10 @@ class Store:
         if ticks is None or ticks >= self._capacity_ticks:
             return None
         return ticks * self.schema.num_envs
+
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Call `check` each time a segment was filled."""
+        self._pressure_check = check
 
     def relieve(self, nbytes: int) -> None:
         """Reduce the bytes in RAM by `nbytes`: blocks are compressed and moved to disk. Nothing is evicted."""

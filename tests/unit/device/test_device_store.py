@@ -413,7 +413,12 @@ def test_whoever_draws_knows_the_priorities(device: str, sampler: Any, tmp_path:
     def check(each: holdall.ReplayMemory) -> None:
         with each.loader(20, prefetch=1) as loader:
             batch = next(loader)
-        assert set(first(batch.ids)) == set(first(each.draw(20).ids)) == set(first(each.sample(20).ids)) == {17}
+        assert (
+            set(first(batch.ids))
+            == set(first(each.batch_source.draw(20).ids))
+            == set(first(each.sample(20).ids))
+            == {17}
+        )
         same(batch.obs["image"].reshape(-1, 5), world.expected("obs", here(batch.ids).reshape(-1), "image"))
 
     check(memory)

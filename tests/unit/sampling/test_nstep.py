@@ -79,7 +79,7 @@ def test_a_reward_of_another_episode_never_counts() -> None:
 def test_a_million_first_steps_are_spread_evenly() -> None:
     """Summing does not change what is drawn."""
     memory, oracle = fed(NStep(3, 0.99), valid_share=0.8)
-    drawn = np.concatenate([memory.draw(200_000).ids for _ in range(DRAWS // 200_000)])
+    drawn = np.concatenate([memory.batch_source.draw(200_000).ids for _ in range(DRAWS // 200_000)])
     assert 0.7 < chi_square(drawn, oracle.ids, np.ones(len(oracle.ids))) < 1.35
 
 

@@ -47,14 +47,13 @@ def test_a_window_is_used_from_the_next_segment_on() -> None:
     run = Run(STACK)
     stacks = make_stacks(4)
     whole = run.search.layouts[0]
+    found = []
     for obs, next_obs in itertools.pairwise(stacks):
         run.add(obs, next_obs)
-        if run.search.is_searching:
-            run.search.look(obs, next_obs)
-    assert run.search.has_new_window
+        found.append(run.search.is_searching and run.search.look(obs, next_obs))
+    assert found == [False, True, False, False]
     assert run.search.layouts == [whole]
     assert run.close_segment() == [0]
-    assert not run.search.has_new_window
     assert run.search.windows[0].count == 4
     assert run.search.layouts == [run.search.windows[0].layout()]
     assert run.close_segment() == []
