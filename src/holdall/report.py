@@ -29,7 +29,7 @@ class FieldReport:
     row_bytes: int  # Rows.
     plain_bytes: int  # Bytes of the same transitions in plain arrays.
     finding: str  # How the field is stored.
-    sealed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
+    compressed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
     disk_bytes: int = 0  # Slices on disk.
 
     @property

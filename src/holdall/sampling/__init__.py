@@ -18,7 +18,7 @@ from holdall.sampling.held import Held, SmallFields
 from holdall.sampling.hindsight import Hindsight
 from holdall.sampling.n_step import NStep
 from holdall.sampling.prioritized import Prioritized
-from holdall.sampling.registry import SAVED_SETTINGS
+from holdall.sampling.registry import SAVED_SETTINGS, has_likelihood
 from holdall.sampling.row_order import PLACES_PER_LANE, RowOrder, WriterRun
 from holdall.sampling.sampler import PrioritySampler, Sampler, Stateless
 from holdall.sampling.saving import choose_sampler, describe_sampler, resume_sampler

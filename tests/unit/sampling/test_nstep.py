@@ -47,7 +47,7 @@ def test_rewards_of_every_dtype_are_summed_as_documented(dtype: str) -> None:
     assert_same_bits(batch, n_step_batch(oracle, batch.ids, 4, 0.9))
 
 
-def test_sealed_observations_give_the_same() -> None:
+def test_compressed_observations_give_the_same() -> None:
     """First and last observation are decoded each on its own."""
     memory, oracle = fed(NStep(3, 0.99), ticks=150, budget=None)
     memory.store.wait_idle()

@@ -128,7 +128,7 @@ def test_stride_with_nothing_to_begin_with_is_an_error() -> None:
         memory.sample(5)
 
 
-def test_sealed_sequences_are_the_same() -> None:
+def test_compressed_sequences_are_the_same() -> None:
     """Slices that steps share are decoded once, and are the same in all of them."""
     memory, oracle = fed(Sequence(8), ticks=150, budget=None)
     memory.store.wait_idle()
