@@ -1,6 +1,6 @@
 """Cores and memory of this machine, and the memory of its processes.
 
-The figures come from /proc, control groups and psutil. Every limit has the name of its origin, for messages.
+It reads /proc, control groups and psutil. Every limit has the name of its origin, for messages.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def largest_mapping(proc: Path = Path("/proc")) -> int | None:
 
 
 def shared_memory() -> Limit | None:
-    """Return the limit on memory that processes share. None: the system has no separate place for it."""
+    """Return the limit on memory that processes share. None: the system does not limit it separately."""
     return _disk("/dev/shm", Path("/dev/shm"))
 
 
@@ -198,7 +198,7 @@ def _stat(file: Path, name: str) -> int:
 
 def _number(file: Path) -> int | None:
     text = read_text(file).strip()
-    return int(text) if text.isdigit() else None  # "max" means that there is no limit.
+    return int(text) if text.isdigit() else None  # The file has "max" in place of a limit.
 
 
 def read_text(file: Path) -> str:

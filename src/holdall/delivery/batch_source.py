@@ -3,7 +3,7 @@
     HostBatchSource      for a store on the host
     DeviceBatchSource    for a store on a torch device, in holdall.device.batch_source
 
-Every batch of a memory comes from its source. Adapters use `memory.batch_source` to draw ids without rows, or to make
+A memory makes every batch with its source. Adapters use `memory.batch_source` to draw ids without rows, or to make
 the batch of a draw that they composed.
 """
 
@@ -84,7 +84,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """Set priorities. Raise ArgumentError if the sampler has none."""
+        """Set priorities. Raise ArgumentError if the sampler does not use priorities."""
 
     def bring_back_priorities(self) -> None:  # noqa: B027  Priorities on the host are there already.
         """Give the sampler the priorities that are on a device, before it is saved or copied."""
@@ -105,7 +105,7 @@ class HostBatchSource(BatchSource):
     """Batches of a store on the host.
 
     Args:
-        store: What is held.
+        store: The store of the memory.
         schema: Spaces of all fields.
         capacity: Transitions over all lanes that are held at most.
         device: Device of the batches, as for `ReplayMemory`.

@@ -28,8 +28,6 @@ class Sampler(Protocol):
 
     * `update_priorities(held, ids, priorities)`, if callers tell it how useful transitions are. See `PrioritySampler`.
     * `resize(capacity, first_id)`, if its state depends on the capacity of the memory. `load` calls it after `restore`.
-    * `draws_once = True` in its class, if `draw` calls the generator once whenever every transition may be drawn. An
-      interrupt then leaves the generator as before the draw or as after it, so the memory does not save its state.
     * `reward_fn`, if it relabels goals. Checkpoints have no functions, so `load` uses this one for batches that were
       drawn before the save.
     """

@@ -26,8 +26,8 @@ class MemoryBudget(Protocol):
 class StoreView(Protocol):
     """What a store holds, for reading. Methods that take ids of any shape return arrays of that shape.
 
-    A view of the host keeps what was held when it was made. A store on a device is its own view, and reads what is
-    held when it is called.
+    A view of a store on the host keeps the transitions of the moment at which it was made. A store on a device is its
+    own view, and reads its newest state.
     """
 
     @property
@@ -141,7 +141,7 @@ class MemoryStore(Protocol):
         ...
 
     def view(self) -> StoreView:
-        """Return what is held now."""
+        """Return a view of the transitions that are held now."""
 
     # ---------------------------------------------------------------- checkpoints
 
