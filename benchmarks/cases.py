@@ -161,7 +161,7 @@ class Side:
 
     Args:
         capacity: Transitions over all lanes.
-        prefer: Compress all that is sealed, with this preference; None: holdall's defaults.
+        prefer: Compress every full block, with this preference; None: holdall's defaults.
     """
 
     def __init__(self, name: SideName, stream: Stream, capacity: int, prefer: str | None = None) -> None:

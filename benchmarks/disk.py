@@ -109,7 +109,7 @@ def sample_from_disk(stream: Stream, transitions: int, place: Path) -> dict[str,
     inside.store.wait_idle()
     outside.store.wait_idle()
     report = outside.report()
-    share = report.disk_bytes / (report.disk_bytes + sum(f.slice_bytes - f.sealed_bytes for f in report.fields))
+    share = report.disk_bytes / (report.disk_bytes + sum(f.slice_bytes - f.compressed_bytes for f in report.fields))
     times: dict[str, list[float]] = {"memory": [], "disk": [], "cold": []}
     for _ in range(4):
         outside.sample(BATCH)

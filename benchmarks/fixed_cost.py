@@ -1,6 +1,6 @@
 """What a memory takes beside its transitions: `python benchmarks/fixed_cost.py --frame 256 280 3 --stack 4`.
 
-Stacks of frames of a made-up game (a landscape that scrolls, and a sprite) are added, all sealed segments compressed.
+Stacks of frames of a made-up game (a landscape that scrolls, and a sprite) are added, every full block is compressed.
 The process's unique set size is read from the kernel after every `--every` transitions, and the figure is the largest
 distance of a reading from the slope: open segments, tables, staging, what choosing a codec takes. The feed waits for
 the compressor after every reading, so that blocks of a burst, which wait raw, do not count.

@@ -2,7 +2,7 @@
 
     python benchmarks/growth.py [--case atari|camera] [--to 1000000] [--json FILE]
 
-All that is sealed is compressed (`budget=None`) and in memory. The memories of all sizes are filled one after another
+Every full block is compressed (`budget=None`) and in memory. The memories of all sizes are filled one after another
 in one process and drawn from turn by turn, so that what else the machine does falls on all of them.
 """
 

@@ -72,7 +72,7 @@ def growth_text(result: dict[str, Any]) -> str:
     return (
         f"{table(result)}\n\n"
         f"A batch from a million transitions takes {median:.2f} times as long as from ten thousand by median, "
-        f"{least:.2f} by\nminimum. The slowest adds are those that wait for the sealer.\n"
+        f"{least:.2f} by\nminimum. The slowest adds wait for the compactor.\n"
     )
 
 

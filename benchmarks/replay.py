@@ -144,7 +144,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compressed",
         choices=("speed", "balanced", "memory"),
-        help="compress all that is sealed, with this preference",
+        help="compress every full block, with this preference",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a recorded trace instead of the case's own source")
     parser.add_argument("--passive", action="store_true", help="let torch's idle threads sleep (OMP_WAIT_POLICY)")

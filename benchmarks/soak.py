@@ -96,13 +96,13 @@ MIXED = Look(
 
 
 def ends(ids: Ids) -> NDArray[np.bool_]:
-    """Tell whether an episode ends with a transition."""
+    """Return whether an episode ends with a transition."""
     found: NDArray[np.bool_] = ids * 2654435761 % 4093 < 80
     return found
 
 
 def is_marked(ids: Ids) -> NDArray[np.bool_]:
-    """Tell whether flags of a transition are overwritten later."""
+    """Return whether flags of a transition are overwritten later."""
     found: NDArray[np.bool_] = ids % 7 == 3
     return found
 
@@ -249,7 +249,7 @@ class Round:
                 if thread.is_alive():
                     self.problem(f"{thread.name} does not end")
             self.tally.count("bytes spilled", self.memory.disk_bytes)
-            self.tally.count("bytes sealed", sum(f.sealed_bytes for f in self.memory.report().fields))
+            self.tally.count("bytes compressed", sum(f.compressed_bytes for f in self.memory.report().fields))
             self.fork()
             self.kill()
         faulthandler.cancel_dump_traceback_later()

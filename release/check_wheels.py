@@ -56,7 +56,7 @@ def inspect(wheel: Path) -> None:
 
 
 def runs_here(wheel: Path) -> bool:
-    """Tell whether this machine can load the native module of a wheel."""
+    """Return whether this machine can load the native module of a wheel."""
     system, *_, machine = sysconfig.get_platform().split("-")  # linux-x86_64, macosx-11.0-arm64, win-amd64
     platform = wheel.name.removesuffix(".whl").split("-")[-1]
     return system in platform and platform.endswith(machine)

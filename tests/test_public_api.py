@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from gymnasium import spaces
 
 import holdall
 
@@ -49,6 +50,16 @@ def test_the_public_names_are_these_and_no_others() -> None:
 def test_every_public_name_exists() -> None:
     for name in holdall.__all__:
         assert hasattr(holdall, name), name
+
+
+def test_the_methods_and_attributes_of_a_memory_are_these_and_no_others() -> None:
+    memory = holdall.ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10)
+    assert sorted(name for name in dir(memory) if not name.startswith("_")) == [
+        "add", "are_valid", "attached", "batch_source", "capacity", "close", "disk_bytes", "extend", "fill", "first_id",
+        "gather", "load", "loader", "next_id", "num_envs", "relieve", "report", "sample", "sampler", "save",
+        "save_every", "schema", "set_flags", "spill_dir", "store", "update", "update_priorities",
+    ]  # fmt: skip
+    memory.close()
 
 
 def test_the_names_for_stable_baselines3_are_these_and_no_others() -> None:

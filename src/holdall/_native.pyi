@@ -252,6 +252,7 @@ class Catalog:
     segments: tuple[Segment, ...]
     last_segment: Segment  # The newest one, which a writer's catalog always has. It is open there.
     invalid_count: int  # Held entries that are not transitions.
+    flags_changed: int  # Number of calls of `Writer.rewrite` that overwrote flags. Counted in the same call.
 
     def closed_segments(self, first_tick: int, /) -> tuple[Segment, ...]:
         """Return all segments but the last one that begin with `first_tick` or later."""

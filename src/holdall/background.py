@@ -27,8 +27,8 @@ _LOG = logging.getLogger("holdall")
 
 def _after_fork_in_child() -> None:
     """Close the parent's memories in a forked child, whose only thread calls this."""
-    for memory in list(LIVING):
-        memory.after_fork()
+    for memory, hooks in list(LIVING.items()):
+        hooks.close_in_child(memory)
     JOBS.clear()
     _watch_exit()
 

@@ -167,10 +167,10 @@ class ReplayBuffer:
         require_count("batch_size", batch_size)
         ids = self._replace_evicted(self._draw_ids(batch_size))
         if self.device.type == "cuda":
-            batch = self.memory.deliver(Draw.from_ids(ids), device=str(self.device))
+            batch = self.memory.batch_source.deliver(Draw.from_ids(ids), device=str(self.device))
             ended = (batch.terminated > batch.truncated).to(torch.float32)
             return self._make_samples(batch.obs, batch.action, batch.next_obs, ended, batch.reward)
-        samples = self._make_samples(*self.memory.store.read(ids, self._outputs))
+        samples = self._make_samples(*self.memory.store.view().read(ids, self._outputs))
         tensors = map(torch.from_numpy, samples)
         if self.device.type != "cpu":
             tensors = map(self._move, tensors)

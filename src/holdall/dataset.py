@@ -399,7 +399,7 @@ class Dataset:
             memory.store.before_read = store.before_read
             newest = np.arange(max(memory.next_id - lanes, memory.first_id), memory.next_id)
             newest = newest[memory.are_valid(newest)]
-            _, terminated, truncated = memory.outcomes(newest)
+            _, terminated, truncated = memory.store.view().outcomes(newest)
             memory.set_flags(newest, terminated, truncated | ~terminated)
         except BaseException:
             memory.close()
@@ -421,7 +421,7 @@ class Dataset:
         store = self._require_store()
         if os.getpid() == self._process:
             return store.view()
-        return View(store.catalog, self._reader_of_child(), self._columns, 0, store.before_read)
+        return View(store.catalog, self._reader_of_child(), self._columns, store.before_read)
 
     def _reader_of_child(self) -> Reader:
         """Return the reader of a forked child. The parent's reader has threads that do not exist here."""

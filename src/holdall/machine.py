@@ -1,6 +1,6 @@
-"""What this machine has and what this process takes: cores, memory limits, control groups, resident pages.
+"""Cores and memory of this machine, and the memory of its processes.
 
-In:  /proc, the control group, psutil.  Out: cores; bytes, each with the name of the limit that it comes from.
+It reads /proc, control groups and psutil. Every limit has the name of its origin, for messages.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ import psutil
 from holdall.errors import ArgumentError
 
 _NO_LIMIT = 1 << 60
-"""Version 1 writes a number near 2^63 where there is no limit."""
+"""Limits from this number on mean that there is no limit: version 1 of control groups writes a number near 2^63."""
 LINUX = sys.platform.startswith("linux")
 _COUNTED = {b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3}
-"""The lines of smaps that are read, and where they are added up."""
+"""Fields of smaps that are added up, and their positions among the sums. The order is that of `HeldMemory`."""
 _HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 _MOST_THREADS = 8
-"""More threads do not decode a batch faster."""
+"""Largest default size of a pool of threads. More threads do not decode a batch faster."""
 _SHARE_OF_A_CORE = 0.02
+"""Largest share of a core that `HeldReader` takes."""
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores(control_groups: Path = _CONTROL_GROUPS) -> int:
-    """Return the number of cores that this process may use: its affinity, or its container's share if that is less."""
+    """Return the number of cores that this process may use: by its affinity, or its container's quota if less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read_quota(control_groups)
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def pool_threads(most: int = _MOST_THREADS) -> int:
-    """Return the number of threads of a pool: HOLDALL_THREADS, or the usable cores, but not more than `most`."""
+    """Return the number of threads of a pool: HOLDALL_THREADS, or else the usable cores, up to `most`."""
     return min(wished_threads() or usable_cores(), most)
 
 
@@ -64,7 +65,7 @@ def _read_quota(control_groups: Path) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One bound, and what is left under it."""
+    """A limit on memory or disk space, and the bytes that are free below it."""
 
     name: str
     free_bytes: int
@@ -73,11 +74,11 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version of control groups calls things."""
+    """The names of files and fields in one version of control groups."""
 
     limit: str
     usage: str
-    reclaimable: str  # a line of memory.stat
+    reclaimable: str  # Field of memory.stat that counts memory which the kernel can free.
 
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -85,7 +86,12 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def memory_limits(budget_bytes: int | None = None, process: int | None = None) -> list[Limit]:
-    """Return every bound on host memory, the smallest first; of another process if that is named."""
+    """Return all limits on host memory, the one with the fewest free bytes first.
+
+    Args:
+        budget_bytes: A further limit, which the user set.
+        process: Id of the process. None: this one.
+    """
     memory = psutil.virtual_memory()
     limits = [Limit("free memory of this machine", int(memory.available), int(memory.total))]
     limits += control_groups(process=process)
@@ -95,12 +101,12 @@ def memory_limits(budget_bytes: int | None = None, process: int | None = None) -
 
 
 def available_bytes() -> int:
-    """Return the memory that is free for this process: the machine's, or a control group's if that is less."""
+    """Return the bytes that this process can still take: those free on the machine, or in a control group if less."""
     return memory_limits()[0].free_bytes
 
 
 def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> list[Limit]:
-    """Return the memory limits of all control groups that a process is in; None: this one."""
+    """Return the memory limits of all control groups of the process with the id `process`. None: this process."""
     limits = []
     for directory, files in _directories(proc / ("self" if process is None else str(process))):
         limit, usage = _number(directory / files.limit), _number(directory / files.usage)
@@ -112,9 +118,9 @@ def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> li
 
 
 def largest_mapping(proc: Path = Path("/proc")) -> int | None:
-    """Return the most that one array may ask for; None where the kernel does not check it.
+    """Return the size in bytes of the largest array that can be allocated. None: the kernel does not check sizes.
 
-    Untouched pages cost nothing, but a request for more than all memory and swap is refused at once.
+    Pages take no memory before they are written, but the kernel refuses an array larger than all memory and swap.
     """
     if _number(proc / "sys/vm/overcommit_memory") == 1:
         return None
@@ -122,12 +128,12 @@ def largest_mapping(proc: Path = Path("/proc")) -> int | None:
 
 
 def shared_memory() -> Limit | None:
-    """Return what is left for shared memory between processes; None where it has no place of its own."""
+    """Return the limit on memory that processes share. None: the system does not limit it separately."""
     return _disk("/dev/shm", Path("/dev/shm"))
 
 
 def disk(directory: Path) -> Limit | None:
-    """Return what is left where checkpoints go."""
+    """Return the limit of the disk of `directory`, which need not exist. None: it cannot be read."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return _disk(f"disk at {directory}", directory)
@@ -142,7 +148,7 @@ def _disk(name: str, directory: Path) -> Limit | None:
 
 
 def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the directory of a process's memory control group and of all that enclose it."""
+    """Yield the directory of the memory control group of a process, and of all groups that contain this group."""
     paths = _paths(process / "cgroup")
     for mount, root, kind, controllers in _mounts(process / "mountinfo"):
         if kind == "cgroup2":
@@ -153,7 +159,7 @@ def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         if path is None:
             continue
-        # In a container the mount shows only part of the tree; what lies outside of it cannot be read.
+        # In a container, the mount shows only a part of the tree. Groups outside of it cannot be read.
         inside = path[len(root) :] if root != "/" and path.startswith(root) else path
         group = mount / inside.strip("/")
         if not group.is_dir():
@@ -166,7 +172,7 @@ def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _paths(file: Path) -> dict[str, str]:
-    """Read the path in every hierarchy, by controller; version 2 has none: the empty name."""
+    """Return the path of a process in every hierarchy, by controller. Version 2 has one hierarchy, with the name ""."""
     paths = {}
     for line in read_text(file).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -185,18 +191,18 @@ def _mounts(file: Path) -> Iterator[tuple[Path, str, str, set[str]]]:
 
 
 def _stat(file: Path, name: str) -> int:
-    """Return the number behind a name, in a file of names and numbers; 0 if it is not there."""
+    """Return the number that follows `name` in a file of names and numbers. 0: the file does not have the name."""
     found = (line.split() for line in read_text(file).splitlines() if line.startswith(name))
     return next((int(words[1]) for words in found if words[0] == name), 0)
 
 
 def _number(file: Path) -> int | None:
     text = read_text(file).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
+    return int(text) if text.isdigit() else None  # The file has "max" in place of a limit.
 
 
 def read_text(file: Path) -> str:
-    """Return what a small file of the system holds; nothing if it cannot be read."""
+    """Return the text of a small system file. Empty if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -205,34 +211,34 @@ def read_text(file: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """One process, at one moment."""
+    """Bytes of memory that a process holds at one moment."""
 
     resident: int
-    proportional: int  # pages that several processes share count in equal parts; sums over a process tree are true
-    unique: int  # what would come free if the process ended now
-    anonymous: int  # pages that no file backs: no other process can share them unless it was forked from this one
+    proportional: int  # Shared pages are divided by their processes, so sums over several processes are correct.
+    unique: int  # Bytes that would be freed if the process ended now.
+    anonymous: int  # Pages without a file. Only forked processes can share them.
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One range of a process's addresses."""
+    """One range of addresses of a process."""
 
     start: int
     end: int
     permissions: str
-    name: str  # a file, a name in brackets that the kernel gave, or nothing
+    name: str  # A file, a name of the kernel in brackets, or empty.
     resident: int
     proportional: int
     unique: int
 
     @property
     def nbytes(self) -> int:
-        """Addresses, whether their pages were touched or not."""
+        """Length of the range. Pages count even if they take no memory."""
         return self.end - self.start
 
 
 def held_bytes(pid: int | None = None) -> HeldMemory:
-    """Read what a process holds; None: this one."""
+    """Return the memory of the process with the id `pid`. None: this process."""
     if not LINUX:
         info = psutil.Process(pid).memory_full_info()
         return HeldMemory(int(info.rss), int(info.uss), int(info.uss), int(info.uss))
@@ -243,7 +249,7 @@ def held_bytes(pid: int | None = None) -> HeldMemory:
 
 
 def anonymous_bytes() -> int:
-    """Return what this process holds that no file backs, from the kernel's counters: at no cost, whatever the size."""
+    """Return the bytes of this process's pages without a file. Takes microseconds: the kernel has counters."""
     if not LINUX:
         return held_bytes().anonymous
     _, resident, shared, *_ = _file(None, "statm").read_text(encoding="ascii").split()
@@ -251,29 +257,29 @@ def anonymous_bytes() -> int:
 
 
 class HeldReader:
-    """Reads what this process holds for who asks often: that costs a fiftieth of a core at most."""
+    """Reads the memory of this process for frequent callers. Takes at most a fiftieth of a core."""
 
     def __init__(self) -> None:
         self._held: HeldMemory | None = None
         self._read_again_at = 0.0
 
     def read(self) -> HeldMemory:
-        """Return what is held, or was a little while ago."""
+        """Return the memory of this process, perhaps as it was at an earlier call."""
         now = time.monotonic()
         if self._held is None or now >= self._read_again_at:
-            self._held = held_bytes()  # the kernel walks all pages for it
+            self._held = held_bytes()  # The kernel walks all pages of the process.
             self._read_again_at = now + (time.monotonic() - now) / _SHARE_OF_A_CORE
         return self._held
 
 
 def peak_bytes(pid: int | None = None) -> int:
-    """Return the most that was resident since the process began, or since `begin_peak`."""
+    """Return the largest number of resident bytes since the process started, or since `begin_peak`."""
     if LINUX:
         return _stat(_file(pid, "status"), "VmHWM:") * 1024 or held_bytes(pid).resident
     info = psutil.Process(pid).memory_info()
     if hasattr(info, "peak_wset"):  # Windows
         return int(info.peak_wset)
-    if pid is not None and pid != os.getpid():  # macOS reports only a process's own
+    if pid is not None and pid != os.getpid():  # macOS reports the peak of the own process only.
         return int(info.rss)
     import resource  # noqa: PLC0415 does not exist on Windows
 
@@ -281,7 +287,7 @@ def peak_bytes(pid: int | None = None) -> int:
 
 
 def begin_peak() -> bool:
-    """Reset this process's peak; False where the kernel does not allow it."""
+    """Start a new measurement of this process's peak. Return False if the kernel does not allow it."""
     try:
         _file(None, "clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -290,9 +296,9 @@ def begin_peak() -> bool:
 
 
 def mappings(pid: int | None = None) -> list[Mapping]:
-    """Read every mapping of a process, in order of addresses; only on Linux.
+    """Return all mappings of a process in the order of addresses. Only on Linux.
 
-    The kernel walks the page tables for it: about 5 ms a read, and the caller's time to parse it, 15 ms.
+    The kernel walks the page tables, so a call takes milliseconds.
     """
     return list(_mappings(_file(pid, "smaps").read_bytes()))
 
@@ -301,7 +307,7 @@ def _mappings(text: bytes) -> Iterator[Mapping]:
     header: list[bytes] = []
     sums = [0] * 4
     for line in [*text.splitlines(), b"0"]:
-        if line[:1] not in _HEXADECIMAL:  # a line of figures begins with a capital letter
+        if line[:1] not in _HEXADECIMAL:  # Lines with figures begin with a capital letter.
             _count(line, sums)
             continue
         if header:

@@ -1,10 +1,11 @@
 """ReplayMemory: exact off-policy experience in a fraction of the memory.
 
     add    -> Store.append -> Writer.append                one native call, if the arguments need no conversion
-    sample -> Sampler.draw -> View.read -> Delivery        one native call for the rows
+    sample -> BatchSource -> Sampler.draw -> Delivery      one native call for the rows
     save   -> Store.snapshot -> checkpoint                 written in the background
 
-This class has the methods that users call. Adapters also use `memory.store`, `memory.draw` and `memory.deliver`.
+This class has the methods that users call. Adapters also use `memory.store`, which has every field of every transition,
+and `memory.batch_source`, which draws ids and makes batches.
 
 Guarantee: `gather(ids)` returns, bit for bit, what `add` was given. `add` refuses arguments that do not fit before it
 writes anything.
@@ -14,12 +15,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
-import threading
-import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,45 +25,34 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.background import CLOSE_S
-from holdall.batch import Batch, Draw, check_ids, check_ids_of_any_shape, require_in_range
+from holdall.batch import Batch, Draw, check_ids, require_held, require_in_range
 from holdall.checkpoint import LOAD_S, Attached, MemorySnapshot, Progress, Restored, SaveHandle, Savers, load_memory
 from holdall.checks import require_choice, require_count, require_number, require_path, to_whole
 from holdall.codec.choice import PREFERENCES
-from holdall.delivery import Delivery, Loader, new_delivery
+from holdall.delivery import Loader, new_delivery
+from holdall.delivery.batch_source import BatchSource, HostBatchSource
+from holdall.device.batch_source import DeviceBatchSource
 from holdall.device.store import DeviceStore
 from holdall.errors import ArgumentError, CheckpointError
-from holdall.report import MemoryReport, PressureCheck, register
-from holdall.reset_check import (
-    FIRST_CHECK_TICK,
-    RecentTransitions,
-    find_added_resets,
-    next_check_tick,
-    recent_ids,
-    warn_of_resets,
-)
+from holdall.report import Hooks, MemoryReport, PressureCheck, register
 from holdall.sampling import (
-    Held,
     Sampler,
-    Uniform,
     check_sampler,
     choose_sampler,
     describe_sampler,
-    draw_from,
     get_generator_state,
     new_generator,
-    require_enough,
     restore_generator,
     resume_sampler,
-    set_priorities,
 )
-from holdall.schema import Array, Leaf, Schema, fit_flags, on_host
+from holdall.schema import Schema, fit_flags, on_host
 from holdall.schema_json import schema_to_json
 from holdall.store.budget import Budget
 from holdall.store.closed import FORKED, ClosedStore
+from holdall.store.memory_store import MemoryStore, StoreView
 from holdall.store.spill import SpillFolder
 from holdall.store.store import Store
 from holdall.store.tuning import Tuning
-from holdall.store.view import View
 
 _LOG = logging.getLogger("holdall")
 
@@ -95,9 +81,9 @@ class ReplayMemory:
         reward_shape: Shape of one lane's reward if it is not a number: `(n,)` for one reward per agent or objective.
 
     Attributes:
-        store: Every transition that is held. For adapters.
+        store: Every transition that is held: a `MemoryStore`. For adapters.
+        batch_source: The sampler, the generator, and batches that are made with them. For adapters.
         schema: Spaces of all fields.
-        sampler: The memory's sampler.
         capacity: Transitions over all lanes that are held at most.
     """
 
@@ -140,21 +126,18 @@ class ReplayMemory:
         self.num_envs = schema.num_envs
         self.capacity = int(capacity) // schema.num_envs * schema.num_envs
         self.spill_dir = spill_dir
-        self.sampler = check_sampler(sampler)
-        self._generator = new_generator(seed)
-        self._lock = threading.RLock()  # Guards the sampler and the generator.
-        self._next_reset_check: float = FIRST_CHECK_TICK  # Tick of the next `_check_for_resets`.
         self._savers = Savers()
         self._attached = Attached()
         self._autosave: Any = None
         self._fetch: Any = None  # Background download of a checkpoint in an object store.
-        self._deliveries: dict[str | None, Delivery] = {}
-        self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-        self.store: Any = self._new_store()
-        register(self)
+        # Any, because adapters to memories on the host also use methods that only `Store` has.
+        self.store: Any
+        self.batch_source: BatchSource
+        self.store, self.batch_source = self._new_store(check_sampler(sampler), new_generator(seed))
+        register(self, _HOOKS)
 
-    def _new_store(self) -> Store | DeviceStore:
-        """Return the empty store that the settings describe."""
+    def _new_store(self, sampler: Sampler, generator: np.random.Generator) -> tuple[MemoryStore, BatchSource]:
+        """Return the empty store that the settings describe, and the source of its batches."""
         tuning = self._settings["_tuning"] or Tuning()
         ticks = self.capacity // self.num_envs
         store_device = self._settings["store_device"]
@@ -165,19 +148,21 @@ class ReplayMemory:
                     f"store_device ({store_device}) and device ({device}) differ. Batches are made where the store is: "
                     "leave device out."
                 )
-            return DeviceStore(self.schema, ticks, store_device, self._settings["budget"])
-        self._deliveries[None] = new_delivery(self.schema, device)
+            device_store = DeviceStore(self.schema, ticks, store_device, self._settings["budget"])
+            return device_store, DeviceBatchSource(device_store, sampler, generator)
+        delivery = new_delivery(self.schema, device)
         spill_dir = self.spill_dir
         budget = Budget.from_settings(
             self._settings["budget"], self.schema, can_spill=spill_dir is not None, tuning=tuning
         )
         spill = None if spill_dir is None else SpillFolder(require_path("spill_dir", spill_dir), tuning)
         try:
-            return Store(self.schema, ticks, budget, prefer=self._settings["prefer"], tuning=tuning, spill=spill)
+            store = Store(self.schema, ticks, budget, prefer=self._settings["prefer"], tuning=tuning, spill=spill)
         except (OSError, OverflowError, MemoryError) as error:
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}). Lower it."
             ) from error
+        return store, HostBatchSource(store, self.schema, self.capacity, device, delivery, sampler, generator)
 
     # ---------------------------------------------------------------- adding
 
@@ -228,24 +213,20 @@ class ReplayMemory:
 
     # ---------------------------------------------------------------- sampling
 
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that `sample` uses."""
+        return self.batch_source.sampler
+
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
-        store = self.store
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
-        if store.next_tick >= self._next_reset_check:
-            self._check_for_resets()
-        if isinstance(store, DeviceStore):
-            with self._lock:
-                return store.sample(self.sampler, batch_size, self._generator)
-        with self._lock:
-            view = store.view()
-            draw = self._draw(view, batch_size, batch_size)
-        return self._deliveries[None].deliver(draw, view)
+        return self.batch_source.sample(batch_size)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
-        return self.deliver(Draw.from_ids(check_ids(ids)))
+        return self.batch_source.deliver(Draw.from_ids(check_ids(ids)))
 
     def loader(self, batch_size: int, prefetch: int = 2, device: str | None = None) -> Loader:
         """Return an endless iterator over batches of `batch_size`, which are made ahead in the background.
@@ -259,122 +240,16 @@ class ReplayMemory:
             device: Device of the batches; the memory's own device by default.
         """
         batch_size = require_count("batch_size", batch_size, 1)
-        prefetch = require_count("prefetch", prefetch, 0)
-        if isinstance(self.store, DeviceStore):
-            return Loader(lambda: partial(_return, self.sample(batch_size)), _return, prefetch)
-        delivery = self._delivery_for(device)
+        return self.batch_source.load(batch_size, require_count("prefetch", prefetch, 0), device)
 
-        def draw() -> Callable[[], Any]:
-            with self._lock:
-                view = self.store.view()
-                drawn = self._draw(view, batch_size, batch_size)
-            return partial(delivery.prepare, drawn, view)
-
-        loader = Loader(draw, delivery.receive, prefetch, delivery.start)
-        self._loaders.add(loader)
-        return loader
-
-    def load_draws(self, draw: Callable[[], Draw], prefetch: int, device: str | None = None) -> Loader:
-        """Return a loader over the batches of draws that the function `draw` makes. For adapters.
-
-        Rewards of other goals are computed by the thread that requests batches, because a framework's environments may
-        compute them, and the same thread steps these environments.
-        """
-        delivery = self._delivery_for(device)
-
-        def start() -> Callable[[], Any]:
-            drawn = draw()
-            view = self.store.view()
-            self._held(view).require_draw(drawn)
-            if drawn.goals is not None:
-                return partial(_return, delivery.prepare(drawn, view))
-            return partial(delivery.prepare, drawn, view)
-
-        loader = Loader(start, delivery.receive, prefetch, delivery.start)
-        self._loaders.add(loader)
-        return loader
-
-    def draw(self, batch_size: int) -> Draw:
-        """Draw as `sample` does, but return only the ids and weights. Rows may repeat. For adapters."""
-        batch_size = require_count("batch_size", batch_size, 1)
-        store = self.store
-        with self._lock:
-            if isinstance(store, DeviceStore):
-                return store.draw(self.sampler, batch_size, self._generator)
-            return self._draw(store.view(), batch_size, 1)
-
-    def deliver(self, draw: Draw, device: str | None = None) -> Batch:
-        """Return the batch of a draw, on the memory's device or on `device`. For adapters."""
-        store = self.store
-        if isinstance(store, DeviceStore):
-            self._held(store.view()).require_draw(draw)
-            return store.deliver(draw)
-        view = store.view()
-        self._held(view).require_draw(draw)
-        return self._delivery_for(device).deliver(draw, view)
-
-    def _draw(self, view: View, count: int, min_transitions: int) -> Draw:
-        """Draw `count` rows if at least `min_transitions` are held. Called with the lock.
-
-        If the draw fails or is interrupted, the generator is as before.
-        """
-        held = self._held(view)
-        if type(self.sampler) is Uniform and view.all_valid:
-            require_enough(count, view.next_id - view.first_id, min_transitions)
-            return self.sampler.draw(held, count, self._generator)
-        require_enough(count, len(view), min_transitions)
-        bits = self._generator.bit_generator
-        state = bits.state
-        try:
-            return draw_from(self.sampler, held, count, self._generator)
-        except BaseException:
-            bits.state = state
-            raise
-
-    def _held(self, view: View | DeviceStore) -> Held:
-        return Held(view.first_id, view.next_id, self.num_envs, self.capacity, view)
-
-    def _delivery_for(self, device: Any) -> Delivery:
-        """Return the delivery to `device`, or to the memory's own device if that is None."""
-        if device is not None and not isinstance(device, str):
-            raise ArgumentError(f"device ({device!r}) must be a name, such as 'cuda', or None. Pass one.")
-        if device == self._settings["device"]:
-            device = None
-        delivery = self._deliveries.get(device)
-        if delivery is None:
-            delivery = new_delivery(self.schema, device)
-            self._deliveries[device] = delivery
-        return delivery
-
-    def _check_for_resets(self) -> None:
-        """Warn once if resets of the environment were added as transitions."""
-        view = self.store.view()
-        self._next_reset_check = next_check_tick(view.next_id // self.num_envs)
-        if isinstance(self.store, DeviceStore) or not view.all_valid:
-            return
-        ids = recent_ids(view.first_id, view.next_id, self.num_envs)
-        mode = find_added_resets(RecentTransitions(ids, view.outcomes, view.observation_pairs))
-        if mode is not None:
-            self._next_reset_check = math.inf
-            warn_of_resets(mode, stacklevel=4)
-
-    # ---------------------------------------------------------------- outcomes and rewriting
-
-    def outcomes(self, ids: Any) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return rewards, terminated and truncated of `ids`, which may have any shape. Observations are not read."""
-        view = self.store.view()
-        wanted = check_ids_of_any_shape(ids)
-        self._held(view).require_ids(wanted)
-        rewards, terminated, truncated = view.outcomes(wanted)
-        return rewards, terminated, truncated
+    # ---------------------------------------------------------------- validity and rewriting
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Return which of some held ids are transitions. Entries added with `valid=False` are not."""
-        view = self.store.view()
+        view: StoreView = self.store.view()
         wanted = check_ids(ids)
         require_in_range(wanted, view.first_id, view.next_id)
-        valid: NDArray[np.bool_] = view.are_valid(wanted)
-        return valid
+        return view.are_valid(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set the priorities of transitions, such as the absolute values of their TD errors.
@@ -383,12 +258,7 @@ class ReplayMemory:
             ids: Ids of a batch. Ids that were evicted since are ignored.
             priorities: Numbers of at least 0, one per row of the batch.
         """
-        store = self.store
-        with self._lock:
-            if isinstance(store, DeviceStore):
-                store.update_priorities(self.sampler, ids, priorities)
-            else:
-                set_priorities(self.sampler, self._held(store.view()), ids, priorities)
+        self.batch_source.update_priorities(ids, priorities)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
         """Rewrite extras of transitions that are held: recurrent states, latents, values that were computed again.
@@ -399,30 +269,26 @@ class ReplayMemory:
             ids: Ids of transitions; for sequences `batch.ids[batch.mask]`. If an id occurs twice, its last row counts.
             columns: New rows by the name of their extra, one per id, with the extra's shape and dtype.
         """
-        store = self.store
-        held = self._held(store.view())
+        store: MemoryStore = self.store
+        view = store.view()
         wanted = check_ids(on_host(ids))
         if not columns:
             raise ArgumentError("update was given no rows. Name an extra: update(ids, hidden=...).")
-        fit = store.fit_rows if isinstance(store, DeviceStore) else _fit_rows
-        rows = self.schema.extras.flatten_some(columns, wanted.shape, fit)
-        held.require_ids(wanted)
-        self._wait_for_loaders()
+        rows = self.schema.extras.flatten_some(columns, wanted.shape, store.fit_rows)
+        require_held(wanted, view.first_id, view.next_id, view)
+        self.batch_source.wait_until_read()
         store.rewrite(wanted, rows)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Overwrite terminated and truncated of transitions: some frameworks cut the last episode afterwards."""
+        store: MemoryStore = self.store
+        view = store.view()
         wanted = check_ids(ids)
         ended = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
-        self._held(self.store.view()).require_ids(wanted)
-        self._wait_for_loaders()
-        self.store.set_flags(wanted, ended, cut)
-
-    def _wait_for_loaders(self) -> None:
-        """Wait until loaders have read the batches that they drew, so that a rewrite does not change these batches."""
-        for loader in list(self._loaders):
-            loader.wait_until_read()
+        require_held(wanted, view.first_id, view.next_id, view)
+        self.batch_source.wait_until_read()
+        store.set_flags(wanted, ended, cut)
 
     # ---------------------------------------------------------------- size and accounting
 
@@ -445,14 +311,12 @@ class ReplayMemory:
     @property
     def fill(self) -> float:
         """Fraction of the capacity that is filled, from 0 to 1."""
-        store = self.store
-        if isinstance(store, ClosedStore):
-            return 0.0
-        return float((store.next_id - store.first_id) / self.capacity)
+        store: MemoryStore = self.store
+        return store.held_count / self.capacity
 
     def report(self) -> MemoryReport:
         """Account for the bytes that the memory holds, field by field, and compare them with the plain layout."""
-        store = self.store
+        store: MemoryStore = self.store
         return MemoryReport(
             transitions=len(store),
             fields=tuple(store.report()),
@@ -476,8 +340,8 @@ class ReplayMemory:
     @property
     def disk_bytes(self) -> int:
         """Bytes in files of `spill_dir`."""
-        store = self.store
-        return 0 if isinstance(store, ClosedStore) else int(store.disk_bytes)
+        store: MemoryStore = self.store
+        return store.disk_bytes
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -576,7 +440,9 @@ class ReplayMemory:
             "store_device": store_device,
             "_tuning": _tuning,
         }
-        memory: Self = load_memory(cls, url, settings, sampler, to_whole(capacity), num_envs, recover, timeout)
+        memory: Self = load_memory(
+            cls, cls._restore, url, settings, sampler, to_whole(capacity), num_envs, recover, timeout
+        )
         return memory
 
     @property
@@ -586,29 +452,30 @@ class ReplayMemory:
 
     def _snapshot(self) -> MemorySnapshot:
         """Return everything that a checkpoint contains. Takes milliseconds."""
-        with self._lock:
-            store = self.store
-            if isinstance(store, DeviceStore):
-                store.bring_back_priorities(self.sampler)
+        source = self.batch_source
+        with source.lock:
+            store: MemoryStore = self.store
+            source.bring_back_priorities()
             return MemorySnapshot(
                 store=store.snapshot(),
                 schema=schema_to_json(self.schema),
                 capacity_ticks=self.capacity // self.num_envs,
-                source=store if isinstance(store, Store) else None,
+                source=store.block_source,
                 state={
-                    "sampler": {**describe_sampler(self.sampler), "state": self.sampler.state()},
-                    "generator": get_generator_state(self._generator),
+                    "sampler": {**describe_sampler(source.sampler), "state": source.sampler.state()},
+                    "generator": get_generator_state(source.generator),
                 },
             )
 
-    def take_over(self, restored: Restored, sampler: Sampler | None) -> None:
-        """Restore a checkpoint in a new memory. For `load`."""
+    def _restore(self, restored: Restored, sampler: Sampler | None) -> None:
+        """Continue a checkpoint in this new memory."""
         restored.fill(self.store)
         saved = restored.state["sampler"]
-        self._generator = restore_generator(restored.state["generator"])
-        self.sampler = choose_sampler(sampler, saved, has_same_ids=restored.keeps_ids)
+        self.batch_source.generator = restore_generator(restored.state["generator"])
+        chosen = choose_sampler(sampler, saved, has_same_ids=restored.keeps_ids)
+        self.batch_source.sampler = chosen
         if restored.keeps_ids:
-            resume_sampler(self.sampler, saved, self.capacity, self.store.first_id)
+            resume_sampler(chosen, saved, self.capacity, self.store.first_id)
         self._savers.adopt(restored)
         self._fetch = restored.fetch
         self._attached = restored.attached
@@ -617,23 +484,23 @@ class ReplayMemory:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
-        with self._lock:
-            store = self.store
-            if isinstance(store, DeviceStore):
-                store.bring_back_priorities(self.sampler)
+        source = self.batch_source
+        with source.lock:
+            store: MemoryStore = self.store
+            source.bring_back_priorities()
             return {
                 "schema": self.schema,
                 "capacity": self.capacity,
                 "settings": self._settings,
-                "generator": copy.deepcopy(self._generator),
-                "sampler": copy.deepcopy(self.sampler),
+                "generator": copy.deepcopy(source.generator),
+                "sampler": copy.deepcopy(source.sampler),
                 "store": store.snapshot(),
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings = state["settings"]
         ReplayMemory.__init__(self, state["schema"], None, state["capacity"], sampler=state["sampler"], **settings)
-        self._generator = state["generator"]
+        self.batch_source.generator = state["generator"]
         self.store.restore(state["store"])
 
     def __copy__(self) -> Self:
@@ -660,12 +527,10 @@ class ReplayMemory:
             self._free()
 
     def _free(self) -> None:
-        store = self.store
+        store: MemoryStore = self.store
+        self.batch_source.close()
         self.store = ClosedStore()
-        if not isinstance(store, ClosedStore):
-            store.close()
-        for delivery in self._deliveries.values():
-            delivery.close()
+        store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -680,24 +545,17 @@ class ReplayMemory:
                 raise
             _LOG.warning("%s", abandoned)  # The error that ended the block is raised, not this one.
 
-    def set_pressure_check(self, check: PressureCheck | None) -> None:
+    def _set_pressure_check(self, check: PressureCheck | None) -> None:
         """Call `check` each time the memory grew by a segment. A memory on a device ignores it."""
-        if isinstance(self.store, Store):
-            self.store.pressure_check = check
+        self.store.set_pressure_check(check)
 
-    def after_fork(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the memory in a forked child. Called there, by its only thread."""
         self.store = ClosedStore(FORKED)
-        self._lock = threading.RLock()
+        self.batch_source.close_in_child(FORKED)
         self._savers.after_fork()
         self._autosave = None
         self._fetch = None
 
 
-def _fit_rows(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
-    return leaf.fit(on_host(value), leading, argument, "one row per id")
-
-
-def _return(value: Any) -> Any:
-    """Return the argument, for batches that need no preparation."""
-    return value
+_HOOKS = Hooks(ReplayMemory._set_pressure_check, ReplayMemory._close_in_child)

@@ -270,7 +270,7 @@ class Recorder:
         lanes = self._lanes
         like = self._last_reward
         if like is None:
-            like, _, _ = self.memory.outcomes([self.memory.next_id - lanes])
+            like, _, _ = self.memory.store.view().outcomes(np.array([self.memory.next_id - lanes]))
         none = np.zeros(lanes, np.bool_)
         self.memory.add(
             schema.observation.build(new if self._kept is None else self._kept),
@@ -308,7 +308,7 @@ class Recorder:
         if next_id > 0:
             lanes = np.flatnonzero(mask)
             lanes = lanes[self.memory.are_valid(next_id - self._lanes + lanes)]
-            _, terminated, truncated = self.memory.outcomes(next_id - self._lanes + lanes)
+            _, terminated, truncated = self.memory.store.view().outcomes(next_id - self._lanes + lanes)
             cut[lanes] = ~(terminated | truncated)
         return cut
 

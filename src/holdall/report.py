@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdall.units import format_bytes
 
@@ -29,7 +29,7 @@ class FieldReport:
     row_bytes: int  # Rows.
     plain_bytes: int  # Bytes of the same transitions in plain arrays.
     finding: str  # How the field is stored.
-    sealed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
+    compressed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
     disk_bytes: int = 0  # Slices on disk.
 
     @property
@@ -153,10 +153,7 @@ memory has compressed and spilled what it was asked to."""
 
 
 class Tracked(Protocol):
-    """A memory, as a watch and a fork see it."""
-
-    def after_fork(self) -> None:
-        """Close the memory. Called in a forked child, by its only thread."""
+    """A memory, as a watch sees it."""
 
     @property
     def fill(self) -> float:
@@ -166,27 +163,31 @@ class Tracked(Protocol):
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field. Raise ClosedError after `close`."""
 
-    def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Call `check` each time the memory grew by a segment."""
+
+class Hooks(NamedTuple):
+    """Functions of one kind of memory that only this package calls. Their first argument is the memory."""
+
+    set_pressure_check: Callable[[Any, PressureCheck | None], None]  # Calls the check each time the memory grew.
+    close_in_child: Callable[[Any], None]  # Closes the memory in a forked child. Called there, by its only thread.
 
 
-LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
-"""The memories of this process. Each adds itself with `register`, and is removed when it is freed."""
+LIVING: weakref.WeakKeyDictionary[Tracked, Hooks] = weakref.WeakKeyDictionary()
+"""The memories of this process, with their hooks. Each adds itself with `register`, and is removed when it is freed."""
 _pressure_check: PressureCheck | None = None
 
 
-def register(memory: Tracked) -> None:
+def register(memory: Tracked, hooks: Hooks) -> None:
     """Add a new memory to `LIVING`, and give it the pressure check of this process."""
-    LIVING.add(memory)
-    memory.set_pressure_check(_pressure_check)
+    LIVING[memory] = hooks
+    hooks.set_pressure_check(memory, _pressure_check)
 
 
 def set_pressure_check(check: PressureCheck | None) -> None:
     """Give `check` to every memory of this process, and to every later one, in place of the one before."""
     global _pressure_check  # noqa: PLW0603  A process has one limit on its RAM, so it has one check.
     _pressure_check = check
-    for memory in list(LIVING):
-        memory.set_pressure_check(check)
+    for memory, hooks in list(LIVING.items()):
+        hooks.set_pressure_check(memory, check)
 
 
 def clear_pressure_check(check: PressureCheck) -> None:

@@ -19,7 +19,7 @@ from holdall.batch import RolloutBatch
 from holdall.checks import require_count, require_number
 from holdall.delivery.minibatches import new_minibatches
 from holdall.errors import ArgumentError, ClosedError
-from holdall.report import FieldReport, MemoryReport, PressureCheck, register
+from holdall.report import FieldReport, Hooks, MemoryReport, PressureCheck, register
 from holdall.rollout_host import ESTIMATES, HostRollout
 from holdall.rollout_sequences import RolloutSequences
 from holdall.sampling import new_generator
@@ -117,7 +117,7 @@ class RolloutMemory:
         self._steps: _Steps = self._host
         self._now = _Progress()
         self._closed_reason = ""
-        register(self)
+        register(self, _HOOKS)
 
     def observe(self, obs: Any) -> None:
         """Write the observations of the next step. `add` then takes None for them.
@@ -263,10 +263,10 @@ class RolloutMemory:
         self._host.fields.close()
         self._release(_CLOSED)
 
-    def set_pressure_check(self, check: PressureCheck | None) -> None:
+    def _set_pressure_check(self, check: PressureCheck | None) -> None:
         """Do nothing: a rollout has a fixed size."""
 
-    def after_fork(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the memory in a forked child. Called there, by its only thread."""
         if not self._closed_reason:
             self._release(_FORKED)
@@ -361,3 +361,6 @@ class RolloutMemory:
                 "these minibatches are of a rollout that reset has forgotten; call minibatches or sequences again, "
                 "after finish"
             )
+
+
+_HOOKS = Hooks(RolloutMemory._set_pressure_check, RolloutMemory._close_in_child)

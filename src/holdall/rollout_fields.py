@@ -27,7 +27,7 @@ from holdall.schema import Array, Leaf, Schema, Tree
 from holdall.store.budget import Budget
 from holdall.store.store import Store
 from holdall.store.tuning import Tuning
-from holdall.store.windows import Window, WindowScout
+from holdall.store.windows import Window, WindowDetector
 
 Places = NDArray[np.int64]
 
@@ -195,7 +195,7 @@ class _RawField:
         self._leaf = leaf
         self._ticks = ticks
         self._lanes = lanes
-        self._scout = WindowScout(leaf, tuning) if leaf.nbytes > tuning.tiny_field_bytes else None
+        self._detector = WindowDetector(leaf, tuning) if leaf.nbytes > tuning.tiny_field_bytes else None
         # None: the observations are stored as flat rows.
         self._window: Window | None = Window.whole(leaf) if leaf.nbytes > tuning.small_field_bytes else None
         self._rows: _Rows = FlatRows(leaf, ticks, lanes) if self._window is None else self._new_log(self._window)
@@ -206,10 +206,10 @@ class _RawField:
     def write(self, tick: int, obs: Array) -> None:
         """Write one tick, and search for a window if none is known."""
         self._rows.write(tick, obs)
-        if self._scout is None or not self._scout.is_searching or tick == 0:
+        if self._detector is None or not self._detector.is_searching or tick == 0:
             return
-        if self._scout.look(self._read(tick - 1), self._read(tick)) and self._scout.window is not None:
-            self._use_window(self._scout.window, tick)
+        if self._detector.look(self._read(tick - 1), self._read(tick)) and self._detector.window is not None:
+            self._use_window(self._detector.window, tick)
 
     def gather(self, places: Places, out: Array) -> None:
         """Copy rows to `out`."""
@@ -217,8 +217,8 @@ class _RawField:
 
     def reset(self) -> None:
         """Forget every tick. Search for a window again where the one that is used does not fit."""
-        if self._scout is not None and not self._is_fitting():
-            self._scout.end_segment()
+        if self._detector is not None and not self._is_fitting():
+            self._detector.end_segment()
         self._rows.clear()
 
     def report(self, ticks: int) -> FieldReport:
@@ -300,7 +300,7 @@ class CompressedFields(RolloutFields):
         is_real = places >= 0
         ticks, lanes = np.divmod(places[is_real], self._lanes)
         ids = self._store_ticks[ticks] * self._lanes + lanes
-        (rows,) = self._store.read(ids, (self._store.columns.next_obs_outputs[field],))
+        (rows,) = self._store.view().read(ids, (self._store.columns.next_obs_outputs[field],))
         if is_real.all():
             out[...] = rows
         else:

@@ -1,9 +1,8 @@
-"""Threads: a limit for the pools of other libraries, by the cores that there are to use.
+"""Limits on the thread pools of torch, NumPy and other libraries, by the number of usable cores.
 
-In:  how many threads a pool may have, or how many workers share the cores.  Out: nothing changes unless asked.
-Every Python thread that runs torch operations gets an OpenMP pool of its own, so a process has about as many threads
-as torch threads times workers, and twice more for the main thread and for autograd. Their stacks cost next to no
-memory; what they cost is time, once more of them run than there are cores.
+Every Python thread that runs torch operations gets an OpenMP pool of its own. The main thread and autograd have one
+each, too. A process with many workers therefore has many more threads than cores, and these threads slow each other
+down. Their stacks take little memory. Importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
     "HOLDALL_THREADS",
 )  # fmt: skip
-"""What OpenMP, the BLAS libraries, NumExpr and holdall's own pools read when they start."""
+"""Environment variables that OpenMP, the BLAS libraries, NumExpr and holdall read when they start their pools."""
 
 _POOLS_BESIDE_WORKERS = 2
-"""The main thread's pool and autograd's."""
+"""Pools of the main thread and of autograd."""
 
 
 @contextmanager
 def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
-    """Limit the pools of this process, and of processes started inside, and undo it afterwards.
+    """Limit the pools of this process, and of processes that are started in the context. Restore them afterwards.
 
-    torch and the BLAS libraries that are loaded, such as NumPy's, are limited at once; whatever is loaded or started
-    later finds the limit in the environment.
+    torch and BLAS libraries that are loaded are limited at once. Libraries that are loaded later read the limit from
+    the environment.
 
     Args:
-        threads: Of every pool. None: HOLDALL_THREADS if that is set in the environment, else the cores shared out.
-        workers: Threads or processes beside the main thread that compute at the same time.
+        threads: Threads of every pool. None: HOLDALL_THREADS if it is set, or else the usable cores, divided by all
+            pools.
+        workers: Threads or processes besides the main thread that compute at the same time.
 
     Yields:
         The number of threads.
@@ -66,7 +66,7 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
 
 
 def environment(threads: int | None = None, *, workers: int = 0) -> dict[str, str]:
-    """Return the environment that gives a process such a limit, for `subprocess` or a job's description.
+    """Return environment variables that limit the pools of a new process, for `subprocess` or a job description.
 
     The arguments are those of `limit`.
     """

@@ -24,6 +24,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
+from holdall.sampling import Held
 from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, assert_same_bits
 
@@ -357,7 +358,7 @@ def test_an_interrupted_sample_leaves_the_draws_to_come(sampler: Any, with_valid
 
 def generator_of(scene: Scene) -> Any:
     len(scene.memory)  # a call does what an interrupted one left to do
-    return scene.memory._generator.bit_generator.state
+    return scene.memory.batch_source.generator.bit_generator.state
 
 
 @pytest.mark.parametrize("points", POINTS)
@@ -420,6 +421,57 @@ def test_interrupted_flags_are_set_or_are_not(points: int | None, tmp_path: Path
         scene.go_on()
 
     sweep(scenes(tmp_path)["Dict, segment closes"], lambda scene: set_flags(scene.memory, scene), points, settle)
+
+
+def compute_no_reward(achieved: Any, _desired: Any, _info: Any) -> Any:
+    return np.zeros(len(achieved), np.float32)
+
+
+# Starts of the sequences are restricted, so the sampler `by` looks at the flags.
+FLAG_SAMPLERS: dict[str, Callable[[], Any]] = {
+    "Hindsight": lambda: holdall.Hindsight("final", 1.0, compute_no_reward),
+    "Sequence by Prioritized": lambda: holdall.Sequence(2, stride=50, by=holdall.Prioritized()),
+}
+
+
+@pytest.mark.parametrize("make_sampler", FLAG_SAMPLERS.values(), ids=FLAG_SAMPLERS)
+def test_samplers_notice_flags_of_an_interrupted_call(make_sampler: Callable[[], Any]) -> None:
+    """The sampler draws what a new sampler draws from the same memory, at whatever line the call was interrupted."""
+    goals = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), SMALL))
+    ids = np.arange(9, 99, 10)
+
+    def make() -> holdall.ReplayMemory:
+        memory = holdall.ReplayMemory(goals, ACTION, 1000, sampler=make_sampler(), seed=0)
+        rows = np.arange(101, dtype=np.float32)[:, None, None] + np.zeros((101, 1, 3), np.float32)
+        shown = dict.fromkeys(goals, rows)
+        memory.extend(
+            {key: each[:-1] for key, each in shown.items()},
+            np.zeros((100, 1, 2), np.float32),
+            np.zeros((100, 1), np.float32),
+            {key: each[1:] for key, each in shown.items()},
+            np.zeros((100, 1), np.bool_),
+            (np.arange(100) == 99)[:, None],
+        )
+        memory.sample(64)
+        return memory
+
+    def set_flags(memory: holdall.ReplayMemory) -> None:
+        memory.set_flags(ids, np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_))
+
+    def draw_many(memory: holdall.ReplayMemory, sampler: Any) -> list[Any]:
+        held = Held(memory.first_id, memory.next_id, 1, memory.capacity, memory.store.view())
+        draw = sampler.draw(held, 200, np.random.default_rng(1))
+        return [draw.ids.tolist(), None if draw.goals is None else draw.goals.ids.tolist()]
+
+    with make() as memory:
+        lines = interrupted(lambda: set_flags(memory))
+    outcomes = set()
+    for at in range(1, lines + 2):  # The last call is not interrupted.
+        with make() as memory:
+            interrupted(lambda: set_flags(memory), at)
+            outcomes.add(bool(np.asarray(memory.gather(ids).terminated).all()))
+            assert draw_many(memory, memory.sampler) == draw_many(memory, make_sampler()), at
+    assert outcomes == {False, True}
 
 
 @pytest.mark.parametrize("points", POINTS)

@@ -107,7 +107,7 @@ def test_no_kill_during_an_upload_loses_what_was_acknowledged(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [12, *(pytest.param(kills, marks=pytest.mark.nightly) for kills in (50, 500))])
 def test_no_kill_loses_what_was_acknowledged(nursery: Nursery, tmp_path: Path, kills: int) -> None:
-    """While it adds, seals, spills, saves or collects; the next trainer goes on from there."""
+    """While it adds, compresses, spills, saves or collects; the next trainer goes on from there."""
     generator = random.Random(kills)
     acknowledged, checkpoints = 0, 0
     for number in range(kills):

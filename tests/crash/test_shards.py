@@ -68,7 +68,7 @@ class ShardOfOneLane:
         held = [run for run in self.runs if run.first_row + run.rows > self.memory.first_id]
         state = {
             "sampler": {"kind": "Uniform", "settings": {}, "state": {}},
-            "generator": get_generator_state(self.memory._generator),
+            "generator": get_generator_state(self.memory.batch_source.generator),
             "runs": runs_state(held),
         }
         words = schema_to_json(self.memory.schema)

@@ -322,7 +322,7 @@ CLAIMS: dict[str, Damage] = {
 }
 """What is wrong with a block before a slice of it is read."""
 WHOLE = "nothing"
-"""A child that is given this word also seals and reads blocks that are whole."""
+"""A child that is given this word also compresses and reads blocks that are whole."""
 
 
 def checks_of(block: Block) -> NDArray[np.uint32]:

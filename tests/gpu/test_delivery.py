@@ -41,7 +41,7 @@ def filled(device: str | None, budget: str | int | None = "auto", **how: Any) ->
 
 @pytest.mark.parametrize("budget", ["auto", None])
 def test_a_batch_on_the_gpu_has_the_bits_of_one_in_arrays(budget: str | None) -> None:
-    """Raw and sealed: same seed, same draws, same bits, and every tensor on the device."""
+    """Raw and compressed: same seed, same draws, same bits, and every tensor on the device."""
     with filled("cuda", budget) as there, filled(None, budget) as here:
         for _ in range(20):
             batch, expected = there.sample(256), here.sample(256)

@@ -67,7 +67,7 @@ class Pair:
     def save(self, ticks_meanwhile: int) -> None:
         handle = self.memory.save(self.folder, progress=self.wait_for_gate)
         then = copy.deepcopy(self.oracle)
-        generator = copy.deepcopy(self.memory._generator)
+        generator = copy.deepcopy(self.memory.batch_source.generator)
         self.add(ticks_meanwhile)
         if ticks_meanwhile % 2:
             self.flags(ticks_meanwhile)

@@ -64,7 +64,7 @@ def test_what_was_added_is_what_is_held(
         block_bytes=block_bytes,
         small_field_bytes=small_field_bytes,
         tiny_field_bytes=min(16, small_field_bytes),
-        scout_min_pairs=2,
+        detector_min_pairs=2,
     )
     desk = Desk(schema_of(stream), Uniform(), capacity * stream.num_envs, 0, segment_rows=segment_rows, is_near=is_near)
     desk.builder = SegmentBuilder(schema_of(stream), segment_rows, "memory", tuning)

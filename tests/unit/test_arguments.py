@@ -137,11 +137,10 @@ def test_a_sampler_is_not_made_of_it(kind: Any) -> None:
 
 CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]] = {
     "sample": ("batch_size", lambda memory, value: memory.sample(value), (0, 1000, *NO_COUNTS)),
-    "draw": ("batch_size", lambda memory, value: memory.draw(value), (0, *NO_COUNTS)),
-    "deliver": ("draw", lambda memory, value: memory.deliver(value), (5, None, [0])),
+    "draw": ("batch_size", lambda memory, value: memory.batch_source.draw(value), (0, *NO_COUNTS)),
+    "deliver": ("draw", lambda memory, value: memory.batch_source.deliver(value), (5, None, [0])),
     "gather": ("ids", lambda memory, value: memory.gather(value), (5, [[0]], *NO_IDS)),
     "are_valid": ("ids", lambda memory, value: memory.are_valid(value), (5, [[0]], *NO_IDS)),
-    "outcomes": ("ids", lambda memory, value: memory.outcomes(value), NO_IDS),
     "update_priorities of ids": ("ids", lambda memory, value: memory.update_priorities(value, [1.0]), NO_IDS),
     "update_priorities to": (
         "priorities", lambda memory, value: memory.update_priorities([0], value),
@@ -179,14 +178,14 @@ CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]
 def test_a_call_refuses_it_and_changes_nothing(call: str, memory: ReplayMemory, tmp_path: Path) -> None:
     """Neither what is held, nor what is drawn next, nor a file."""
     argument, act, values = CALLS[call]
-    held, state = memory.gather(np.arange(12)), memory._generator.bit_generator.state
+    held, state = memory.gather(np.arange(12)), memory.batch_source.generator.bit_generator.state
     priorities = memory.sampler.state()
     for value in values:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(tmp_path)
             assert_refused(argument, act, memory, value)
     assert_same_bits(memory.gather(np.arange(12)), held)
-    assert memory._generator.bit_generator.state == state
+    assert memory.batch_source.generator.bit_generator.state == state
     if call.startswith("update_priorities"):
         memory.update_priorities([], [])
         priorities["scaled"] = memory.sampler.state()["scaled"]

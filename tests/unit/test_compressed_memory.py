@@ -241,7 +241,7 @@ def test_floats_that_are_scaled_bytes_take_a_quarter() -> None:
         assert coded == closed >= 7
         raw_bytes = sum(block.slice_count * block.slice_bytes for block in closed_blocks(memory, "obs"))
         field = fields_of(memory)["obs"]
-        assert 0.25 * raw_bytes < field.sealed_bytes < 0.28 * raw_bytes
+        assert 0.25 * raw_bytes < field.compressed_bytes < 0.28 * raw_bytes
         assert "palette" in field.finding
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 

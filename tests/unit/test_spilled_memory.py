@@ -211,7 +211,7 @@ def test_batches_that_are_held_stay_as_they_were_when_their_files_are_gone(tmp_p
         assert_same_bits(batch, expected)
 
 
-def test_threads_read_what_was_added_while_it_is_sealed_and_spilled(tmp_path: Path) -> None:
+def test_threads_read_what_was_added_while_it_is_compressed_and_spilled(tmp_path: Path) -> None:
     """One adds, three gather, one draws: every row is the one that was added under its id."""
     count = 200
     steps = [tick for tick, _ in zip(ticks_of(1), range(count), strict=False)]
@@ -302,7 +302,7 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
 
 
 def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
-    """From the ratio that was measured, as soon as one block of every field was sealed; within a quarter."""
+    """From the ratio that was measured, as soon as one block of every field was compressed; within a quarter."""
     limit = LIMIT
     pair = Pair(budget=limit, _tuning=TIGHT)
     with pair.memory:
@@ -337,7 +337,7 @@ def test_what_fits_does_not_leave_early() -> None:
 
 
 def test_a_machine_with_memory_to_spare_spills_nothing(tmp_path: Path) -> None:
-    """By default the newest stay raw, and what is sealed stays in memory, up to half of what is available."""
+    """By default the newest stay raw, and compressed blocks stay in memory, up to half of what is available."""
     pair = Pair(budget="auto", spill_dir=tmp_path)
     with pair.memory:
         pair.feed(100)

@@ -176,7 +176,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", SPACES)
 def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, options: dict[str, Any]) -> None:
-    """Adding evicts, closes and seals segments and grows logs under the readers; no row suffers from it."""
+    """Adding evicts, closes and compresses segments and grows logs under the readers; no row suffers from it."""
     users, crowd = users_of(SPACES[name], **options), Crowd()
     for work in (users.add, users.sample, users.sample, users.gather, users.report, users.count):
         crowd.repeat(f"{work.__name__} {len(crowd._threads)}", work)

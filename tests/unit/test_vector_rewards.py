@@ -51,7 +51,7 @@ def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, t
     with memory:
         assert_same_bits(memory.gather(ids), oracle.gather(ids))
         assert memory.sample(7).reward.shape == (7, *shape)
-        rewards, _, _ = memory.outcomes(ids.reshape(2, -1))
+        rewards, _, _ = memory.store.view().outcomes(ids.reshape(2, -1))
         assert np.array_equal(rewards, oracle.gather(ids).reward.reshape(2, -1, *shape))
         (reward,) = (field for field in memory.report().fields if field.name == "reward")
         assert reward.plain_bytes == len(ids) * int(np.prod(shape)) * 4

@@ -149,7 +149,8 @@ typedef struct {
     Part **parts; /* owned */
 } Segment;
 
-/* The segments that are held, oldest first, without gaps. Immutable, except that the last segment may be open. */
+/* The segments that are held, oldest first, without gaps. Immutable, except that the last segment may be open and that a
+ * rewrite changes rows and `flags_changed`. */
 typedef struct {
     PyObject_HEAD
     int column_count;
@@ -161,6 +162,7 @@ typedef struct {
     Segment **segments;       /* owned */
     int64_t *first_ticks;     /* of each segment, for binary search */
     int has_invalid;          /* whether a segment but the last has entries that are not transitions */
+    int64_t flags_changed;    /* rewrites of the flags column before this catalog was replaced */
 } Catalog;
 
 extern PyTypeObject *raw_type, *coded_type, *block_type, *part_type, *segment_type, *catalog_type;

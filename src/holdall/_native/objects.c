@@ -1109,6 +1109,7 @@ Catalog *catalog_new(const Catalog *like, Py_ssize_t segment_count) {
     catalog->lanes = like->lanes;
     catalog->floor_tick = like->floor_tick;
     catalog->capacity_ticks = like->capacity_ticks;
+    catalog->flags_changed = like->flags_changed;
     catalog->segment_count = segment_count;
     return catalog;
 }
@@ -1176,6 +1177,10 @@ static PyObject *catalog_get_invalid(PyObject *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSsize_t(count);
 }
 
+static PyObject *catalog_get_flags_changed(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromLongLong(((Catalog *)self)->flags_changed);
+}
+
 static PyMethodDef catalog_methods[] = {
     {"closed_segments", catalog_closed_segments, METH_VARARGS, "Return all segments but the last from a tick on."},
     {NULL, NULL, 0, NULL},
@@ -1187,6 +1192,7 @@ static PyGetSetDef catalog_properties[] = {
     {"lanes", catalog_get_lanes, NULL, "The number of lanes.", NULL},
     {"segments", catalog_get_segments, NULL, "The segments, oldest first.", NULL},
     {"invalid_count", catalog_get_invalid, NULL, "Held entries that are not transitions.", NULL},
+    {"flags_changed", catalog_get_flags_changed, NULL, "Number of rewrites of the flags column.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot catalog_slots[] = {

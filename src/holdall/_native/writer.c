@@ -964,6 +964,7 @@ static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
     }
     for (Py_ssize_t k = 0; thawed == changed && k < changed; k++)
         rewrite_column(w, numbers[k], named, count, PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, k)));
+    for (Py_ssize_t k = 0; thawed == changed && k < changed; k++) w->catalog->flags_changed += numbers[k] == w->flags;
     for (Py_ssize_t k = 0; k < thawed; k++) Py_XDECREF((PyObject *)old[k]);
     if (thawed < changed) return NULL;
     return PyBool_FromLong(has_grown);

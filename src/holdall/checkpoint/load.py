@@ -367,6 +367,7 @@ class Loading(Generic[_M]):
     """The arguments of `ReplayMemory.load`."""
 
     kind: Callable[..., _M]  # Class of the memory.
+    restore: Callable[[_M, Restored, Sampler | None], None]  # Continues a checkpoint in an empty memory.
     settings: dict[str, Any]  # Its keyword arguments.
     sampler: Sampler | None = None  # None: the saved sampler.
     capacity: int | None = None  # None: the saved capacity.
@@ -412,7 +413,7 @@ class Loading(Generic[_M]):
         """Put the content of a checkpoint into a memory. Close the memory if that fails."""
         try:
             with refuse_malformed(f"Checkpoint {restored.manifest.number} of {restored.url}"):
-                memory.take_over(restored, sampler)
+                self.restore(memory, restored, sampler)
         except BaseException:
             memory.close()
             raise
@@ -445,6 +446,7 @@ class Loading(Generic[_M]):
 
 def load_memory(
     kind: Callable[..., _M],
+    restore: Callable[[_M, Restored, Sampler | None], None],
     url: str | os.PathLike[str],
     settings: dict[str, Any],
     sampler: Sampler | None = None,
@@ -453,5 +455,11 @@ def load_memory(
     recover: bool = False,
     timeout: float = math.inf,
 ) -> _M:
-    """Load a memory, see `ReplayMemory.load`. `settings` are the keyword arguments of its class `kind`."""
-    return Loading(kind, settings, sampler, capacity, num_envs, recover).load(url, timeout)
+    """Load a memory, see `ReplayMemory.load`.
+
+    Args:
+        kind: Class of the memory.
+        restore: Function that continues a checkpoint in an empty memory.
+        settings: Keyword arguments of the class.
+    """
+    return Loading(kind, restore, settings, sampler, capacity, num_envs, recover).load(url, timeout)

@@ -36,7 +36,7 @@ from holdall.checkpoint.savers import Checkpoint
 from holdall.checkpoint.urls import normalized_url
 from holdall.checks import refuse_malformed
 from holdall.errors import DamageError
-from holdall.sampling import Sampler, WriterRun
+from holdall.sampling import WriterRun
 from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
@@ -75,9 +75,6 @@ class LoadedMemory(TransitionSource, Protocol):
 
     def __len__(self) -> int:
         """Return the number of transitions."""
-
-    def take_over(self, restored: Restored, sampler: Sampler | None) -> None:
-        """Restore a checkpoint in a new memory."""
 
     def close(self) -> None:
         """Free everything."""

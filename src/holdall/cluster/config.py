@@ -12,7 +12,7 @@ from holdall.cluster.limiter import RateLimit
 from holdall.cluster.tuning import ClusterTuning
 from holdall.codec.choice import PREFERENCES
 from holdall.errors import ArgumentError, ShardError
-from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
+from holdall.sampling import ComposedSampler, Hindsight, Sampler, Uniform, has_likelihood
 
 NAMESPACE = "holdall"
 """Ray namespace in which rosters have their names."""
@@ -72,17 +72,17 @@ def require_settings(url: str | os.PathLike[str] | None, patience_s: float | Non
 def require_sampler(sampler: Sampler | None) -> Sampler:
     """Return the sampler of a memory over shards. Weights over all shards depend on it, so it must be of holdall."""
     chosen: Sampler = Uniform() if sampler is None else sampler
-    if type(chosen) not in (Uniform, Prioritized, NStep, Sequence, Hindsight):
-        raise ArgumentError(
-            f"sampler ({type(chosen).__name__}) cannot be used over shards, because weights depend on how a sampler "
-            "draws. Use Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()."
-        )
-    if isinstance(chosen, ComposedSampler) and type(chosen.by) not in (Uniform, Prioritized):
+    if has_likelihood(chosen):
+        return chosen
+    if isinstance(chosen, ComposedSampler) and not has_likelihood(chosen.by):
         raise ArgumentError(
             f"sampler ({type(chosen).__name__}) draws by {type(chosen.by).__name__}, which cannot be used over shards. "
             "Pass by=Uniform() or by=Prioritized()."
         )
-    return chosen
+    raise ArgumentError(
+        f"sampler ({type(chosen).__name__}) cannot be used over shards, because weights depend on how a sampler "
+        "draws. Use Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()."
+    )
 
 
 def strip_sampler(sampler: Sampler) -> Sampler:

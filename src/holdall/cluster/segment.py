@@ -27,15 +27,13 @@ from holdall.schema import Array, Leaf, Schema
 from holdall.schema_json import dtype_from_json, dtype_to_json
 from holdall.store.columns import Columns
 from holdall.store.format import ROW_KINDS, pack_segment, unpack_segment
+from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
 from holdall.store.records import pack_record, read_record, reader_of
-from holdall.store.snapshot import Layout
 from holdall.store.step import Step, check_step
 from holdall.store.tuning import Tuning
-from holdall.store.windows import Window, WindowScout
+from holdall.store.windows import Window
 
 _HEAD = "payload"
-_MAX_BROKEN_SHARE = 0.5
-_MAX_EXCEPTION_SHARE = 0.5
 _NEXT_FOLLOWS = np.uint32(1 << 31)
 """Bit of a cursor: the next observation does not overlap the observation."""
 _MAX_CURSOR = 2**31
@@ -124,7 +122,6 @@ class SegmentBuilder:
     Attributes:
         columns: Numbers of the columns.
         reward_dtype: Dtype of all rewards, which the first one sets. None before it.
-        has_new_window: Whether the next segment can share more than this one. It should then be closed early.
     """
 
     def __init__(self, schema: Schema, max_rows: int, prefer: str, tuning: Tuning) -> None:
@@ -136,27 +133,14 @@ class SegmentBuilder:
         self._prefer = prefer
         self._tuning = tuning
         self._reader = Reader()
-        leaves = schema.observation.leaves
-        self._leaves = leaves
-        self._windows = [Window.whole(leaf) for leaf in leaves]
         # One lane of shared rows is one lane of shared rows in the shard. Of several lanes, the next observation would
         # not be in the next row, so each row stores both observations.
-        self._row_layout: Layout = ("shared",) if schema.num_envs == 1 else ("paired",)
-        self._layouts: list[Layout] = [
-            self._windows[i].layout() if leaf.nbytes > tuning.small_field_bytes else self._row_layout
-            for i, leaf in enumerate(leaves)
-        ]
+        self._layouts = LayoutSearch(schema, tuning, SHARED if schema.num_envs == 1 else PAIRED)
         self._codecs: dict[int, WriterCodec] = {}
-        self._scouts = {
-            i: WindowScout(leaf, tuning) for i, leaf in enumerate(leaves) if leaf.nbytes > tuning.tiny_field_bytes
-        }
-        self._is_searching = bool(self._scouts)
-        self.has_new_window = False
         self._writer = self._new_writer(0)
 
     def _new_writer(self, first_tick: int) -> Writer:
         """Return an empty native writer. Every segment has its own, so that it shares no block with another one."""
-        others = self.columns.flags + 1 - len(self._layouts)
         writer = Writer(
             self.columns.native(),
             self.columns.groups(),
@@ -164,7 +148,7 @@ class SegmentBuilder:
             self._max_ticks,
             self._max_ticks,
             self._tuning.block_bytes,
-            (*self._layouts, *[None] * others),
+            self._layouts.native_layouts(self.columns.flags + 1),
             first_tick,
         )
         if self.reward_dtype is not None:
@@ -180,6 +164,11 @@ class SegmentBuilder:
     def rows(self) -> int:
         """Rows of the segment so far."""
         return self.ticks * self._lanes
+
+    @property
+    def has_new_window(self) -> bool:
+        """Whether the next segment can share more than this one. It should then be closed early."""
+        return self._layouts.has_new_window
 
     @property
     def ends_episodes(self) -> bool:
@@ -211,8 +200,8 @@ class SegmentBuilder:
             outcome = self._writer.append(*step)
         if outcome == FULL:
             return False
-        if self._is_searching:
-            self._search_windows(step)
+        if self._layouts.is_searching:
+            self._layouts.look(step[0], step[3])
         return True
 
     def extend(self, steps: Step, first: int) -> int:
@@ -221,13 +210,13 @@ class SegmentBuilder:
         While windows are searched for, write only a few steps at a time.
         """
         progress = np.array([first])
-        if not self._is_searching:
+        if not self._layouts.is_searching:
             return self._writer.extend(steps, progress)
-        count = self._writer.extend(_cut_steps(steps, first + self._tuning.scout_max_pairs), progress)
+        count = self._writer.extend(_cut_steps(steps, first + self._tuning.detector_max_pairs), progress)
         for position in range(first, first + count):
             obs = tuple(array[position] for array in steps.obs)
             next_obs = tuple(array[position] for array in steps.next_obs)
-            self._search_windows((obs, None, None, next_obs))
+            self._layouts.look(obs, next_obs)
         return count
 
     def close(self) -> bytes:
@@ -237,7 +226,8 @@ class SegmentBuilder:
         """
         segment = self._writer.snapshot().segments[-1]
         payload = self._pack(segment)
-        self._adapt_layouts(segment)
+        for column in self._layouts.adapt(segment):
+            self._codecs.pop(column, None)
         self._writer = self._new_writer(self._writer.next_tick)
         return payload
 
@@ -250,42 +240,8 @@ class SegmentBuilder:
     def _encode(self, column: int, block: Block) -> Coded:
         if column not in self._codecs:
             leaf = self._schema.observation.leaves[column]
-            self._codecs[column] = WriterCodec(leaf, self._windows[column], self._prefer)
+            self._codecs[column] = WriterCodec(leaf, self._layouts.windows[column], self._prefer)
         return self._codecs[column].encode(block)
-
-    def _adapt_layouts(self, closed: Segment) -> None:
-        """Choose the layouts of the next segment: use windows that were found, and give up layouts that do not fit."""
-        rows = closed.ticks * closed.lanes
-        self.has_new_window = False
-        for i, part in enumerate(closed.parts[: len(self._layouts)]):
-            if part.kind == "shared" and part.exceptions > _MAX_EXCEPTION_SHARE * rows:
-                self._layouts[i] = ("paired",)
-            scout = self._scouts.get(i)
-            if scout is None:
-                continue
-            window = scout.window
-            if window is not None and window != self._windows[i]:
-                self._windows[i] = window
-                self._layouts[i] = window.layout()
-                self._codecs.pop(i, None)
-            elif self._windows[i].count == 1 or part.broken > _MAX_BROKEN_SHARE * rows:
-                scout.end_segment()
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
-
-    def _search_windows(self, step: tuple[Any, ...]) -> None:
-        """Show a tick to all scouts. The next segment uses the windows that they find."""
-        obs = self._leaves_of(step[0], "obs")
-        next_obs = self._leaves_of(step[3], "next_obs")
-        for i, scout in self._scouts.items():
-            shape = (self._lanes, *self._schema.observation.leaves[i].shape)
-            if scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)) and scout.window is not None:
-                self.has_new_window = self.has_new_window or scout.window != self._windows[i]
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
-
-    def _leaves_of(self, observation: Any, argument: str) -> Any:
-        if isinstance(observation, tuple):
-            return observation
-        return self._schema.observation.flatten(observation, (self._lanes,), argument)
 
 
 def _cut_steps(steps: Step, end: int) -> Step:

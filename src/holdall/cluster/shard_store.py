@@ -107,7 +107,7 @@ class ShardStore:
         """Return what is held now. Everything in it stays readable until the view is dropped."""
         if self._reader.wanted_helpers > self._helpers.count:
             self._helpers.start()
-        return View(self._writer.catalog, self._reader, self.columns, 0, self.before_read)
+        return View(self._writer.catalog, self._reader, self.columns, self.before_read)
 
     def snapshot(self) -> StoreState:
         """Return everything that is held, for a checkpoint."""

@@ -25,7 +25,7 @@ from holdall.batch import Batch, Draw, Goals, import_torch, require_in_range
 from holdall.delivery import check_device
 from holdall.delivery.delivery import Nesting, compute_rewards, find_goal_leaves
 from holdall.errors import ArgumentError, HoldallError
-from holdall.report import FieldReport, field_name
+from holdall.report import FieldReport, PressureCheck, field_name
 from holdall.sampling import Held, check_priorities, draw_from, require_enough
 from holdall.schema import Array, Leaf, Schema
 from holdall.store.budget import Budget
@@ -33,7 +33,7 @@ from holdall.store.columns import Columns
 from holdall.store.step import Step
 from holdall.store.store import Store
 from holdall.store.tuning import Tuning
-from holdall.store.windows import Window, WindowScout
+from holdall.store.windows import Window, WindowDetector
 from holdall.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-_SCOUTED_TICKS = 64
+_SEARCHED_TICKS = 64
 """Ticks after which the search for windows ends."""
 _MIN_ESTIMATED_TICKS = 32
 """Ticks that show how often episodes end."""
@@ -79,7 +79,7 @@ class DeviceStore:
         device: The torch device.
         lanes: Number of lanes.
         capacity: Most transitions that are held.
-        flags_changed: How often flags were set again after they were added.
+        flags_changed: A number that every call of `set_flags` changes.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class DeviceStore:
         self._begin_tick = 0  # Number of the first tick, if there is none yet.
         self._sampler: tuple[Any, DeviceSampler] | None = None
         self._host: Store | None = None  # Copy of what was saved, see `snapshot`.
-        self._scouts = {
-            i: WindowScout(leaf, self._tuning)
+        self._detectors = {
+            i: WindowDetector(leaf, self._tuning)
             for i, leaf in enumerate(schema.observation.leaves)
             if leaf.nbytes > self._tuning.tiny_field_bytes
         }
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
+        self._is_searching = any(detector.is_searching for detector in self._detectors.values())
         if not self._is_searching:
             self._require_room(self._make_plan(self._capacity_ticks, _REWARD))
 
@@ -173,6 +173,12 @@ class DeviceStore:
         if self._ring is None or self._ring.next_tick == self._ring.base_tick:
             return None
         return self._ring.tensors.plan.reward.dtype
+
+    @property
+    def held_count(self) -> int:
+        """Number of entries that are held, also those that are not transitions."""
+        first_id, next_id = self.bounds
+        return next_id - first_id
 
     def __len__(self) -> int:
         """Return the number of transitions. Waits for the device if entries were added with `valid`."""
@@ -253,7 +259,7 @@ class DeviceStore:
             if not self._is_searching:
                 ring.write(step if written == 0 else step.cut(written, count))
                 return
-            part = step.cut(written, min(count, written + _SCOUTED_TICKS - (ring.next_tick - ring.base_tick)))
+            part = step.cut(written, min(count, written + _SEARCHED_TICKS - (ring.next_tick - ring.base_tick)))
             ring.write(part)
             written += len(part.reward)
             self._search_windows(part)
@@ -263,7 +269,7 @@ class DeviceStore:
         ring = self._ring
         if ring is None or ring.next_tick == ring.base_tick:
             dtype = self._check.find_numpy_dtype(step.reward)
-            ticks = min(self._capacity_ticks, _SCOUTED_TICKS) if self._is_searching else self._capacity_ticks
+            ticks = min(self._capacity_ticks, _SEARCHED_TICKS) if self._is_searching else self._capacity_ticks
             ring = self._new_ring(self._make_plan(ticks, self.schema.reward_leaf(dtype)))
             self._ring = ring
         elif not self._is_searching and not self._has_plan(ring):
@@ -280,13 +286,16 @@ class DeviceStore:
         require_in_range(ids, self.first_id, self.next_id)
         tensors = self.tensors
         cells = self._to_device(ids) % tensors.cells
+        host = self._host
+        self._host = None  # If an interrupt ends this call, the next snapshot copies everything from the device.
         for number, given in rows.items():
             new = self._to_device(given) if isinstance(given, np.ndarray) else given
             tensors.extras[number].put(cells, new, self._to_device(order))
-            if self._host is not None:
-                is_saved = ids < self._host.next_id
+            if host is not None:
+                is_saved = ids < host.next_id
                 kept = new.cpu().numpy()[order][is_saved]
-                self._host.rewrite(ids[is_saved], {number: np.ascontiguousarray(kept)})
+                host.rewrite(ids[is_saved], {number: np.ascontiguousarray(kept)})
+        self._host = host
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
         """Overwrite the flags of transitions. Of equal ids the last one counts. All ids must be held."""
@@ -297,11 +306,17 @@ class DeviceStore:
         require_in_range(ids, self.first_id, self.next_id)
         tensors = self.tensors
         cells = self._to_device(ids) % tensors.cells
+        host = self._host
+        self._host = None  # If an interrupt ends this call, the next snapshot copies everything from the device.
+        # Counted before the change, because an interrupt may skip the second count. Counted after it, because a signal
+        # handler may draw between the first count and the change.
+        self.flags_changed += 1
         tensors.ends.put(cells, self._to_device(np.stack([terminated, truncated])))
         self.flags_changed += 1
-        if self._host is not None:
-            is_saved = ids < self._host.next_id
-            self._host.set_flags(ids[is_saved], terminated[is_saved], truncated[is_saved])
+        if host is not None:
+            is_saved = ids < host.next_id
+            host.set_flags(ids[is_saved], terminated[is_saved], truncated[is_saved])
+        self._host = host
 
     def fit_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
         """Return new rows of an extra, checked: a tensor on the device, or an array."""
@@ -319,8 +334,8 @@ class DeviceStore:
         return TensorPlan(ticks, windows, slices_per_tick or tuple(float(window.shift) for window in windows), reward)
 
     def _find_window(self, leaf: int) -> Window:
-        scout = self._scouts.get(leaf)
-        window = None if scout is None or self._is_searching else scout.window
+        detector = self._detectors.get(leaf)
+        window = None if detector is None or self._is_searching else detector.window
         if window is None or window.slice_bytes < _MIN_SLICE_BYTES:
             return Window.whole(self.schema.observation.leaves[leaf])
         return window
@@ -357,15 +372,15 @@ class DeviceStore:
     # ---------------------------------------------------------------- windows
 
     def _search_windows(self, step: TensorStep) -> None:
-        """Show ticks to all scouts. Choose the windows when the search is over."""
-        lanes = self._tuning.scout_lanes
-        for i, scout in self._scouts.items():
+        """Show ticks to all detectors. Choose the windows when the search is over."""
+        lanes = self._tuning.detector_lanes
+        for i, detector in self._detectors.items():
             obs = step.obs[i][:, :lanes].cpu().numpy()
             next_obs = step.next_obs[i][:, :lanes].cpu().numpy()
             for before, after in zip(obs, next_obs, strict=True):
-                scout.look(before, after)
-        is_over = self.next_tick - self._begin_tick >= _SCOUTED_TICKS
-        if is_over or not any(scout.is_searching for scout in self._scouts.values()):
+                detector.look(before, after)
+        is_over = self.next_tick - self._begin_tick >= _SEARCHED_TICKS
+        if is_over or not any(detector.is_searching for detector in self._detectors.values()):
             self._is_searching = False
 
     def _has_plan(self, ring: TickRing) -> bool:
@@ -641,12 +656,12 @@ class DeviceStore:
         )
         ids = np.arange(first_tick * self.lanes, stop_tick * self.lanes)
         leading = (stop_tick - first_tick, self.lanes)
-        arrays = host.read(ids, tuple(output for group in groups for output in group))
+        arrays = host.view().read(ids, tuple(output for group in groups for output in group))
         shaped = iter([array.reshape(*leading, *array.shape[1:]) for array in arrays])
         obs, action, next_obs, extras, (reward, terminated, truncated) = (
             tuple(next(shaped) for _ in group) for group in groups
         )
-        valid = None if host.all_valid else host.are_valid(ids).reshape(leading)
+        valid = None if host.all_valid else host.view().are_valid(ids).reshape(leading)
         return Step(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
     def _new_host_store(self, first_tick: int) -> Store:
@@ -738,8 +753,13 @@ class DeviceStore:
     """Transitions that were evicted before the capacity was reached: none."""
     drop_reason = ""
     """Why transitions were evicted early."""
+    block_source = None
+    """The object that a save asks for codecs: none, because snapshots are compressed."""
     capacity_that_fits: int | None = None
     """A capacity that does not fit is refused."""
+
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Do nothing: the transitions take no memory of the host."""
 
     def relieve(self, nbytes: int) -> None:
         """Do nothing: the transitions take no memory of the host."""

@@ -41,6 +41,14 @@ def require_enough(count: int, transitions: int, min_transitions: int) -> None:
         )
 
 
+def draws_once(sampler: Sampler) -> bool:
+    """Return whether a draw is one call to the generator if every transition may be drawn.
+
+    False for samplers that holdall does not ship, also if they inherit the attribute of a sampler that it ships.
+    """
+    return getattr(sampler, "draws_once", False) and is_shipped(sampler)
+
+
 def draw_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
     """Draw `count` rows. The draws of samplers that holdall does not ship are verified."""
     draw = sampler.draw(held, count, generator)

@@ -22,7 +22,7 @@ class SmallFields(Validity, Protocol):
 
     @property
     def flags_changed(self) -> int:
-        """Number of calls that overwrote `terminated` and `truncated` of transitions that were held already."""
+        """A number that changes whenever `terminated` and `truncated` of held transitions are overwritten."""
 
     def are_ends(self, ids: Ids) -> Flags:
         """Return which of `ids` are the last steps of episodes: terminated or truncated."""
@@ -129,7 +129,7 @@ class Held:
         """Raise TransitionIdError unless all transitions of `draw` are held. Raise ArgumentError if it is no `Draw`."""
         if not isinstance(draw, Draw):
             raise ArgumentError(
-                f"draw ({draw!r}) is not a Draw. Pass a result of memory.draw, or of the draw method of a sampler."
+                f"draw ({draw!r}) is not a Draw. Pass a result of the method draw of a sampler or of a batch_source."
             )
         self.require_ids(draw.ids)
         if draw.last_ids is not None:

@@ -36,6 +36,14 @@ def is_shipped(sampler: Any) -> bool:
     return by is None or type(by) in SAVED_SETTINGS
 
 
+def has_likelihood(sampler: Any) -> bool:
+    """Return whether `Likelihood` knows how likely a sampler draws each transition.
+
+    It does for `Uniform`, for `Prioritized`, and for samplers of holdall that draw `by` one of them.
+    """
+    return is_shipped(sampler) and type(getattr(sampler, "by", sampler)) in {Uniform, Prioritized}
+
+
 def has_saved_settings(sampler: Any) -> bool:
     """Return whether a checkpoint has all settings of a sampler, and of the sampler that it draws `by`."""
     if SAVED_SETTINGS.get(type(sampler)) is None:

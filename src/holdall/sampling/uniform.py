@@ -17,6 +17,10 @@ proportion to the size of the memory."""
 class Uniform(Stateless):
     """Sampler that draws every transition with the same probability."""
 
+    draws_once = True
+    """Whether a draw is one call to the generator if every transition may be drawn. An interrupt then leaves the
+    generator as before the draw or as after it, so the memory does not save the state of the generator."""
+
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw ids, and replace those that may not be drawn."""
         ids = generator.integers(held.first_id, held.next_id, size=count)

@@ -36,7 +36,7 @@ class BatchesAhead:
         if self._loader is None or self._memory is not memory or self._kind != kind:
             if self._loader is not None:
                 self._loader.close()
-            self._loader = memory.load_draws(lambda: draw(batch_size), prefetch, device)
+            self._loader = memory.batch_source.load_draws(lambda: draw(batch_size), prefetch, device)
             self._memory = memory
             self._kind = kind
         return next(self._loader)

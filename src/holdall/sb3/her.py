@@ -138,7 +138,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
             return her_replay_buffer.HerReplayBuffer.sample(self, batch_size, env)
         if self._can_deliver(env):
             return self._deliver_next(batch_size)
-        batch = self.memory.deliver(self._draw(batch_size))
+        batch = self.memory.batch_source.deliver(self._draw(batch_size))
         return self._make_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
 
     def _overrides_goals(self) -> bool:

@@ -88,7 +88,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Draw by priority. Return ids and weights."""
         if self.sampler.alpha == 0:
             return self._draw_ids(batch_size), np.ones(batch_size, np.float32)
-        draw = self.memory.draw(batch_size)
+        draw = self.memory.batch_source.draw(batch_size)
         return draw.ids, draw.weights
 
     def _draw(self, batch_size: int) -> Draw:

@@ -343,7 +343,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _read_samples(self, ids: Ids) -> Any:
         """Return transitions that are neither normalized nor moved to another device."""
         to_tensor = th.from_numpy
-        arrays = self.memory.store.read(ids, self._outputs)
+        arrays = self.memory.store.view().read(ids, self._outputs)
         rewards = to_tensor(arrays[-1].reshape(-1, 1))
         if not self._is_dict:
             obs, action, next_obs, ended, _ = arrays
@@ -363,11 +363,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _gather_samples(self, ids: Ids, env: VecNormalize | None) -> Any:
         """Return transitions, or the n-step returns that begin with them."""
         if self._can_deliver(env):
-            return self._make_device_samples(self.memory.deliver(self._make_draw(ids), device=str(self.device)))
+            return self._make_device_samples(
+                self.memory.batch_source.deliver(self._make_draw(ids), device=str(self.device))
+            )
         is_plain = env is None and self.n_steps == 1 and self._is_on_cpu()
         if is_plain and self._replaced_hooks <= _ONLY_SAMPLES:
             return self._read_samples(ids)
-        batch = self.memory.deliver(self._make_draw(ids, env))
+        batch = self.memory.batch_source.deliver(self._make_draw(ids, env))
         rewards = batch.reward.reshape(-1, 1)
         if self.n_steps > 1:  # Rewards were normalized before they were summed.
             return self._make_samples(batch, rewards, env, batch.discount.reshape(-1, 1))
@@ -393,7 +395,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
         steps = self._find_ids(slots % self.buffer_size, lanes[:, None])
         is_written = steps >= self.memory.first_id
-        rewards, terminated, truncated = self.memory.store.outcomes(np.where(is_written, steps, ids[:, None]))
+        rewards, terminated, truncated = self.memory.store.view().outcomes(np.where(is_written, steps, ids[:, None]))
         is_newest = steps // self.n_envs == self._count_ticks() - 1
         return np.where(is_written, rewards, np.float32(0)), terminated | truncated | is_newest
 
@@ -446,7 +448,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _deliver_next(self, batch_size: int) -> Any:
         """Return the next samples on the GPU. With `prefetch`, others are drawn and made in the background."""
         if self.prefetch == 0:
-            return self._make_device_samples(self.memory.deliver(self._draw(batch_size), device=str(self.device)))
+            return self._make_device_samples(
+                self.memory.batch_source.deliver(self._draw(batch_size), device=str(self.device))
+            )
         batch = self._ahead.take(self.memory, str(self.device), batch_size, self.prefetch, self._draw)
         return self._make_device_samples(batch)
 
@@ -494,7 +498,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return a function that reads one output of the memory's columns."""
 
         def read(ids: Ids) -> NDArray[Any]:
-            rows: NDArray[Any] = self.memory.store.read(ids, (output,))[0]
+            rows: NDArray[Any] = self.memory.store.view().read(ids, (output,))[0]
             return rows
 
         return read
@@ -507,7 +511,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         `timeouts` first can give, is stored as both.
         """
         outputs = (self._columns.terminated_output, self._columns.truncated_output)
-        terminated, truncated = self.memory.store.read(ids, outputs)
+        terminated, truncated = self.memory.store.view().read(ids, outputs)
         return terminated ^ truncated, truncated
 
     def _read_dones(self, ids: Ids) -> NDArray[np.bool_]:

@@ -20,8 +20,16 @@ class ClosedStore:
     open.
     """
 
+    held_count = 0
+    """A closed memory holds nothing."""
+    disk_bytes = 0
+    """A closed memory has no files."""
+
     def __init__(self, reason: str = CLOSED) -> None:
         self._reason = reason
+
+    def close(self) -> None:
+        """Do nothing: a memory may be closed twice."""
 
     def __getattr__(self, name: str) -> Any:
         raise ClosedError(self._reason)

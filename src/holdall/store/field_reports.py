@@ -82,13 +82,13 @@ def _count_columns(catalog: Catalog, columns: Columns, segment_ticks: int) -> li
 
 def _report_observation(counted: _ColumnBytes, name: str, plain_bytes: int, finding: str) -> FieldReport:
     slice_bytes = 0
-    sealed_bytes = 0
+    compressed_bytes = 0
     disk_bytes = 0
     for block in counted.blocks:
         form = block.form
         if isinstance(form, Coded):
             slice_bytes += form.nbytes
-            sealed_bytes += form.nbytes
+            compressed_bytes += form.nbytes
             disk_bytes += form.disk_bytes
         else:
             slice_bytes += block.slice_count * block.slice_bytes
@@ -99,7 +99,7 @@ def _report_observation(counted: _ColumnBytes, name: str, plain_bytes: int, find
         row_bytes=counted.row_bytes,
         plain_bytes=plain_bytes,
         finding=finding,
-        sealed_bytes=sealed_bytes,
+        compressed_bytes=compressed_bytes,
         disk_bytes=disk_bytes,
     )
 

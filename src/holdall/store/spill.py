@@ -127,6 +127,12 @@ class SpillFolder:
             raise
         return coded.in_file(file.descriptor, start, file)
 
+    def move(self, block: Block, _is_behind: bool) -> Coded:
+        """Write the data of a compressed block to disk, and return its new form. A job of the compactor."""
+        form = block.form
+        assert isinstance(form, Coded)
+        return self.store(form)
+
     def close(self) -> None:
         """Delete the folder with all its files. Idempotent.
 

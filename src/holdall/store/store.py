@@ -1,12 +1,14 @@
 """The store: every transition that is held, each field stored in the form that costs least.
 
     append -> Writer.append                    one native call, if the arguments need no conversion
-    read   -> Reader.gather                    one native call
+    view   -> View.read -> Reader.gather       one native call
 
 `append` writes one tick. When the open segment is full, the store closes it, decides how the next one is laid out, and
-asks `placement` which blocks to compress, to move to disk or to evict. `read` returns rows by transition id.
+asks `placement` which blocks to compress, to move to disk or to evict. `view` returns what is held, to read it by
+transition id.
 
-Guarantee: `read(ids)` returns, bit for bit, what was written under these ids, in whatever form it is stored by then.
+Guarantee: `view().read(ids, outputs)` returns, bit for bit, what was written under these ids, in whatever form it is
+stored by then.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from holdall.codec.codec import Codec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
 from holdall.report import FieldReport, PressureCheck
-from holdall.schema import Array, Schema
+from holdall.schema import Array, Leaf, Schema, on_host
 from holdall.store import placement
 from holdall.store.budget import Budget
 from holdall.store.columns import Columns
@@ -35,6 +37,7 @@ from holdall.store.compactor import Compactor, Job, Result
 from holdall.store.early_drops import EarlyDrops
 from holdall.store.field_reports import report_fields
 from holdall.store.inventory import Inventory
+from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
 from holdall.store.packer import SegmentPacker
 from holdall.store.placement import Form, PlacementPlan
 from holdall.store.reader_threads import ReaderThreads
@@ -42,8 +45,8 @@ from holdall.store.snapshot import Layout, StoreState
 from holdall.store.spill import DiskRoom, SpillFolder
 from holdall.store.step import Step, check_step, count_steps
 from holdall.store.tuning import Tuning
-from holdall.store.view import View, explain_read_error
-from holdall.store.windows import Window, WindowScout
+from holdall.store.view import View
+from holdall.store.windows import Window
 from holdall.units import format_bytes
 
 _LOG = logging.getLogger("holdall")
@@ -51,19 +54,13 @@ _LOG = logging.getLogger("holdall")
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-_SHARED: Layout = ("shared",)
-_PAIRED: Layout = ("paired",)
-_MAX_EXCEPTION_SHARE = 0.5
-"""Share of next observations stored apart from which on it is cheaper to store all of them."""
-_MAX_BROKEN_SHARE = 0.5
-"""Share of transitions that do not follow a window from which on another window is searched for."""
 _ASSUMED_REWARD_BYTES = 8
 
 
 class Store:
     """Every field of every transition of one memory.
 
-    `append` and `read` may be called from any thread, because each of them changes or reads what is held in one native
+    `append` and `view` may be called from any thread, because each of them changes or reads what is held in one native
     call. A lock guards only the work between two segments.
 
     Attributes:
@@ -72,7 +69,6 @@ class Store:
         tuning: Sizes and limits.
         budget: How much RAM the store may use.
         reward_dtype: Dtype of all rewards, which the first one sets. None before it.
-        flags_changed: Number of calls of `set_flags`.
         before_read: Called with a catalog and ids before rows are read. It brings blocks that are stored elsewhere.
     """
 
@@ -94,9 +90,8 @@ class Store:
         self.tuning = Tuning() if tuning is None else tuning
         self.budget = budget
         self.reward_dtype: np.dtype[Any] | None = None
-        self.flags_changed = 0
         self.before_read: Callable[[Catalog, Ids], None] | None = None
-        self.pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
+        self._pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
         self._capacity_ticks = capacity_ticks
         self.prefer = prefer
         self._spill = spill
@@ -110,19 +105,8 @@ class Store:
         self._is_fit_logged = False
         self._begun_tick = first_tick  # No tick before this one was ever held.
         self._roll_lock = threading.RLock()  # Re-entrant, because a signal handler may add, too.
-        leaves = schema.observation.leaves
-        self._windows = [Window.whole(leaf) for leaf in leaves]
-        self._layouts = [
-            self._windows[i].layout() if leaf.nbytes > self.tuning.small_field_bytes else _SHARED
-            for i, leaf in enumerate(leaves)
-        ]
-        self._scouts = {
-            i: WindowScout(leaf, self.tuning)
-            for i, leaf in enumerate(leaves)
-            if leaf.nbytes > self.tuning.tiny_field_bytes
-        }
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
-        self._packer = SegmentPacker(leaves, self.tuning)
+        self._layouts = LayoutSearch(schema, self.tuning)  # Guarded by `_roll_lock`.
+        self._packer = SegmentPacker(schema.observation.leaves, self.tuning)
         self._writer = self._new_writer(first_tick)
         kept_bytes = budget.staging_bytes if max_kept_bytes is None else max_kept_bytes
         self._reader = Reader(kept_bytes, self.tuning.bytes_per_thread)
@@ -130,7 +114,7 @@ class Store:
 
     def _new_writer(self, first_tick: int) -> Writer:
         """Return an empty writer whose first tick is `first_tick`."""
-        sliced = {i for i, layout in enumerate(self._layouts) if layout[0] == "sliced"}
+        sliced = {i for i, layout in enumerate(self._layouts.layouts) if layout[0] == "sliced"}
         tick_bytes = self.schema.num_envs * self.columns.row_bytes(sliced, _ASSUMED_REWARD_BYTES)
         max_segment_bytes = self.budget.max_segment_bytes
         max_rows_bytes = max_segment_bytes
@@ -144,7 +128,7 @@ class Store:
             self._capacity_ticks,
             self._segment_ticks,
             self._block_bytes(),
-            self._native_layouts(),
+            self._layouts.native_layouts(self.columns.flags + 1),
             first_tick,
         )
         if self.reward_dtype is not None:
@@ -154,11 +138,12 @@ class Store:
     def _block_bytes(self) -> int:
         """Return the maximum bytes of a block."""
         # Every sliced field fills a block of its own, so the fields share the bytes of a segment.
-        block_bytes = self.budget.max_segment_bytes // max(len(self._scouts), 1)
+        sliced_leaves = self._layouts.sliced_leaves
+        block_bytes = self.budget.max_segment_bytes // max(len(sliced_leaves), 1)
         # A block is freed with its last tick. In a small memory, one block must not span many times the capacity.
         ticks = max(self._capacity_ticks // self.tuning.segments_per_capacity, self.tuning.min_segment_ticks)
         leaves = self.schema.observation.leaves
-        largest_bytes = max((leaves[i].nbytes for i in self._scouts), default=0)
+        largest_bytes = max((leaves[i].nbytes for i in sliced_leaves), default=0)
         if largest_bytes > 0:
             block_bytes = min(block_bytes, ticks * self.schema.num_envs * largest_bytes)
         return max(block_bytes, 1)
@@ -189,6 +174,12 @@ class Store:
     def next_id(self) -> int:
         """The id of the transition that is written next."""
         return self._writer.next_tick * self.schema.num_envs
+
+    @property
+    def held_count(self) -> int:
+        """Number of entries that are held, also those that are not transitions."""
+        catalog = self._writer.catalog
+        return (catalog.next_tick - catalog.first_tick) * self.schema.num_envs
 
     def __len__(self) -> int:
         """Return the number of transitions. Entries added with `valid=False` are not transitions."""
@@ -224,7 +215,7 @@ class Store:
         """
         # A call without a tuple, because packing and unpacking one would take as long as writing the tick.
         outcome = self._writer.append(obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
-        if outcome != WRITTEN or self._is_searching:
+        if outcome != WRITTEN or self._layouts.is_searching:
             step = (obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
             self._finish_append(outcome, step)
 
@@ -237,7 +228,7 @@ class Store:
                 self._roll()
                 self._wait_for_room()
             outcome = self._writer.append(*step)
-        if self._is_searching:
+        if self._layouts.is_searching:
             self._search_windows(step)
 
     def extend(
@@ -270,8 +261,8 @@ class Store:
         while progress[0] < len(steps.reward):
             first = int(progress[0])
             count = self._writer.extend(steps, progress)
-            for position in range(first, first + min(count, self.tuning.scout_max_pairs)):
-                if self._is_searching:
+            for position in range(first, first + min(count, self.tuning.detector_max_pairs)):
+                if self._layouts.is_searching:
                     self._search_windows(self._cut(steps, position))
             if progress[0] < len(steps.reward):
                 self._roll()
@@ -279,10 +270,14 @@ class Store:
 
     def _wait_for_room(self) -> None:
         """Wait while too many blocks are queued. Wait for all of them if the RAM of this machine is nearly full."""
-        check = self.pressure_check
+        check = self._pressure_check
         if check is not None and check(self.budget.max_segment_bytes):
             self.wait_idle()
         self._compactor.wait_for_room()
+
+    def fit_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+        """Return new rows of an extra as an array, or raise ArgumentError."""
+        return leaf.fit(on_host(value), leading, argument, "one row per id")
 
     def rewrite(self, ids: NDArray[np.int64], rows_by_extra: Mapping[int, Array]) -> None:
         """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held.
@@ -302,14 +297,16 @@ class Store:
                 self._balance()
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
-        """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held."""
+        """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held.
+
+        The native call also counts the change in the catalog, so samplers notice it whenever flags were overwritten.
+        """
         flags = np.asarray(terminated, np.bool_).astype(np.uint8)
         flags |= np.asarray(truncated, np.bool_).astype(np.uint8) << np.uint8(1)
         try:
             self._writer.rewrite(np.ascontiguousarray(ids), (self.columns.flags,), (flags,))
         except IndexError as error:
             raise TransitionIdError(str(error)) from None
-        self.flags_changed += 1
 
     def set_reward_dtype(self, dtype: np.dtype[Any]) -> None:
         """Set the dtype of rewards before the first reward. Raise ArgumentError if rewards have another dtype."""
@@ -373,43 +370,7 @@ class Store:
         """Return what is held now. Everything in it stays readable until the view is dropped."""
         if self._reader.wanted_helpers > self._helpers.count:
             self._helpers.start()
-        return View(self._writer.catalog, self._reader, self.columns, self.flags_changed, self.before_read)
-
-    def read(self, ids: Ids, outputs: tuple[int, ...], catalog: Catalog | None = None) -> tuple[Array, ...]:
-        """Return the rows of `ids`, one array per output of `Columns`. Raise TransitionIdError if an id is not held.
-
-        `catalog` is what was held when the ids were drawn. None: what is held now.
-        """
-        if self._reader.wanted_helpers > self._helpers.count:
-            self._helpers.start()
-        if catalog is None:
-            catalog = self._writer.catalog
-        if self.before_read is not None:
-            self.before_read(catalog, ids)
-        try:
-            return self._reader.gather(catalog, ids, outputs)
-        except (IndexError, ValueError, OSError) as error:
-            raise explain_read_error(error, catalog, ids) from error
-
-    def are_valid(self, ids: Ids) -> Flags:
-        """Return which of `ids` are transitions. Entries added with `valid=False` are not."""
-        return self.view().are_valid(ids)
-
-    def are_ends(self, ids: Ids) -> Flags:
-        """Return which of `ids` are the last transitions of an episode."""
-        return self.view().are_ends(ids)
-
-    def rewards(self, ids: Ids) -> Array:
-        """Return the rewards of `ids`, which may have any shape."""
-        return self.view().rewards(ids)
-
-    def outcomes(self, ids: Ids) -> tuple[Array, Flags, Flags]:
-        """Return rewards, terminated and truncated of `ids`, which may have any shape."""
-        return self.view().outcomes(ids)
-
-    def extra(self, number: int, ids: Ids) -> Array:
-        """Return the extra with this number of `ids`, which may have any shape."""
-        return self.view().extra(number, ids)
+        return View(self._writer.catalog, self._reader, self.columns, self.before_read)
 
     # ---------------------------------------------------------------- between two segments
 
@@ -425,8 +386,8 @@ class Store:
         """Close the open segment, also if it has no ticks."""
         open_segment = self._writer.catalog.last_segment
         if open_segment.ticks > 0:
-            self._adapt_layouts(open_segment)
-        closed = self._writer.roll(self._native_layouts())
+            self._layouts.adapt(open_segment)
+        closed = self._writer.roll(self._layouts.native_layouts(self.columns.flags + 1))
         if closed is not None and self._should_pack():
             parts = self._packer.pack(closed)
             if parts:
@@ -527,16 +488,10 @@ class Store:
             to_spill += trials
             self._disk_room.trial = next(iter(trials), None)
         for block in to_spill:
-            jobs.append(Job(block, self._move_to_disk, holdings[block].memory_bytes, is_spill=True))
+            assert self._spill is not None  # `placement` spills blocks only if the budget has a disk tier.
+            jobs.append(Job(block, self._spill.move, holdings[block].memory_bytes, is_spill=True))
             inventory.mark(block, Form.MOVING)
         return jobs
-
-    def _move_to_disk(self, block: Block, _is_behind: bool) -> Coded:
-        """Return the form of a compressed block in a file. Only the compactor's worker calls this."""
-        form = block.form
-        assert isinstance(form, Coded)
-        assert self._spill is not None
-        return self._spill.store(form)
 
     def _find_codec(self, inventory: Inventory, block: Block) -> FieldCodec:
         """Return the codec of the field that a block belongs to."""
@@ -573,45 +528,11 @@ class Store:
                 self._capacity_ticks * self.schema.num_envs,
             )
 
-    def _adapt_layouts(self, closed: Segment) -> None:
-        """Choose other layouts for fields whose last segment did not share what the layout expects."""
-        transitions = closed.ticks * self.schema.num_envs
-        for i, part in enumerate(closed.parts[: len(self._layouts)]):
-            if part.kind == "shared" and part.exceptions > _MAX_EXCEPTION_SHARE * transitions:
-                self._layouts[i] = _PAIRED
-            is_broken = part.kind == "sliced" and part.broken > _MAX_BROKEN_SHARE * transitions
-            has_no_window = self._windows[i].count == 1 or is_broken
-            if has_no_window and i in self._scouts:
-                self._scouts[i].end_segment()
-        self._is_searching = any(scout.is_searching for scout in self._scouts.values())
-
     def _search_windows(self, step: tuple[Any, ...]) -> None:
-        """Show a tick to all scouts. Use the windows that they find from the next segment on."""
-        obs = self._leaves_of(step[0], "obs")
-        next_obs = self._leaves_of(step[3], "next_obs")
-        has_found = False
+        """Show a tick to the search for windows. If it finds one, start a segment that uses it."""
         with self._roll_lock:
-            for i, scout in self._scouts.items():
-                shape = (self.schema.num_envs, *self.schema.observation.leaves[i].shape)
-                if not scout.look(obs[i].reshape(shape), next_obs[i].reshape(shape)):
-                    continue
-                if scout.window is not None and scout.window != self._windows[i]:
-                    self._layouts[i] = scout.window.layout()
-                    self._windows[i] = scout.window
-                    has_found = True
-            self._is_searching = any(scout.is_searching for scout in self._scouts.values())
-            if has_found:
+            if self._layouts.look(step[0], step[3]):
                 self._roll()
-
-    def _leaves_of(self, observation: Any, argument: str) -> Any:
-        """Return the arrays of an observation that the writer accepted, in leaf order."""
-        if isinstance(observation, tuple):
-            return observation
-        return self.schema.observation.flatten(observation, (self.schema.num_envs,), argument)
-
-    def _native_layouts(self) -> tuple[Layout | None, ...]:
-        others = self.columns.flags + 1 - len(self._layouts)
-        return (*self._layouts, *[None] * others)
 
     # ---------------------------------------------------------------- snapshots
 
@@ -623,10 +544,15 @@ class Store:
                 first_tick=catalog.first_tick,
                 next_tick=catalog.next_tick,
                 segments=catalog.segments,
-                layouts=tuple(self._layouts),
-                windows=tuple(self._windows),
+                layouts=tuple(self._layouts.layouts),
+                windows=tuple(self._layouts.windows),
                 reward_dtype=self.reward_dtype,
             )
+
+    @property
+    def block_source(self) -> Store:
+        """The store: a save asks it for codecs, and offers it compressed blocks."""
+        return self
 
     def restore(self, state: StoreState) -> None:
         """Hold what `state` holds, under the same ids, and continue after it. Only for a store without ticks.
@@ -638,13 +564,8 @@ class Store:
                 raise HoldallError("A state can only be restored in a store that holds no transitions.")
             first_tick = max(state.first_tick, state.next_tick - self._capacity_ticks)
             segments = [each for each in state.segments if each.first_tick + each.ticks > first_tick]
-            self._windows = list(state.windows)
-            self._layouts = list(state.layouts)
+            self._layouts.restore(state.layouts, state.windows)
             self.reward_dtype = state.reward_dtype
-            for i, scout in self._scouts.items():
-                if self._windows[i].count > 1:
-                    scout.is_searching = False
-            self._is_searching = any(scout.is_searching for scout in self._scouts.values())
             writer = self._new_writer(segments[0].first_tick if segments else state.next_tick)
             for segment in segments:
                 writer.adopt(segment)
@@ -718,6 +639,10 @@ class Store:
             return None
         return ticks * self.schema.num_envs
 
+    def set_pressure_check(self, check: PressureCheck | None) -> None:
+        """Call `check` each time a segment was filled."""
+        self._pressure_check = check
+
     def relieve(self, nbytes: int) -> None:
         """Reduce the bytes in RAM by `nbytes`: blocks are compressed and moved to disk. Nothing is evicted."""
         with self._roll_lock:
@@ -749,22 +674,23 @@ class Store:
 
     def describe(self, leaf: int) -> str:
         """Return how observation leaf number `leaf` is stored, for reports."""
-        layout = self._layouts[leaf]
-        if layout == _SHARED:
+        layout = self._layouts.layouts[leaf]
+        if layout == SHARED:
             closed = self._writer.catalog.segments[-2:-1]
             is_packed = bool(closed) and closed[0].parts[leaf].kind == "packed"
             return "each observation once, without values that repeat" if is_packed else "each observation once"
-        if layout == _PAIRED:
+        if layout == PAIRED:
             return "observations and next observations in full"
-        found = self._windows[leaf].describe()
-        if self._windows[leaf].count > 1:
+        window = self._layouts.windows[leaf]
+        found = window.describe()
+        if window.count > 1:
             found += f"; {self._count_shared_slices(leaf):.2f} of them are shared with the step before"
         codec = self._codecs.get((leaf, layout))
         return found if codec is None else f"{found}; {codec.describe()}"
 
     def _count_shared_slices(self, leaf: int) -> float:
         """Return the average number of slices that a next observation has in common with its observation."""
-        window = self._windows[leaf]
+        window = self._layouts.windows[leaf]
         transitions = 0
         broken = 0
         for segment in self._writer.catalog.segments:

@@ -26,12 +26,12 @@ class Tuning:
     tiny_field_bytes: int = 256  # Largest observation that is always stored as rows.
 
     # The search for windows.
-    scout_min_pairs: int = 8  # Pairs of different observations before a window may be accepted.
-    scout_max_pairs: int = 32  # Pairs of different observations before a search is given up.
-    scout_agreement: float = 0.75  # Share of the pairs that a window must explain. Resets explain the rest.
-    scout_lanes: int = 4  # Lanes that are compared in one tick.
-    scout_max_steps: int = 8  # Candidate steps per axis and pair.
-    scout_max_pause_doublings: int = 16  # Limit of the pause after unsuccessful searches: 2 ** 16 segments.
+    detector_min_pairs: int = 8  # Pairs of different observations before a window may be accepted.
+    detector_max_pairs: int = 32  # Pairs of different observations before a search is given up.
+    detector_agreement: float = 0.75  # Share of the pairs that a window must explain. Resets explain the rest.
+    detector_lanes: int = 4  # Lanes that are compared in one tick.
+    detector_max_steps: int = 8  # Candidate steps per axis and pair.
+    detector_max_pause_doublings: int = 16  # Limit of the pause after unsuccessful searches: 2 ** 16 segments.
 
     # Packing of small observations.
     packed_segment_bytes: int = 2 * _MIB  # Rows of a segment that is packed, because adding waits for the packer.

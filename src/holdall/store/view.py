@@ -49,7 +49,7 @@ class View:
 
     Attributes:
         columns: Numbers of the columns and of their outputs.
-        flags_changed: How often flags were set again after they were added.
+        flags_changed: Number of calls of `Store.set_flags` before the view was made.
     """
 
     __slots__ = (
@@ -68,14 +68,13 @@ class View:
         catalog: Catalog,
         reader: Reader,
         columns: Columns,
-        flags_changed: int = 0,
         before_read: BeforeRead | None = None,
     ) -> None:
         self.columns = columns
         self.first_tick = catalog.first_tick
         self.first_id = self.first_tick * catalog.lanes
         self.next_id = catalog.next_tick * catalog.lanes
-        self.flags_changed = flags_changed
+        self.flags_changed = catalog.flags_changed  # Counted before any flag is read here.
         self._catalog = catalog
         self._reader = reader
         self._before_read = before_read

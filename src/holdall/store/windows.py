@@ -1,8 +1,8 @@
 """Windows: how consecutive observations overlap, and how the overlap is found.
 
 A stack of 4 frames repeats 3 frames of the stack before it. A market window of 504 days repeats 503 days. Both are a
-shift along one axis by a fixed number of elements. A `Window` describes the shift, and a `WindowScout` finds it in the
-first steps of a field.
+shift along one axis by a fixed number of elements. A `Window` describes the shift, and a `WindowDetector` finds it in
+the first steps of a field.
 
 A window is a proposal. The writer compares every observation byte for byte and stores an observation whole if the
 window does not hold for it. A wrong window costs memory, never correctness.
@@ -122,11 +122,11 @@ class Window:
         return cls.along(leaf, axis, step)
 
 
-class WindowScout:
+class WindowDetector:
     """The search for the window of one observation field.
 
     A search looks at pairs of an observation and its next observation until a window explains most pairs, or until
-    `Tuning.scout_max_pairs` pairs were seen. Equal pairs fit every window and are skipped, so a static first screen
+    `Tuning.detector_max_pairs` pairs were seen. Equal pairs fit every window and are skipped, so a static first screen
     only makes the search longer.
 
     A search that finds nothing is followed by a pause, counted in closed segments. Every further search in vain
@@ -155,7 +155,7 @@ class WindowScout:
 
         Both arrays have a leading lane axis. Does nothing if no search is active.
         """
-        lanes = min(len(obs), self._tuning.scout_lanes)
+        lanes = min(len(obs), self._tuning.detector_lanes)
         for lane in range(lanes):
             if not self.is_searching:
                 return False
@@ -196,15 +196,15 @@ class WindowScout:
         # The first element of the new observation must occur in the old one. Few positions pass this test, and only
         # these are compared in full.
         is_candidate = (old[:, 1 : length // 2 + 1] == new[:, :1]).all(axis=(0, 2))
-        candidates = (np.flatnonzero(is_candidate)[: self._tuning.scout_max_steps] + 1).tolist()
+        candidates = (np.flatnonzero(is_candidate)[: self._tuning.detector_max_steps] + 1).tolist()
         return [step for step in candidates if np.array_equal(old[:, step:], new[:, : length - step])]
 
     def _conclude(self) -> bool:
         """End the search if the evidence suffices. Return whether the search ended."""
-        if self._pair_count < self._tuning.scout_min_pairs:
+        if self._pair_count < self._tuning.detector_min_pairs:
             return False
         best = self._best_window()
-        if best is None and self._pair_count < self._tuning.scout_max_pairs:
+        if best is None and self._pair_count < self._tuning.detector_max_pairs:
             return False
         self.window = best
         self.is_searching = False
@@ -212,12 +212,12 @@ class WindowScout:
             self._searches_in_vain += 1
         else:
             self._searches_in_vain = 0
-        self._pause_segments = 1 << min(self._searches_in_vain, self._tuning.scout_max_pause_doublings)
+        self._pause_segments = 1 << min(self._searches_in_vain, self._tuning.detector_max_pause_doublings)
         return True
 
     def _best_window(self) -> Window | None:
         """Return the window that explains the most pairs, with the smallest step relative to its axis."""
-        min_votes = self._tuning.scout_agreement * self._pair_count
+        min_votes = self._tuning.detector_agreement * self._pair_count
         ranked = [
             (-votes, step / self._leaf.shape[axis], axis, step)
             for (axis, step), votes in self._votes.items()

@@ -113,7 +113,7 @@ class SamplerContract:
             for step, valid in self._steps(30, seed=5):
                 memory.add(**step, valid=valid)
                 oracle.add(**step, valid=valid)
-            ids = memory.draw(self.batch_size).ids.reshape(-1)
+            ids = memory.batch_source.draw(self.batch_size).ids.reshape(-1)
             assert_same_bits(memory.gather(ids), oracle.gather(ids))
             with tempfile.TemporaryDirectory() as folder:
                 memory.save(folder).result()

@@ -163,7 +163,7 @@ class Fields:
         if field.kind == "empty":
             return torch.empty((*ids.shape, *field.shape), dtype=field.dtype)
         flat = np.ascontiguousarray(ids.reshape(-1))
-        (rows,) = memory.store.read(flat, (_find_output(memory, field),))
+        (rows,) = memory.store.view().read(flat, (_find_output(memory, field),))
         return field.to_tensor(torch.from_numpy(rows), ids.shape)
 
     def split(self, batch: Batch, leading: tuple[int, ...]) -> Iterator[torch.Tensor]:

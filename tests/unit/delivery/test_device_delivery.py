@@ -52,7 +52,7 @@ def test_batches_have_the_bits_of_arrays(device: str, sampler: Any, budget: str 
         delivery = DeviceDelivery(memory.schema, device)
         expected = HostDelivery(memory.schema)
         for count in (1, 7, 64):
-            draw = memory.draw(count)
+            draw = memory.batch_source.draw(count)
             view = memory.store.view()
             batch = delivery.deliver(draw, view)
             assert batch.obs["image"].device.type == device
@@ -72,7 +72,7 @@ def test_goals_are_relabelled_as_in_arrays(device: str) -> None:
         stream = Stream(space, spaces.Discrete(2), 2)
         for _ in range(40):
             memory.add(**stream.tick().arguments())
-        draw = memory.draw(30)
+        draw = memory.batch_source.draw(30)
         view = memory.store.view()
         assert_same_bits(
             DeviceDelivery(memory.schema, device).deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view)
@@ -101,10 +101,10 @@ def test_batches_stay_as_they_were(device: str) -> None:
     """They belong to the caller, whatever is drawn or added later."""
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
-        batches = [delivery.deliver(memory.draw(16), memory.store.view()) for _ in range(12)]
+        batches = [delivery.deliver(memory.batch_source.draw(16), memory.store.view()) for _ in range(12)]
         copies = [batch.obs["image"].clone() for batch in batches]
         for _ in range(20):
-            delivery.deliver(memory.draw(16), memory.store.view()).obs["image"].zero_()
+            delivery.deliver(memory.batch_source.draw(16), memory.store.view()).obs["image"].zero_()
         assert all(torch.equal(batch.obs["image"], copy) for batch, copy in zip(batches, copies, strict=True))
 
 
@@ -114,9 +114,9 @@ def test_batches_that_wait_to_be_sent_keep_their_rows(device: str) -> None:
         delivery = DeviceDelivery(memory.schema, device)
         expected = HostDelivery(memory.schema)
         view = memory.store.view()
-        draws = [memory.draw(16) for _ in range(9)]
+        draws = [memory.batch_source.draw(16) for _ in range(9)]
         prepared = [delivery.prepare(draw, view) for draw in draws]
-        others = [memory.draw(32) for _ in range(9)]
+        others = [memory.batch_source.draw(32) for _ in range(9)]
         for other in others:
             assert_same_bits(delivery.deliver(other, view), expected.deliver(other, view))
         for _ in range(2):
@@ -132,17 +132,17 @@ def test_pinned_memory_is_used_again(device: str) -> None:
         delivery = DeviceDelivery(memory.schema, device)
         view = memory.store.view()
         for _ in range(3):
-            delivery.deliver(memory.draw(16), view)
+            delivery.deliver(memory.batch_source.draw(16), view)
         before = delivery.pinned_bytes
         for _ in range(10):
-            delivery.deliver(memory.draw(16), view)
+            delivery.deliver(memory.batch_source.draw(16), view)
             assert delivery.pinned_bytes == before
         for _ in range(3):
-            prepared = [delivery.prepare(memory.draw(16), view) for _ in range(9)]
+            prepared = [delivery.prepare(memory.batch_source.draw(16), view) for _ in range(9)]
             for batch in prepared:
                 delivery.receive(batch)
             assert delivery.pinned_bytes == 3 * before
-        dropped = [delivery.prepare(memory.draw(16), view) for _ in range(9)]
+        dropped = [delivery.prepare(memory.batch_source.draw(16), view) for _ in range(9)]
         del prepared, batch, dropped
         assert delivery.pinned_bytes == 0
 
@@ -161,7 +161,7 @@ def test_a_batch_without_room_on_the_device_names_its_size(device: str) -> None:
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
         view = memory.store.view()
-        draw = memory.draw(16)
+        draw = memory.batch_source.draw(16)
         with pytest.raises(holdall.ArgumentError, match=rf"^batch_size \(16\) needs more memory than {device}"):
             delivery.deliver(draw, Full())
         assert_same_bits(delivery.deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view))
@@ -170,7 +170,7 @@ def test_a_batch_without_room_on_the_device_names_its_size(device: str) -> None:
 def test_a_row_that_was_evicted_is_refused(device: str) -> None:
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
-        draw = memory.draw(4)
+        draw = memory.batch_source.draw(4)
         memory.store.evict(memory.store.next_tick - 1)
         with pytest.raises(holdall.TransitionIdError):
             delivery.deliver(draw, memory.store.view())
@@ -215,7 +215,7 @@ def test_batches_larger_than_a_piece_have_the_bits_of_arrays(device: str) -> Non
         for _ in range(150):
             memory.add(**stream.tick().arguments())
         delivery = DeviceDelivery(memory.schema, device)
-        for draw in (memory.draw(3_000), memory.draw(3_001)):
+        for draw in (memory.batch_source.draw(3_000), memory.batch_source.draw(3_001)):
             view = memory.store.view()
             assert_same_bits(delivery.deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view))
 

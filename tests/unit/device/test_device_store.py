@@ -20,6 +20,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
+from holdall.sampling import Held
 from holdall.testing.oracle import map_leaves
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -412,7 +413,12 @@ def test_whoever_draws_knows_the_priorities(device: str, sampler: Any, tmp_path:
     def check(each: holdall.ReplayMemory) -> None:
         with each.loader(20, prefetch=1) as loader:
             batch = next(loader)
-        assert set(first(batch.ids)) == set(first(each.draw(20).ids)) == set(first(each.sample(20).ids)) == {17}
+        assert (
+            set(first(batch.ids))
+            == set(first(each.batch_source.draw(20).ids))
+            == set(first(each.sample(20).ids))
+            == {17}
+        )
         same(batch.obs["image"].reshape(-1, 5), world.expected("obs", here(batch.ids).reshape(-1), "image"))
 
     check(memory)
@@ -774,6 +780,34 @@ def test_an_interrupt_leaves_a_tick_written_or_not(interrupted: Any) -> None:
             world.check_all(memory)
         if not is_interrupted:
             assert line > 20
+            return
+
+
+def test_samplers_and_snapshots_notice_flags_of_an_interrupted_call(interrupted: Any) -> None:
+    ids = np.arange(9, 99, 10)
+    for line in itertools.count():
+        sampler = holdall.Sequence(2, stride=50, by=holdall.Prioritized())  # It draws on the host.
+        memory = holdall.ReplayMemory(
+            spaces.Box(-9, 9, (3,)), spaces.Discrete(2), 1000, store_device="cpu", sampler=sampler, seed=0
+        )
+        shown = np.zeros((100, 1, 3), np.float32)
+        never = np.zeros((100, 1), np.bool_)
+        memory.extend(shown, np.zeros((100, 1), np.int64), np.zeros((100, 1), np.float32), shown, never, never)
+        memory.sample(64)
+        memory.store.snapshot()
+        is_interrupted = interrupted(line, lambda: memory.set_flags(ids, [True] * 9, [False] * 9))  # noqa: B023  at once
+        held = Held(memory.first_id, memory.next_id, 1, memory.capacity, memory.store.view())
+        new = holdall.Sequence(2, stride=50, by=holdall.Prioritized())
+        drawn = [each.draw(held, 200, np.random.default_rng(1)).ids.tolist() for each in (sampler, new)]
+        assert drawn[0] == drawn[1], line
+        copied = holdall.ReplayMemory(spaces.Box(-9, 9, (3,)), spaces.Discrete(2), 1000)
+        copied.store.restore(memory.store.snapshot())
+        every = np.arange(100)
+        assert copied.gather(every).terminated.tolist() == memory.gather(every).terminated.tolist(), line
+        copied.close()
+        memory.close()
+        if not is_interrupted:
+            assert line > 10
             return
 
 

@@ -94,7 +94,7 @@ def test_every_row_is_the_oracles_with_a_goal_of_its_episode(
 def test_a_million_goals_are_spread_evenly_over_the_steps_they_may_come_from(strategy: str) -> None:
     """Every transition as likely as any other, and every outcome of its own as any other of them."""
     memory, oracle = fed(strategy)
-    draws = [memory.draw(250_000) for _ in range(DRAWS // 200_000)]
+    draws = [memory.batch_source.draw(250_000) for _ in range(DRAWS // 200_000)]
     pairs = np.concatenate(
         [draw.ids[draw.goals.rows] * 1000 + draw.goals.ids for draw in draws if draw.goals is not None]
     )
@@ -115,7 +115,7 @@ def test_flags_set_again_are_new_ends() -> None:
     ids = oracle.ids[::7]
     for either in (memory, oracle):
         either.set_flags(ids, np.ones(len(ids), bool), np.zeros(len(ids), bool))
-    draw = memory.draw(200)
+    draw = memory.batch_source.draw(200)
     assert draw.goals is not None
     expected = [outcomes(oracle, number, "final")[0] for number in draw.ids[draw.goals.rows].tolist()]
     assert draw.goals.ids.tolist() == expected

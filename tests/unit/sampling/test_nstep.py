@@ -47,7 +47,7 @@ def test_rewards_of_every_dtype_are_summed_as_documented(dtype: str) -> None:
     assert_same_bits(batch, n_step_batch(oracle, batch.ids, 4, 0.9))
 
 
-def test_sealed_observations_give_the_same() -> None:
+def test_compressed_observations_give_the_same() -> None:
     """First and last observation are decoded each on its own."""
     memory, oracle = fed(NStep(3, 0.99), ticks=150, budget=None)
     memory.store.wait_idle()
@@ -79,7 +79,7 @@ def test_a_reward_of_another_episode_never_counts() -> None:
 def test_a_million_first_steps_are_spread_evenly() -> None:
     """Summing does not change what is drawn."""
     memory, oracle = fed(NStep(3, 0.99), valid_share=0.8)
-    drawn = np.concatenate([memory.draw(200_000).ids for _ in range(DRAWS // 200_000)])
+    drawn = np.concatenate([memory.batch_source.draw(200_000).ids for _ in range(DRAWS // 200_000)])
     assert 0.7 < chi_square(drawn, oracle.ids, np.ones(len(oracle.ids))) < 1.35
 
 

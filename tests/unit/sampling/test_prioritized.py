@@ -23,7 +23,7 @@ from .chi_square import DRAWS, chi_square
 
 
 def drawn_from(memory: ReplayMemory) -> Any:
-    return np.concatenate([memory.draw(200_000).ids for _ in range(DRAWS // 200_000)])
+    return np.concatenate([memory.batch_source.draw(200_000).ids for _ in range(DRAWS // 200_000)])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0])
@@ -132,7 +132,7 @@ def test_a_restored_sampler_draws_as_the_saved_one() -> None:
     assert all(isinstance(value, np.ndarray | int | float) for value in state.values())
     restored, _ = fed(Prioritized(0.7), valid_share=0.9)
     restored.sampler.restore(state)
-    restored._generator.bit_generator.state = saved._generator.bit_generator.state
+    restored.batch_source.generator.bit_generator.state = saved.batch_source.generator.bit_generator.state
     for _ in range(20):
         batch, expected = restored.sample(32), saved.sample(32)
         assert_same_bits(batch, expected)

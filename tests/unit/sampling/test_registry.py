@@ -40,4 +40,4 @@ def test_draws_of_a_sampler_outside_of_the_table_are_verified(is_composed: bool)
     for _ in range(6):
         memory.add(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), obs, no, no)
     with pytest.raises(TransitionIdError, match=r"ids holds 0\b"):
-        memory.draw(2)
+        memory.batch_source.draw(2)

@@ -54,7 +54,7 @@ def test_a_million_sequences_begin_evenly_where_they_may(stride: int, valid_shar
     """Every stride-th tick and every first step of an episode, and nowhere else."""
     memory, oracle = fed(Sequence(4, 2, stride, by=by and by(1.0)), valid_share=valid_share)
     allowed = np.array(starts(oracle, stride))
-    drawn = np.concatenate([memory.draw(100_000).ids[:, 2] for _ in range(DRAWS // 100_000)])
+    drawn = np.concatenate([memory.batch_source.draw(100_000).ids[:, 2] for _ in range(DRAWS // 100_000)])
     assert 0.5 < chi_square(drawn, allowed, np.ones(len(allowed))) < 1.6
 
 
@@ -71,7 +71,7 @@ def test_priorities_are_one_a_sequence() -> None:
 
 def drawn_starts(memory: ReplayMemory) -> list[int]:
     """List the steps that sequences begin with; so many draws miss none."""
-    return sorted(set(memory.draw(20_000).ids[:, 2].tolist()))
+    return sorted(set(memory.batch_source.draw(20_000).ids[:, 2].tolist()))
 
 
 @pytest.mark.parametrize("by", [None, Prioritized], ids=["uniform", "prioritized"])
@@ -128,7 +128,7 @@ def test_stride_with_nothing_to_begin_with_is_an_error() -> None:
         memory.sample(5)
 
 
-def test_sealed_sequences_are_the_same() -> None:
+def test_compressed_sequences_are_the_same() -> None:
     """Slices that steps share are decoded once, and are the same in all of them."""
     memory, oracle = fed(Sequence(8), ticks=150, budget=None)
     memory.store.wait_idle()

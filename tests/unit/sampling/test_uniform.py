@@ -27,7 +27,7 @@ def memory_of(ticks: int, capacity: int, lanes: int, valid: NDArray[np.bool_] | 
 
 
 def drawn_from(memory: ReplayMemory) -> NDArray[np.int64]:
-    return np.concatenate([memory.draw(200_000).ids for _ in range(DRAWS // 200_000)])
+    return np.concatenate([memory.batch_source.draw(200_000).ids for _ in range(DRAWS // 200_000)])
 
 
 def evenly(ids: NDArray[np.int64]) -> NDArray[np.float64]:

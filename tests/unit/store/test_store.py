@@ -132,7 +132,7 @@ class Story:
     def check(self) -> None:
         ids = np.arange(self.store.first_id, self.store.next_id)
         self.rng.shuffle(ids)
-        for position, array in enumerate(self.store.read(ids, self.outputs)):
+        for position, array in enumerate(self.store.view().read(ids, self.outputs)):
             assert [row.tobytes() for row in array] == [self.rows[i][position] for i in ids.tolist()]
 
 
@@ -346,7 +346,7 @@ def test_threads_read_whole_rows_while_another_one_adds_and_compresses() -> None
             end = len(story.rows)
             ids = rng.integers(first, end, 16)
             try:
-                arrays = story.store.read(ids, story.outputs)
+                arrays = story.store.view().read(ids, story.outputs)
             except TransitionIdError:
                 continue
             for position, array in enumerate(arrays):

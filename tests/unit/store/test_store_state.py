@@ -77,7 +77,7 @@ def check(store: Store, first_id: int | None = None, next_id: int | None = None)
     ids = np.arange(first, end)
     columns = store.columns
     outputs = (*columns.obs_outputs, *columns.next_obs_outputs, columns.reward_output, columns.terminated_output)
-    image, speed, next_image, next_speed, reward, terminated = store.read(ids, outputs)
+    image, speed, next_image, next_speed, reward, terminated = store.view().read(ids, outputs)
     assert np.array_equal(image, image_of(ids))
     assert np.array_equal(next_image, image_of(ids + LANES))
     assert np.array_equal(speed, np.stack([ids, -ids], 1))
@@ -93,18 +93,18 @@ def test_small_fields_are_read_for_ids_of_any_shape() -> None:
     store = new_store()
     add(store, 30)
     ids = np.arange(24).reshape(2, 3, 4)
-    assert store.rewards(ids).shape == (2, 3, 4)
-    assert np.array_equal(store.rewards(ids), ids)
-    assert np.array_equal(store.are_ends(ids), ids % 10 == 9)
-    assert store.extra(0, ids).shape == (2, 3, 4, 2)
-    rewards, terminated, truncated = store.outcomes(ids)
+    assert store.view().rewards(ids).shape == (2, 3, 4)
+    assert np.array_equal(store.view().rewards(ids), ids)
+    assert np.array_equal(store.view().are_ends(ids), ids % 10 == 9)
+    assert store.view().extra(0, ids).shape == (2, 3, 4, 2)
+    rewards, terminated, truncated = store.view().outcomes(ids)
     assert np.array_equal(rewards, ids)
     assert np.array_equal(terminated, ids % 10 == 9)
     assert not truncated.any()
-    assert store.are_valid(ids).all()
+    assert store.view().are_valid(ids).all()
     assert store.all_valid
     with pytest.raises(TransitionIdError):
-        store.rewards(np.array([60]))
+        store.view().rewards(np.array([60]))
 
 
 def test_invalid_entries_are_not_transitions_until_they_are_evicted() -> None:
@@ -113,7 +113,7 @@ def test_invalid_entries_are_not_transitions_until_they_are_evicted() -> None:
     add(store, 10)
     assert len(store) == 30
     assert not store.all_valid
-    assert np.array_equal(store.are_valid(np.arange(24)), (np.arange(24) % 2 == 0) | (np.arange(24) >= 20))
+    assert np.array_equal(store.view().are_valid(np.arange(24)), (np.arange(24) % 2 == 0) | (np.arange(24) >= 20))
     add(store, 25)
     assert len(store) == 75  # Five ticks with one invalid entry each are held.
     add(store, 5)
@@ -126,12 +126,12 @@ def test_flags_are_overwritten_and_the_rest_stays() -> None:
     add(store, 40, np.array([True, False]))
     ids = np.array([2, 70, 9])
     store.set_flags(ids, np.array([True, False, False]), np.array([False, True, False]))
-    assert store.flags_changed == 1
-    rewards, terminated, truncated = store.outcomes(ids)
+    assert store.view().flags_changed == 1
+    rewards, terminated, truncated = store.view().outcomes(ids)
     assert np.array_equal(rewards, ids)
     assert terminated.tolist() == [True, False, False]
     assert truncated.tolist() == [False, True, False]
-    assert store.are_valid(ids).tolist() == [True, True, False]
+    assert store.view().are_valid(ids).tolist() == [True, True, False]
     with pytest.raises(TransitionIdError, match="is not held"):
         store.set_flags(np.array([80]), np.zeros(1, np.bool_), np.zeros(1, np.bool_))
 
@@ -141,7 +141,7 @@ def test_the_hook_before_a_read_gets_the_catalog_and_the_ids() -> None:
     add(store, 5)
     seen: list[Any] = []
     store.before_read = lambda catalog, ids: seen.append((catalog, ids.tolist()))
-    store.read(np.array([3]), (store.columns.reward_output,))
+    store.view().read(np.array([3]), (store.columns.reward_output,))
     store.view().rewards(np.array([4]))
     assert [ids for _, ids in seen] == [[3], [4]]
     assert seen[0][0].next_tick == 5
@@ -186,7 +186,7 @@ def test_what_was_evicted_stays_evicted() -> None:
     store = restored(saved.snapshot())
     check(store, 74, 200)
     with pytest.raises(TransitionIdError):
-        store.rewards(np.array([73]))
+        store.view().rewards(np.array([73]))
 
 
 def test_a_store_that_was_emptied_continues_with_its_ids() -> None:
@@ -214,7 +214,7 @@ def test_a_snapshot_never_changes() -> None:
     saved.wait_idle()
     store = restored(state)
     check(store, 0, 120)
-    assert np.array_equal(store.extra(0, ids), np.stack([ids, ids], 1))
+    assert np.array_equal(store.view().extra(0, ids), np.stack([ids, ids], 1))
 
 
 def test_only_a_store_without_ticks_is_restored() -> None:
@@ -252,7 +252,7 @@ def test_segments_are_adopted_while_another_thread_adds() -> None:
     add(store, 300)
     adopter.join()
     assert store.next_tick == 301 + 50 * segment.ticks
-    store.read(np.arange(store.next_id), (store.columns.reward_output,))
+    store.view().read(np.arange(store.next_id), (store.columns.reward_output,))
 
 
 def test_a_segment_of_another_shape_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The scout finds how observations overlap, and never finds an overlap that most pairs contradict."""
+"""The detector finds how observations overlap, and never finds an overlap that most pairs contradict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.schema import Leaf
 from holdall.store.tuning import Tuning
-from holdall.store.windows import Window, WindowScout
+from holdall.store.windows import Window, WindowDetector
 
 TUNING = Tuning()
 
@@ -30,11 +30,11 @@ def make_observations(leaf: Leaf, axis: int, step: int, count: int) -> list[NDAr
     return [tape.take(range(step * t, step * t + length), axis)[None] for t in range(count)]
 
 
-def scout_pairs(leaf: Leaf, observations: list[NDArray[Any]]) -> WindowScout:
-    scout = WindowScout(leaf, TUNING)
+def show_pairs(leaf: Leaf, observations: list[NDArray[Any]]) -> WindowDetector:
+    detector = WindowDetector(leaf, TUNING)
     for obs, next_obs in itertools.pairwise(observations):
-        scout.look(obs, next_obs)
-    return scout
+        detector.look(obs, next_obs)
+    return detector
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_the_window_of_shifting_observations_is_found(
     shape: tuple[int, ...], dtype: str, axis: int, step: int, layout: tuple[object, ...]
 ) -> None:
     leaf = make_leaf(shape, dtype)
-    scout = scout_pairs(leaf, make_observations(leaf, axis, step, TUNING.scout_min_pairs + 1))
-    assert not scout.is_searching
-    assert scout.window == Window.along(leaf, axis, step)
-    assert scout.window.layout() == layout
-    assert scout.window.slice_bytes * scout.window.count == leaf.nbytes
+    detector = show_pairs(leaf, make_observations(leaf, axis, step, TUNING.detector_min_pairs + 1))
+    assert not detector.is_searching
+    assert detector.window == Window.along(leaf, axis, step)
+    assert detector.window.layout() == layout
+    assert detector.window.slice_bytes * detector.window.count == leaf.nbytes
 
 
 @pytest.mark.parametrize(
@@ -65,55 +65,55 @@ def test_the_window_of_shifting_observations_is_found(
 )
 def test_shifts_that_save_too_little_are_not_windows(shape: tuple[int, ...], step: int) -> None:
     leaf = make_leaf(shape)
-    scout = scout_pairs(leaf, make_observations(leaf, 0, step, TUNING.scout_max_pairs + 1))
-    assert not scout.is_searching
-    assert scout.window is None
+    detector = show_pairs(leaf, make_observations(leaf, 0, step, TUNING.detector_max_pairs + 1))
+    assert not detector.is_searching
+    assert detector.window is None
 
 
 @pytest.mark.parametrize(("broken_pairs", "is_found"), [(1, True), (2, True), (8, False), (32, False)])
 def test_a_window_must_explain_most_pairs(broken_pairs: int, is_found: bool) -> None:
     leaf = make_leaf((4, 9, 9))
-    observations = make_observations(leaf, 0, 1, TUNING.scout_max_pairs + 1)
-    scout = WindowScout(leaf, TUNING)
+    observations = make_observations(leaf, 0, 1, TUNING.detector_max_pairs + 1)
+    detector = WindowDetector(leaf, TUNING)
     for number, (obs, next_obs) in enumerate(itertools.pairwise(observations)):
-        is_broken = number % TUNING.scout_min_pairs < broken_pairs
-        scout.look(obs, 255 - next_obs if is_broken else next_obs)
-    assert (scout.window is not None) is is_found
+        is_broken = number % TUNING.detector_min_pairs < broken_pairs
+        detector.look(obs, 255 - next_obs if is_broken else next_obs)
+    assert (detector.window is not None) is is_found
 
 
 def test_equal_observations_are_no_evidence() -> None:
     leaf = make_leaf((4, 9, 9))
-    scout = scout_pairs(leaf, [np.zeros((1, 4, 9, 9), np.uint8)] * 100)
-    assert scout.is_searching
-    assert scout.window is None
+    detector = show_pairs(leaf, [np.zeros((1, 4, 9, 9), np.uint8)] * 100)
+    assert detector.is_searching
+    assert detector.window is None
 
 
 def test_bytes_are_compared_and_not_values() -> None:
     leaf = make_leaf((8, 3), "f4")
-    observations = make_observations(leaf, 0, 1, TUNING.scout_min_pairs + 1)
+    observations = make_observations(leaf, 0, 1, TUNING.detector_min_pairs + 1)
     for observation in observations:
         observation[observation < 64] = np.nan
-    assert scout_pairs(leaf, observations).window == Window.along(leaf, 0, 1)
+    assert show_pairs(leaf, observations).window == Window.along(leaf, 0, 1)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0, 4)])
 def test_a_field_that_cannot_shift_is_never_searched(shape: tuple[int, ...]) -> None:
-    scout = WindowScout(make_leaf(shape), TUNING)
-    scout.end_segment()
-    assert not scout.is_searching
+    detector = WindowDetector(make_leaf(shape), TUNING)
+    detector.end_segment()
+    assert not detector.is_searching
 
 
 def test_the_pause_doubles_after_every_search_in_vain() -> None:
     leaf = make_leaf((6, 9, 9))
-    observations = make_observations(leaf, 0, 6, TUNING.scout_max_pairs + 1)
-    scout = WindowScout(leaf, TUNING)
+    observations = make_observations(leaf, 0, 6, TUNING.detector_max_pairs + 1)
+    detector = WindowDetector(leaf, TUNING)
     pauses = []
     for _ in range(3):
         for obs, next_obs in itertools.pairwise(observations):
-            scout.look(obs, next_obs)
+            detector.look(obs, next_obs)
         pauses.append(0)
-        while not scout.is_searching:
-            scout.end_segment()
+        while not detector.is_searching:
+            detector.end_segment()
             pauses[-1] += 1
     assert pauses == [2, 4, 8]
 

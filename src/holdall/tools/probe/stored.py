@@ -52,18 +52,18 @@ def measure_steps(steps: Sequence[StepArrays], *, is_rollout: bool = False, pref
         raw = _fill_rollout(observation, action, lanes, steps)
         found = StoredSteps(len(steps) * lanes, raw.bytes_per_transition, None, None, 0, raw.findings)
         return asdict(found)
-    sealed = []
+    compressed = []
     if len(steps) >= 16 * _SEGMENTS:
-        sealed = [_fill_replay(observation, action, lanes, steps, prefer) for _ in range(_TRIALS)]
+        compressed = [_fill_replay(observation, action, lanes, steps, prefer) for _ in range(_TRIALS)]
     raw = _fill_replay(observation, action, lanes, steps, None)
-    sizes = [min(one.bytes_per_transition, raw.bytes_per_transition) for one in sealed]
+    sizes = [min(one.bytes_per_transition, raw.bytes_per_transition) for one in compressed]
     found = StoredSteps(
         steps=len(steps) * lanes,
         raw_bytes=raw.bytes_per_transition,
         compressed_bytes=min(sizes) if sizes else None,
         worst_bytes=max(sizes) if sizes else None,
-        working_bytes=max([one.working_bytes for one in [raw, *sealed]]),
-        findings=raw.findings | (sealed[0].findings if sealed else {}),
+        working_bytes=max([one.working_bytes for one in [raw, *compressed]]),
+        findings=raw.findings | (compressed[0].findings if compressed else {}),
     )
     return asdict(found)
 

@@ -35,30 +35,30 @@ class Film(Stacked):
 SMALL_SEGMENTS = Tuning(block_bytes=8_000)
 
 
-def assert_same_from_sealed(task: Task, field: str) -> ReplayBuffer:
+def assert_same_from_compressed(task: Task, field: str) -> ReplayBuffer:
     """Train with either buffer. In the second half, ours draws from compressed segments."""
-    sealed: list[int] = []
+    compressed: list[int] = []
 
     def seal_all(model: OffPolicyAlgorithm) -> None:
         if isinstance(model.replay_buffer, ReplayBuffer):
             model.replay_buffer.memory.store.wait_idle()
             reports = {report.name: report for report in model.replay_buffer.report().fields}
-            sealed.append(reports[field].sealed_bytes)
+            compressed.append(reports[field].compressed_bytes)
 
     acts = (learn(110), seal_all, learn(110, reset_num_timesteps=False), seal_all)
     kept: dict[str, Any] = {"replay_buffer_kwargs": {"budget": None, "prefer": "memory", "_tuning": SMALL_SEGMENTS}}
     plain = trained(task.model(None), *acts)
     ours = trained(task.model(ReplayBuffer, **kept), *acts)
     assert plain._n_updates > 50, "too short a training proves nothing"
-    assert all(sealed), sealed
+    assert all(compressed), compressed
     assert_same_learning(plain, ours)
     assert isinstance(ours.replay_buffer, ReplayBuffer)
     return ours.replay_buffer
 
 
-def test_dqn_learns_the_same_from_sealed_frame_stacks() -> None:
+def test_dqn_learns_the_same_from_compressed_frame_stacks() -> None:
     """Stacks along the last axis that Stable-Baselines3 transposes."""
-    buffer = assert_same_from_sealed(Task(Film, "DQN", "CnnPolicy"), "obs")
+    buffer = assert_same_from_compressed(Task(Film, "DQN", "CnnPolicy"), "obs")
     report = buffer.report()
     assert report.failure == ""
     (obs,) = [field for field in report.fields if field.name == "obs"]
@@ -66,14 +66,14 @@ def test_dqn_learns_the_same_from_sealed_frame_stacks() -> None:
 
 
 @pytest.mark.parametrize("lanes", [2, pytest.param(1, marks=pytest.mark.nightly)])
-def test_sac_learns_the_same_from_sealed_cameras(lanes: int) -> None:
+def test_sac_learns_the_same_from_compressed_cameras(lanes: int) -> None:
     """An image large enough for segments, a vector and a discrete key, in Dict observations."""
     environment = partial(Wander, dict_space((40, 40, 3)), ARM)
     task = Task(environment, "SAC", "MultiInputPolicy", lanes=lanes)
-    assert assert_same_from_sealed(task, "obs.camera").report().failure == ""
+    assert assert_same_from_compressed(task, "obs.camera").report().failure == ""
 
 
-def test_ddpg_learns_the_same_while_segments_are_sealed_and_evicted() -> None:
+def test_ddpg_learns_the_same_while_segments_are_compressed_and_evicted() -> None:
     """A buffer that wraps around: whatever the worker is at, the rows are the same."""
     environment = partial(Wander, dict_space((40, 40, 3)), ARM)
-    assert_same_from_sealed(Task(environment, "DDPG", "MultiInputPolicy", buffer_size=70), "obs.camera")
+    assert_same_from_compressed(Task(environment, "DDPG", "MultiInputPolicy", buffer_size=70), "obs.camera")
