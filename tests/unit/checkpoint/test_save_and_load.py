@@ -588,6 +588,7 @@ def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
     [
         ("s3://", "names no bucket. Pass a URL like s3://bucket/run."),
         ("S3:///", "names no bucket. Pass a URL like s3://bucket/run."),
+        ("s3:///run", "names no bucket. Pass a URL like s3://bucket/run."),
         ("az://", "names no container. Pass a URL like az://container/run."),
         ("s4://bucket/run", "has the unsupported scheme 's4'. Pass a directory, or a URL that starts with s3://"),
         ("gcs://bucket/run", "has the unsupported scheme 'gcs'"),
