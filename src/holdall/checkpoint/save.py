@@ -246,7 +246,7 @@ class SnapshotWriter:
         self._encoder = encoder
         self._report = report
         self._pause = pause
-        self._dictionaries: dict[Dictionary, str] = {}  # Those that blocks need, with their names.
+        self._dictionaries: set[Dictionary] = set()  # Those that blocks of this checkpoint need.
         self._bytes_left = 0  # Approximate number of bytes that are still to be written.
         # A file is deleted as a whole, so records that last and records that are replaced are in separate files.
         self._lasting = BlobWriter(reader.blobs, names, self.count_written)
@@ -330,7 +330,7 @@ class SnapshotWriter:
         known = self._before.blocks.get(block.serial)
         if known is not None:
             self.saved.blocks[block.serial] = known
-            self._record_dictionary(known.dictionary)
+            self._require_dictionary(known.dictionary)
             return known.entry
         # An open block grows, so the next checkpoint writes it again. This is read before the slices are: a block that
         # is closed now has all its slices.
@@ -340,7 +340,7 @@ class SnapshotWriter:
         coded = code_form(column, block, encode_raw)
         if source is not None and not is_open:
             source.offer_form(block, coded)
-        self._record_dictionary(coded.codec.dictionary)
+        self._require_dictionary(coded.codec.dictionary)
         record = pack_block(coded)
         ref = (self._brief if is_open else self._lasting).append(record)
         entry = BlockEntry(ref, ref.nbytes - memoryview(record[-1]).nbytes)
@@ -355,15 +355,15 @@ class SnapshotWriter:
         self._pause((time.perf_counter() - began) * (1 / _CORE_SHARE - 1))
         return coded
 
-    def _record_dictionary(self, dictionary: Dictionary | None) -> None:
+    def _require_dictionary(self, dictionary: Dictionary | None) -> None:
         """Record that a block of this checkpoint needs a dictionary."""
-        if dictionary is not None and dictionary not in self._dictionaries:
-            self._dictionaries[dictionary] = name_dictionary(dictionary)
+        if dictionary is not None:
+            self._dictionaries.add(dictionary)
 
     def _write_dictionaries(self) -> dict[str, Ref]:
         """Write the dictionaries that blocks of this checkpoint need. Return their records by name."""
-        by_name = {name: dictionary for dictionary, name in self._dictionaries.items()}
-        return {name: self._brief.append(pack_dictionary(dictionary)) for name, dictionary in by_name.items()}
+        by_name = {name_dictionary(dictionary): dictionary for dictionary in self._dictionaries}
+        return {name: self._brief.append(pack_dictionary(by_name[name])) for name in sorted(by_name)}
 
     def _write_parts(self, segment: Segment, *, is_last: bool) -> Ref:
         """Write the parts of a segment, unless they are there already. Return their record."""
