@@ -1,6 +1,7 @@
 """What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--recording F]`.
 
-Out: one JSON line a measurement, with the bar that it is held to; the exit status is 1 if one is not met. Linux only.
+Out: one JSON line a measurement, and whether its limit is met; the exit status is 1 if one is not met. Linux only.
+`--docs` writes the table of docs/checkpoints.md from the results of `--json`.
 
 memory       the most that the process's USS grows while it saves, in a fresh process per size, reading every 2 ms
 incremental  bytes written after 1 % new data, over those of the first save
@@ -53,6 +54,7 @@ TRAINING_BATCH = 64
 TRAINING_S = 0.5
 """Seconds of a turn. Short turns, and many of them, because other processes disturb both sides."""
 TRAINING_ROUNDS = 61
+PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 
 
 def new_memory(capacity: int, **settings: Any) -> holdall.ReplayMemory:
@@ -290,6 +292,41 @@ def measured(only: str, folder: Path, url: str | None, recording: Path | None) -
     return memory_and_increment(float(only), folder)
 
 
+def write_table(found: list[dict[str, Any]]) -> str:
+    """Return the measurements as a table of the page."""
+    lines = ["| | |", "|---|---|"]
+    for one in found:
+        match one["what"]:
+            case "memory":
+                what = f"memory that a save of {one['gigabytes']:g} GB takes"
+                lines.append(f"| {what} | {one['grown_bytes'] / MB:.1f} MB |")
+            case "incremental":
+                share = one["second_bytes"] / one["first_bytes"]
+                what = f"bytes that the next save writes after 1% more data ({one['gigabytes']:g} GB)"
+                lines.append(f"| {what} | {one['second_bytes'] / MB:.1f} MB, {share:.1%} |")
+            case "pause":
+                what = f"time that `save` takes of the training thread, {one['segments']:,} segments: median, p99"
+                lines.append(f"| {what} | {one['p50_ms']:.1f} ms, {one['p99_ms']:.1f} ms |")
+            case "load":
+                what = f"`load` of {one['segments']:,} segments, and the first batch of {BATCH}"
+                lines.append(f"| {what} | {one['seconds']:.2f} s |")
+            case "raw":
+                what = "camera recording that is held uncompressed: bytes on disk, over bytes held with `budget=None`"
+                lines.append(f"| {what} | {one['ratio']:.2f} |")
+            case "training":
+                lines.append(f"| speed of training while the same memory is saved all the time | {one['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def update_page(results: Path) -> None:
+    """Write the table of the page from a file of results."""
+    found = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition("<!-- checkpoint -->\n")
+    _, end, after = rest.partition("<!-- end of checkpoint -->")
+    PAGE.write_text(f"{before}<!-- checkpoint -->\n{write_table(found)}\n{end}{after}", encoding="utf-8")
+
+
 def main() -> None:
     """Run every measurement in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -297,14 +334,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a disk with room for them")
     parser.add_argument("--url", help="a prefix of an object store, to be measured, too")
     parser.add_argument("--recording", type=Path, help="recorded camera images, see holdall.tools.bench.trace")
-    parser.add_argument("--json", type=Path, help="append results to this file")
+    parser.add_argument("--json", type=Path, help="write results to this file")
+    parser.add_argument("--docs", action="store_true", help="with --json: write the table of docs/checkpoints.md")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
         for result in measured(arguments.only, arguments.folder, arguments.url, arguments.recording):
             emit(result)
         return
-    all_met = True
+    origin = {"machine": machine(), "versions": versions(), "commit": commit()}
+    found = []
     further = [] if arguments.recording is None else ["raw"]
     further += [] if arguments.url is None else ["remote"]
     for only in [*map(str, arguments.gigabytes), "pause", *further]:
@@ -317,14 +356,14 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         for line in done.stdout.splitlines():
-            result = json.loads(line)
-            all_met &= result["is_met"]
-            emit(result)
-            if arguments.json is not None:
-                entry = result | {"machine": machine(), "versions": versions(), "commit": commit()}
-                with arguments.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(entry) + "\n")
-    sys.exit(0 if all_met else 1)
+            found.append(json.loads(line))
+            emit(found[-1])
+    if arguments.json is not None:
+        lines = [json.dumps(result | origin) + "\n" for result in found]
+        arguments.json.write_text("".join(lines), encoding="utf-8")
+    if arguments.docs:
+        update_page(arguments.json)
+    sys.exit(0 if all(result["is_met"] for result in found) else 1)
 
 
 if __name__ == "__main__":

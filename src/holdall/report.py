@@ -6,6 +6,7 @@ compare the counts with the USS that the operating system measures.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ class FieldReport:
     plain_bytes: int  # Bytes of the same transitions in plain arrays.
     finding: str  # How the field is stored.
     compressed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
-    disk_bytes: int = 0  # Slices on disk.
+    disk_bytes: int = 0  # Slices on disk, in `spill_dir` or in the files of a checkpoint.
 
     @property
     def total_bytes(self) -> int:
@@ -90,7 +91,7 @@ class MemoryReport:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all fields on disk."""
+        """Bytes of all fields on disk: in `spill_dir`, and in the files of the checkpoint that was loaded."""
         return sum(field.disk_bytes for field in self.fields)
 
     @property
@@ -100,13 +101,14 @@ class MemoryReport:
 
     @property
     def bytes_per_transition(self) -> float:
-        """Bytes of all fields divided by the number of transitions. NaN for an empty memory."""
+        """Bytes of all fields in memory divided by the number of transitions. NaN for an empty memory."""
         return self.total_bytes / self.transitions if self.transitions else float("nan")
 
     @property
     def ratio(self) -> float:
-        """Bytes of plain arrays divided by bytes in memory. NaN for an empty memory."""
-        return self.plain_bytes / self.total_bytes if self.total_bytes else float("nan")
+        """Bytes of plain arrays divided by the bytes in memory and on disk. NaN for an empty memory."""
+        held_bytes = self.total_bytes + self.disk_bytes
+        return self.plain_bytes / held_bytes if held_bytes else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings, ready for JSON."""
@@ -115,7 +117,7 @@ class MemoryReport:
             "disk_bytes": self.disk_bytes,
             "plain_bytes": self.plain_bytes,
             "bytes_per_transition": self.bytes_per_transition if self.transitions else None,
-            "ratio": self.ratio if self.total_bytes else None,
+            "ratio": None if math.isnan(self.ratio) else self.ratio,
         }
         return asdict(self) | sums
 
@@ -129,10 +131,8 @@ class MemoryReport:
         lines.append(
             f"{'total':<{width}}  {format_bytes(self.total_bytes):>10}"
             f"  of {format_bytes(self.plain_bytes):>10} plain  "
-            f"{self.transitions} transitions" + (f", {self.ratio:.1f} times smaller" if self.transitions else "")
+            f"{self.transitions} transitions{self._describe_ratio()}"
         )
-        if self.disk_bytes:
-            lines.append(f"{format_bytes(self.disk_bytes)} more on disk")
         if self.backlog:
             lines.append(f"{self.backlog} blocks are still to be compressed or moved to disk")
         if self.capacity_that_fits is not None and self.budget_bytes is not None:
@@ -145,6 +145,13 @@ class MemoryReport:
         elif self.failure:
             lines.append(f"the last failure: {self.failure}")
         return "\n".join(lines)
+
+    def _describe_ratio(self) -> str:
+        """Return the ratio and the bytes on disk as the end of a sentence. Empty for an empty memory."""
+        if not self.transitions:
+            return ""
+        on_disk = f" with {format_bytes(self.disk_bytes)} more on disk" if self.disk_bytes else ""
+        return f", {self.ratio:.1f} times smaller{on_disk}"
 
 
 PressureCheck = Callable[[int], bool]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import HoldallError, ReplayMemory
+from holdall import CheckpointError, HoldallError, ReplayMemory
 from holdall.checkpoint import open_reader
 from holdall.checkpoint.load import RecordFiles
 from holdall.checkpoint.manifest import Ref
+from holdall.store.tuning import Tuning
 
 from .nursery import LANES, SPACE, TUNING, add, require_right
 
@@ -172,6 +174,101 @@ def test_what_a_lost_file_did_not_hold_is_recovered(
         assert name in caplog.text
         kept.append(len(left))
     assert max(kept) > TICKS * LANES / 4
+
+
+PICTURES = np.random.default_rng(0).integers(0, 256, (16, 36, 36), np.uint8)
+"""Noise that many frames have in common, so that a dictionary is trained."""
+PICTURE_TICKS = 300
+"""Ticks that are added before each save. They fill a segment."""
+
+
+def stack_pictures(tick: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the observation of a tick: two frames, each one of the pictures with four rows of new noise."""
+    frames = []
+    for seed in (max(0, tick - 1), tick):
+        generator = np.random.default_rng(seed)
+        frame = generator.integers(0, 256, PICTURES.shape[1:], np.uint8)
+        frame[4:] = PICTURES[generator.integers(len(PICTURES)), 4:]
+        frames.append(frame)
+    return np.stack(frames)[None]
+
+
+def save_pictures(run: Path) -> None:
+    """Save three checkpoints, each with one segment more, whose blocks are compressed with a dictionary."""
+    space = spaces.Box(0, 255, (2, 36, 36), np.uint8)
+    no = np.zeros(1, np.bool_)
+    tuning = Tuning(block_bytes=200_000)
+    with ReplayMemory(space, spaces.Discrete(2), 1000, budget=None, seed=1, _tuning=tuning) as memory:
+        for number in range(3):
+            for tick in range(PICTURE_TICKS * number, PICTURE_TICKS * (number + 1)):
+                memory.add(stack_pictures(tick), np.zeros(1, int), np.zeros(1), stack_pictures(tick + 1), no, no)
+            memory.store.wait_idle()
+            memory.save(run).result()
+
+
+def require_pictures(memory: ReplayMemory, ids: Any) -> None:
+    """Compare transitions with those that were added."""
+    batch = memory.gather(ids)
+    assert np.array_equal(batch.obs, np.concatenate([stack_pictures(tick) for tick in ids]))
+    assert np.array_equal(batch.next_obs, np.concatenate([stack_pictures(tick + 1) for tick in ids]))
+
+
+def spoil_dictionaries(run: Path, number: int) -> None:
+    """Change a byte in every dictionary of a checkpoint."""
+    refs = open_reader(run).manifest(number).dictionaries.values()
+    assert refs
+    for ref in refs:
+        path = run / "segments" / ref.file
+        raw = bytearray(path.read_bytes())
+        raw[ref.start + ref.nbytes // 2] ^= 1
+        path.write_bytes(raw)
+
+
+def test_a_damaged_dictionary_affects_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`load` returns the checkpoint before. `recover=True` uses the dictionary of another checkpoint."""
+    save_pictures(tmp_path)
+    spoil_dictionaries(tmp_path, 3)
+    with ReplayMemory.load(tmp_path) as memory:
+        assert len(memory) == 2 * PICTURE_TICKS
+        require_pictures(memory, np.arange(2 * PICTURE_TICKS))
+    caplog.clear()
+    with ReplayMemory.load(tmp_path, recover=True) as memory:
+        assert len(memory) == 3 * PICTURE_TICKS
+        require_pictures(memory, np.arange(3 * PICTURE_TICKS))
+    assert not caplog.records
+
+
+def test_losses_with_one_reason_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The dictionaries of all checkpoints are damaged, so several consecutive segments are lost."""
+    save_pictures(tmp_path)
+    for number in (1, 2, 3):
+        spoil_dictionaries(tmp_path, number)
+    with ReplayMemory.load(tmp_path, recover=True) as memory:
+        ids = np.arange(3 * PICTURE_TICKS)
+        left = ids[memory.are_valid(ids)]
+        require_pictures(memory, left)
+        lost = len(ids) - len(left)
+    assert len(open_reader(tmp_path).manifest(3).segments) > 3
+    assert lost > PICTURE_TICKS
+    assert len(caplog.records) == 1
+    assert f": {lost} transitions of ticks " in caplog.text
+
+
+def test_a_reason_that_several_checkpoints_share_is_given_once(saved: Path, tmp_path: Path) -> None:
+    """All three checkpoints name the first segment."""
+    with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1, _tuning=TUNING) as memory:
+        for tick in range(TICKS):
+            add(memory, tick)
+            if tick % 30 == 29:
+                memory.save(tmp_path / "run").result()
+    ref = open_reader(tmp_path / "run").manifest(3).segments[0].ref
+    path = tmp_path / "run" / "segments" / ref.file
+    raw = bytearray(path.read_bytes())
+    raw[ref.start] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError) as refusal:
+        ReplayMemory.load(tmp_path / "run")
+    assert str(refusal.value).count(path.name) == 1
 
 
 def test_every_cut_is_noticed(saved: Path, tmp_path: Path) -> None:

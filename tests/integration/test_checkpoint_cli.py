@@ -49,12 +49,12 @@ def test_ls_names_the_checkpoints(run: Path) -> None:
     assert [entry["number"] for entry in found] == [3, 2, 1]
     assert [entry["transitions"] for entry in found] == [30, 20, 10]
     assert found[0]["attached"] == ["agent"]
-    assert {entry["state"] for entry in found} == {"whole"}
+    assert {entry["state"] for entry in found} == {"complete"}
     assert called("ls", run).exit_code == 0
 
 
 def test_verify_finds_one_spoilt_byte(run: Path) -> None:
-    """And says in which file; everything else is whole."""
+    """And says in which file; everything else is intact."""
     assert called("verify", run).exit_code == 0
     victim = max((run / "segments").iterdir())
     raw = bytearray(victim.read_bytes())
@@ -220,6 +220,24 @@ def test_a_file_that_is_no_buffer_is_told(tmp_path: Path) -> None:
     assert "could not be read" in told.output
 
 
+@pytest.mark.parametrize("source", ["dog.csv", "runs/dog", "hdf5:dog.hdf5", "s3://bucket/dog.parquet"])
+def test_a_source_of_an_unknown_kind_names_those_that_are_supported(tmp_path: Path, source: str) -> None:
+    told = called("import", source, tmp_path / "run", "--trust")
+    assert told.exit_code == 1
+    assert len(told.stderr.splitlines()) == 1
+    for kind in ("lerobot:", "robomimic:", "minari:", ".pkl"):
+        assert kind in told.stderr
+
+
+@pytest.mark.parametrize("target", ["dog.csv", "dog.hdf5", "dog"])
+def test_a_target_of_an_unknown_kind_names_those_that_are_supported(run: Path, target: str) -> None:
+    told = called("export", run, target)
+    assert told.exit_code == 1
+    assert len(told.stderr.splitlines()) == 1
+    for kind in (".npz", ".pkl", "Minari"):
+        assert kind in told.stderr
+
+
 @pytest.mark.parametrize("time", [1e300, -1e300, float("nan"), float("inf")])
 def test_ls_survives_a_time_that_is_none(run: Path, time: float) -> None:
     """A manifest holds a number for people; any number."""
@@ -239,7 +257,7 @@ def test_ls_shows_whole_dates_on_80_columns(run: Path, monkeypatch: pytest.Monke
     found = json.loads(called("ls", run, "--json").stdout)["checkpoints"]
     for entry, line in zip(found, lines[1:], strict=True):
         assert entry["saved"].partition("+")[0] in line
-        assert "whole" in line
+        assert "complete" in line
         assert len(line) <= 80
         assert len(line) <= 80
 
@@ -253,7 +271,7 @@ def test_a_name_that_minari_refuses_is_told_in_one_line(
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     told = called("export", run, name)
     assert told.exit_code == 1
-    assert "not a name of a Minari dataset" in told.stderr
+    assert "Minari dataset" in told.stderr
     assert not list(tmp_path.rglob("dog*"))
     assert called("import", f"minari:{name}", tmp_path / "back").exit_code == 1
 

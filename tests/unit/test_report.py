@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,28 @@ def test_totals_are_sums_over_fields_and_kinds() -> None:
     assert report.plain_bytes == 8160
     assert report.bytes_per_transition == 45
     assert report.ratio == pytest.approx(8160 / 900)
+
+
+def test_the_ratio_counts_bytes_on_disk() -> None:
+    report = report_of(replace(IMAGE, disk_bytes=1140), ACTION)
+    assert report.total_bytes == 900
+    assert report.disk_bytes == 1140
+    assert report.ratio == pytest.approx(4.0)
+    assert report.as_dict()["ratio"] == pytest.approx(4.0)
+    assert str(report).endswith("20 transitions, 4.0 times smaller with 1.1 KiB more on disk")
+
+
+def test_loading_a_checkpoint_does_not_change_the_ratio(tmp_path: Path) -> None:
+    """Blocks that are still in the checkpoint's files count like blocks in memory."""
+    memory = camera_memory(400)
+    memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as loaded:
+        before = loaded.report()
+        assert before.disk_bytes > before.total_bytes
+        assert before.ratio == pytest.approx(before.plain_bytes / (before.total_bytes + before.disk_bytes))
+        loaded.gather(np.arange(loaded.first_id, loaded.next_id))
+        after = loaded.report()
+    assert after.ratio == pytest.approx(before.ratio, rel=0.02)
 
 
 def test_an_empty_memory_has_no_ratio() -> None:

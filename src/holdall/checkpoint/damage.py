@@ -8,21 +8,23 @@ Guarantee: everything is read, so a transition that is not marked is as it was s
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall._native import Block, Coded, Part, Segment, decode
+from holdall._native import Block, Coded, Dictionary, Part, Segment, decode
 from holdall.checkpoint.load import RecordFiles, Restored
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry, require_files
 from holdall.checkpoint.reader import CheckpointReader, Losses, read_shard_manifest
 from holdall.checks import refuse_malformed
 from holdall.errors import CheckpointError, DamageError
-from holdall.store.format import BLOCK, FLAG_INVALID, find_damaged_slices, mark_invalid, read_block, read_dictionary
+from holdall.store.format import BLOCK, FLAG_INVALID, find_damaged_slices, mark_invalid, read_block
 from holdall.store.records import MAX_RECORD_BYTES, Record
 from holdall.store.windows import Window
 
@@ -66,17 +68,24 @@ def find_damage(
     return found
 
 
+class _LostTransitions(NamedTuple):
+    """Transitions of one segment that are lost."""
+
+    count: int
+    first_tick: int
+    last_tick: int
+    reason: str
+
+
 class _Checking:
     """Reads records completely."""
 
     def __init__(self, files: RecordFiles, manifest: Manifest) -> None:
         self._files = files
-        self._dictionaries: dict[str, Any] = {}
-        for ref in manifest.dictionaries.values():
+        self._dictionaries: dict[str, Dictionary] = {}
+        for name, ref in manifest.dictionaries.items():
             with Losses():
-                record, ahead = files.read_record(ref, ref.nbytes)
-                name, dictionary = read_dictionary(record, ahead.read)
-                self._dictionaries[name] = dictionary
+                self._dictionaries[name] = files.read_dictionary(name, ref)
 
     def check(self, ref: Ref) -> None:
         """Raise DamageError if a record is damaged."""
@@ -91,15 +100,18 @@ class _Checking:
 class Salvage(Restored):
     """The readable part of a checkpoint that may be damaged. Blocks are read completely."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None = None) -> None:
+        super().__init__(manifest, reader, capacity_ticks)
+        self._reader = reader
         self._damaged: dict[int, NDArray[np.bool_]] = {}  # By number of a block: which slices are damaged.
         self._reasons: dict[int, str] = {}
+        self._losses: list[_LostTransitions] = []
 
     def read(self) -> None:
         """Read everything that is readable."""
         super().read()
         self.saved = None  # The next save writes everything again.
+        self._log_losses()
 
     def open_attached(self) -> None:
         """Open the attached files, as far as they exist."""
@@ -107,9 +119,17 @@ class Salvage(Restored):
             super().open_attached()
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
-        """Read a dictionary. Blocks that refer to a damaged one are damaged."""
+        """Read a dictionary, or its copy of another checkpoint. Without a readable copy, its blocks are damaged."""
         with Losses():
             super().read_dictionary(name, ref)
+            return
+        for number in self._reader.numbers():
+            with Losses():
+                other = self._reader.manifest(number)
+                if name in other.dictionaries:
+                    files = RecordFiles(self._reader, other.files)
+                    self.dictionaries[name] = files.read_dictionary(name, other.dictionaries[name])
+                    return
 
     def read_segment(self, entry: SegmentEntry) -> Segment:
         """Read a segment. Mark the transitions that need damaged slices, or all if the segment is not readable."""
@@ -119,9 +139,9 @@ class Salvage(Restored):
             if not is_lost.any():
                 return segment
             reasons = [self._reasons[number] for number in entry.blocks if number in self._reasons]
-            self._log_lost(entry, is_lost, reasons[0])
+            self._record_loss(entry, is_lost, reasons[0])
             return mark_invalid(segment, is_lost)
-        self._log_lost(entry, np.ones(entry.ticks * self.schema.num_envs, np.bool_), str(lost[0]))
+        self._record_loss(entry, np.ones(entry.ticks * self.schema.num_envs, np.bool_), str(lost[0]))
         return self._make_blank(entry)
 
     def read_block(self, number: int) -> Block:
@@ -175,18 +195,24 @@ class Salvage(Restored):
             parts.append(Part.restore("rows", ticks, lanes, row_bytes, {"rows": rows}, None, None))
         return Segment(entry.first_tick, ticks, lanes, parts)
 
-    def _log_lost(self, entry: SegmentEntry, is_lost: NDArray[np.bool_], reason: str) -> None:
-        """Log which ticks have lost transitions."""
-        ticks = np.unique(np.flatnonzero(is_lost) // self.schema.num_envs) + entry.first_tick
-        _LOG.warning(
-            "%s, checkpoint %d: %d transitions of ticks %d to %d are lost: %s",
-            self.url,
-            self.manifest.number,
-            int(is_lost.sum()),
-            int(ticks[0]),
-            int(ticks[-1]),
-            reason,
-        )
+    def _record_loss(self, entry: SegmentEntry, is_lost: NDArray[np.bool_], reason: str) -> None:
+        """Record which transitions of a segment are lost."""
+        ticks = np.flatnonzero(is_lost) // self.schema.num_envs + entry.first_tick
+        self._losses.append(_LostTransitions(len(ticks), int(ticks[0]), int(ticks[-1]), reason))
+
+    def _log_losses(self) -> None:
+        """Log which ticks have lost transitions. Consecutive losses with the same reason are logged together."""
+        for reason, losses in itertools.groupby(self._losses, attrgetter("reason")):
+            together = list(losses)
+            _LOG.warning(
+                "%s, checkpoint %d: %d transitions of ticks %d to %d are lost: %s",
+                self.url,
+                self.manifest.number,
+                sum(loss.count for loss in together),
+                together[0].first_tick,
+                together[-1].last_tick,
+                reason,
+            )
 
 
 def _find_damaged(record: Record, read: Any, coded: Coded) -> NDArray[np.bool_]:

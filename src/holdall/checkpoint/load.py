@@ -36,7 +36,6 @@ from holdall.store.format import (
     FilePlace,
     StoredParts,
     build_segment,
-    name_dictionary,
     read_block,
     read_dictionary,
     read_parts,
@@ -124,6 +123,14 @@ class RecordFiles:
         """Read what was saved besides the transitions."""
         record, ahead = self.read_record(ref)
         return read_state(record, ahead.read)
+
+    def read_dictionary(self, name: str, ref: Ref) -> Dictionary:
+        """Read a dictionary. Raise DamageError if its content is not that of `name`."""
+        record, ahead = self.read_record(ref, ref.nbytes)
+        found, dictionary = read_dictionary(record, ahead.read)
+        if found != name:
+            raise DamageError(f"The dictionary at byte {ref.start} of {ref.file} is not the one that is named.")
+        return dictionary
 
 
 # ---------------------------------------------------------------- the content of a checkpoint
@@ -218,11 +225,7 @@ class Restored:
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary that blocks refer to."""
-        record, ahead = self.files.read_record(ref, ref.nbytes)
-        found, dictionary = read_dictionary(record, ahead.read)
-        if found != name:
-            raise DamageError(f"The dictionary at byte {ref.start} of {ref.file} is not the one that is named.")
-        self.dictionaries[name] = dictionary
+        self.dictionaries[name] = self.files.read_dictionary(name, ref)
 
     def read_segment(self, entry: SegmentEntry) -> Segment:
         """Read the parts of a segment, and the indexes of its blocks."""
@@ -286,15 +289,14 @@ class Restored:
     def _list_saved(self, segments: list[Segment]) -> SavedRecords:
         """Return the records that the memory needs, by the serial numbers of the parts and blocks made of them."""
         manifest = self.manifest
-        saved = SavedRecords(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
+        saved = SavedRecords(files=dict(manifest.files))
         for entry, segment in zip(self.entries, segments, strict=True):
             serials = tuple(part.serial for part in segment.parts)
             saved.segments[entry.first_tick] = SavedSegment(entry.ticks, serials, entry.ref)
         for number, block in self.blocks.items():
             form = block.form
             dictionary = form.codec.dictionary if isinstance(form, Coded) else None
-            name = None if dictionary is None else name_dictionary(dictionary)
-            saved.blocks[block.serial] = SavedBlock(manifest.blocks[number], name)
+            saved.blocks[block.serial] = SavedBlock(manifest.blocks[number], dictionary)
         return saved
 
 
@@ -329,8 +331,7 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
     for _ in range(_MAX_RESTARTS):
         numbers = reader.numbers()
         sizes = reader.file_sizes()  # After the manifests, because a manifest is created after its files.
-        refused: list[str] = []
-        errors: list[OSError] = []
+        refused: dict[str, OSError] = {}  # Errors of the checkpoints that were passed over, by their texts.
         for number in numbers:
             with Losses() as lost:
                 manifest = reader.manifest(number)
@@ -347,8 +348,7 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
                 return built
             if number not in reader.numbers():
                 break  # A writer removed it meanwhile, so there is a newer one.
-            refused.append(lost[0].strerror or str(lost[0]))
-            errors += lost
+            refused.setdefault(lost[0].strerror or str(lost[0]), lost[0])
         else:
             break
     reasons = "".join(f" {reason}" for reason in refused)
@@ -358,7 +358,7 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
         remedy = "Load a copy of the checkpoint from another place."
     else:
         remedy = "To load the readable part, pass recover=True."
-    cause = errors[0] if errors else None
+    cause = next(iter(refused.values()), None)
     raise CheckpointError(f"No complete checkpoint found in {reader.url}.{reasons} {remedy}") from cause
 
 
@@ -419,13 +419,9 @@ class Loading(Generic[_M]):
             raise
 
     def _load_newest(self, reader: CheckpointReader) -> _M:
-        if not self.recover:
-            return load_newest(reader, lambda manifest: self._load(manifest, reader))
-        with Losses():
-            return load_newest(reader, lambda manifest: self._load(manifest, reader, may_be_empty=False), may_miss=True)
-        return load_newest(reader, lambda manifest: self._load(manifest, reader), may_miss=True)
+        return load_newest(reader, lambda manifest: self._load(manifest, reader), may_miss=self.recover)
 
-    def _load(self, manifest: Manifest, reader: CheckpointReader, *, may_be_empty: bool = True) -> _M:
+    def _load(self, manifest: Manifest, reader: CheckpointReader) -> _M:
         with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
             schema = schema_from_json(manifest.schema)
         lanes = schema.num_envs if self.num_envs is None else self.num_envs
@@ -438,10 +434,10 @@ class Loading(Generic[_M]):
 
             memory = convert(self, manifest, reader, schema, lanes)
         held = manifest.next_tick - manifest.first_tick + sum(shard.transitions for shard in manifest.shards)
-        if may_be_empty or not held or len(memory) > 0:
-            return memory
-        memory.close()
-        raise DamageError(f"Nothing of checkpoint {manifest.number} of {reader.url} is readable.")
+        if self.recover and held and len(memory) == 0:
+            memory.close()
+            raise DamageError("No transition is readable.")
+        return memory
 
 
 def load_memory(

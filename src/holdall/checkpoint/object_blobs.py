@@ -217,7 +217,10 @@ class ObjectBlobs:
             raise BlobMissingError(errno.ENOENT, f"{self.url}/{name} does not exist. Check the URL.") from error
 
     def _run_twice(self, request: Request) -> Any:
-        """Run a request that changes nothing. Run it again if its answer broke off, which obstore does not do."""
+        """Run a request that changes nothing. Run it again if the body of its answer broke off.
+
+        obstore repeats a request whose connection fails before the answer begins, and no other one.
+        """
         try:
             return self._run(request)
         except CheckpointError as error:

@@ -1,8 +1,10 @@
 """Save a snapshot: its segments, blocks and state become records in blobs, and a manifest commits them.
 
-A record that an earlier checkpoint wrote is named again and not written. Parts and blocks are recognised by their
-serial numbers, so that nothing is kept alive for the comparison. Closed segments go to lasting files. The last segment,
-which is mostly still being filled, the state and attached files go to files that the next checkpoint replaces.
+A closed segment or block that an earlier checkpoint wrote is named again and not written. Parts and blocks are
+recognised by their serial numbers, so that nothing large is kept alive for the comparison. Closed segments go to
+lasting files. The last segment (mostly still open), the dictionaries, the state and attached files go to
+files that the next checkpoint replaces. Thousands of blocks need one dictionary, so every checkpoint has its own copy:
+damage to it affects one checkpoint and not all.
 
 Blocks that the memory holds uncompressed are compressed here, on the thread of the caller. The memory takes over the
 compressed forms of those blocks that its budget wants compressed.
@@ -173,7 +175,7 @@ class SavedBlock:
     """The record of a closed block."""
 
     entry: BlockEntry
-    dictionary: str | None  # Name of the dictionary that the record refers to.
+    dictionary: Dictionary | None  # The dictionary that the record refers to.
 
 
 @dataclass(slots=True)
@@ -183,7 +185,6 @@ class SavedRecords:
     files: dict[str, int] = field(default_factory=dict)  # Bytes by name.
     segments: dict[int, SavedSegment] = field(default_factory=dict)  # By first tick.
     blocks: dict[int, SavedBlock] = field(default_factory=dict)  # Closed blocks, by serial number.
-    dictionaries: dict[str, Ref] = field(default_factory=dict)  # By name.
 
     def keep_only(self, sizes: Mapping[str, int]) -> SavedRecords:
         """Return the records whose files are among `sizes`, with all their bytes."""
@@ -194,7 +195,6 @@ class SavedRecords:
             files=files,
             segments={tick: segment for tick, segment in self.segments.items() if segment.ref.file in files},
             blocks={serial: block for serial, block in self.blocks.items() if block.entry.ref.file in files},
-            dictionaries={name: ref for name, ref in self.dictionaries.items() if ref.file in files},
         )
 
 
@@ -246,6 +246,7 @@ class SnapshotWriter:
         self._encoder = encoder
         self._report = report
         self._pause = pause
+        self._dictionaries: set[Dictionary] = set()  # Those that blocks of this checkpoint need.
         self._bytes_left = 0  # Approximate number of bytes that are still to be written.
         # A file is deleted as a whole, so records that last and records that are replaced are in separate files.
         self._lasting = BlobWriter(reader.blobs, names, self.count_written)
@@ -312,7 +313,7 @@ class SnapshotWriter:
                 "next_tick": next_tick,
                 "segments": tuple(entries),
                 "blocks": tuple(blocks),
-                "dictionaries": dict(self.saved.dictionaries),
+                "dictionaries": self._write_dictionaries(),
             },
         )
 
@@ -325,10 +326,11 @@ class SnapshotWriter:
     def _write_block(
         self, segment: Segment, block: Block, leaves: Sequence[Leaf], source: BlockSource | None
     ) -> BlockEntry:
-        """Write a block and its dictionary, unless they are there already."""
+        """Write a block, unless it is there already. Record the dictionary that it needs."""
         known = self._before.blocks.get(block.serial)
-        if known is not None and self._keep_dictionary(known.dictionary):
+        if known is not None:
             self.saved.blocks[block.serial] = known
+            self._require_dictionary(known.dictionary)
             return known.entry
         # An open block grows, so the next checkpoint writes it again. This is read before the slices are: a block that
         # is closed now has all its slices.
@@ -338,12 +340,12 @@ class SnapshotWriter:
         coded = code_form(column, block, encode_raw)
         if source is not None and not is_open:
             source.offer_form(block, coded)
-        dictionary = None if coded.codec.dictionary is None else self._write_dictionary(coded.codec.dictionary)
+        self._require_dictionary(coded.codec.dictionary)
         record = pack_block(coded)
         ref = (self._brief if is_open else self._lasting).append(record)
         entry = BlockEntry(ref, ref.nbytes - memoryview(record[-1]).nbytes)
         if not is_open:
-            self.saved.blocks[block.serial] = SavedBlock(entry, dictionary)
+            self.saved.blocks[block.serial] = SavedBlock(entry, coded.codec.dictionary)
         return entry
 
     def _encode(self, source: BlockSource | None, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
@@ -353,22 +355,15 @@ class SnapshotWriter:
         self._pause((time.perf_counter() - began) * (1 / _CORE_SHARE - 1))
         return coded
 
-    def _keep_dictionary(self, name: str | None) -> bool:
-        """Name a dictionary of an earlier checkpoint again. Return False if its file is gone."""
-        if name is None:
-            return True
-        ref = self._before.dictionaries.get(name)
-        if ref is None:
-            return False
-        self.saved.dictionaries[name] = ref
-        return True
+    def _require_dictionary(self, dictionary: Dictionary | None) -> None:
+        """Record that a block of this checkpoint needs a dictionary."""
+        if dictionary is not None:
+            self._dictionaries.add(dictionary)
 
-    def _write_dictionary(self, dictionary: Dictionary) -> str:
-        """Write a dictionary, unless it is there already. Return its name."""
-        name = name_dictionary(dictionary)
-        if name not in self.saved.dictionaries and not self._keep_dictionary(name):
-            self.saved.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
-        return name
+    def _write_dictionaries(self) -> dict[str, Ref]:
+        """Write the dictionaries that blocks of this checkpoint need. Return their records by name."""
+        by_name = {name_dictionary(dictionary): dictionary for dictionary in self._dictionaries}
+        return {name: self._brief.append(pack_dictionary(by_name[name])) for name in sorted(by_name)}
 
     def _write_parts(self, segment: Segment, *, is_last: bool) -> Ref:
         """Write the parts of a segment, unless they are there already. Return their record."""

@@ -36,7 +36,7 @@ def normalized_url(url: str | os.PathLike[str]) -> str:
             f"url ({text!r}) has one slash after {found[1]!r}, as pathlib.Path writes it. Pass a str with two slashes: "
             f"'{scheme}://{bucket_and_prefix}'."
         )
-    if not bucket_and_prefix:
+    if not bucket_and_prefix or found[2].startswith("/"):
         container = "container" if scheme == "az" else "bucket"
         raise ArgumentError(f"url ({text!r}) names no {container}. Pass a URL like {scheme}://{container}/run.")
     return f"{scheme}://{bucket_and_prefix}"

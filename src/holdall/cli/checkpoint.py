@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import functools
 import json as json_
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,8 +43,12 @@ from holdall.tools.exports import export_npz, export_sb3
 from holdall.tools.imports import READERS, import_recording
 from holdall.units import counted, format_bytes
 
+_COMPLETE = "complete"
+"""State of a checkpoint whose files all exist with all their bytes."""
 _MINARI = "minari:"
-_FILE_EXPORTS = {".npz": export_npz, ".pkl": export_sb3}
+_PICKLE_SUFFIX = ".pkl"
+_DATASET_NAME = re.compile(r".*-v[0-9]+")
+_FILE_EXPORTS = {".npz": export_npz, _PICKLE_SUFFIX: export_sb3}
 DAMAGED = 3
 """Exit code: the checkpoints were read, and something is damaged."""
 checkpoint = typer.Typer(
@@ -62,7 +67,7 @@ class PlaceholderSampler(Uniform):
 
 @checkpoint.command()
 def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
-    """List checkpoints, newest first."""
+    """List checkpoints, newest first. The state says whether all files exist; `verify` reads them."""
     reader = open_reader(url)
     reader.require()
     sizes = reader.file_sizes()
@@ -81,21 +86,21 @@ def _format_table(entries: list[dict[str, Any]]) -> list[str]:
     ]
     for entry in entries:
         saved = entry["saved"].partition("+")[0]
-        state = "whole" if entry["state"] == "whole" else "damaged"
+        state = _COMPLETE if entry["state"] == _COMPLETE else "damaged"
         lines.append(
             f"{entry['number']:>6}  {saved:<19}  {entry['transitions']:>12}  {entry['num_envs']:>5}  "
             f"{entry['segments']:>8}  {format_bytes(entry['bytes']):>10}  {state}"
         )
         if entry["attached"]:
             lines.append(f"        attached: {', '.join(entry['attached'])}")
-        if entry["state"] != "whole":
+        if entry["state"] != _COMPLETE:
             lines.append(f"        {entry['state']}")
     return lines
 
 
 def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
-    entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
+    entry |= {"number": number, "bytes": 0, "attached": [], "state": _COMPLETE}
     try:
         manifest = reader.manifest(number)
         entry |= _facts(manifest)
@@ -161,7 +166,7 @@ def verify(
             for damage in result["damages"]:  # type: ignore[attr-defined]
                 typer.echo(f"checkpoint {result['number']}: {damage['reason']}")
             if not result["damages"]:
-                typer.echo(f"checkpoint {result['number']} is whole")
+                typer.echo(f"checkpoint {result['number']} is intact")
     if any(result["damages"] for result in results):
         raise typer.Exit(DAMAGED)
 
@@ -200,6 +205,11 @@ def export(
     if Path(target).suffix in _FILE_EXPORTS:
         _export_file(url, Path(target), json)
         return
+    if not _DATASET_NAME.fullmatch(target):
+        raise ArgumentError(
+            f"target ({target!r}) is of an unknown kind. Pass a file that ends with .npz or .pkl, or the name of a "
+            "Minari dataset with its version, as in robots/dog-v0."
+        )
     dataset = target
     with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
         episodes, transitions = export_minari(memory, dataset, advance), len(memory)
@@ -257,6 +267,11 @@ def import_(
             _save(imported, url, json, {METADATA: json_.dumps(metadata).encode()})
         return
     file = Path(source)
+    if file.suffix != _PICKLE_SUFFIX:
+        raise ArgumentError(
+            f"source ({source!r}) is of an unknown kind. Pass lerobot:FOLDER, robomimic:FILE.hdf5, "
+            "minari:robots/dog-v0, or a .pkl file that model.save_replay_buffer of Stable-Baselines3 wrote."
+        )
     if not file.is_file():
         raise ArgumentError(f"source ({source!r}) is not a file. Pass a file that model.save_replay_buffer wrote.")
     if not trust:

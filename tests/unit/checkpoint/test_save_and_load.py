@@ -28,10 +28,15 @@ from holdall import (
     ReplayMemory,
     Uniform,
 )
-from holdall.checkpoint import open_reader
+from holdall._native import Block, Coded, Raw, decode
+from holdall.checkpoint import MemorySnapshot, Savers, open_reader
 from holdall.checkpoint.directory_blobs import FileSystem
 from holdall.checkpoint.manifest import signed
 from holdall.checkpoint.urls import is_remote, normalized_url
+from holdall.codec.codec import Codec
+from holdall.schema_json import schema_to_json
+from holdall.store.format import list_blocks
+from holdall.store.store import Store
 from holdall.store.tuning import Tuning
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
@@ -588,6 +593,7 @@ def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
     [
         ("s3://", "names no bucket. Pass a URL like s3://bucket/run."),
         ("S3:///", "names no bucket. Pass a URL like s3://bucket/run."),
+        ("s3:///run", "names no bucket. Pass a URL like s3://bucket/run."),
         ("az://", "names no container. Pass a URL like az://container/run."),
         ("s4://bucket/run", "has the unsupported scheme 's4'. Pass a directory, or a URL that starts with s3://"),
         ("gcs://bucket/run", "has the unsupported scheme 'gcs'"),
@@ -679,3 +685,41 @@ def test_a_checkpoint_of_uncompressed_blocks_is_as_small_as_one_of_compressed_bl
             assert budget is None or held > 4 * sizes[0]
             sizes.append(memory.save(tmp_path / str(budget)).result().bytes_total)
     assert sizes[1] <= 1.1 * sizes[0]
+
+
+class RecordingSource:
+    """A store as a source of blocks, and the compressed forms that a save offered to it."""
+
+    def __init__(self, store: Store) -> None:
+        self.prefer = store.prefer
+        self.offered: dict[Block, Coded] = {}
+        self._store = store
+
+    def find_chosen_codec(self, leaf: int, layout: Any, /) -> Codec | None:
+        return self._store.find_chosen_codec(leaf, layout)
+
+    def offer_form(self, block: Block, coded: Coded, /) -> None:
+        assert block not in self.offered
+        self.offered[block] = coded
+
+
+def test_a_save_offers_the_compressed_forms_of_all_closed_uncompressed_blocks(tmp_path: Path) -> None:
+    """The memory takes over those that it wants compressed, so that no block is compressed twice."""
+    trainer = Trainer(budget="1GiB")
+    with trainer.memory as memory:
+        trainer.add(200)
+        store = memory.store
+        assert isinstance(store, Store)
+        source = RecordingSource(store)
+        snapshot = MemorySnapshot(store.snapshot(), schema_to_json(memory.schema), 600, {}, source)
+        savers = Savers()
+        savers.save(lambda: snapshot, tmp_path).result()
+        savers.close()
+        blocks = {block for segment in store.snapshot().segments for block in list_blocks(segment)}
+        closed = {block for block in blocks if isinstance(block.form, Raw) and not block.is_open}
+        assert len(closed) >= 3
+        assert closed <= set(source.offered)
+        assert not any(block.is_open for block in source.offered)
+        for block in closed:
+            slices = block.read(0, block.slice_count)
+            assert np.array_equal(decode(source.offered[block], 0, block.slice_count), slices)
