@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import ray
 
 from holdall.cluster.config import MemoryConfig
 from holdall.cluster.tuning import ClusterTuning
-from holdall.cluster.writer import Writer
-from holdall.sampling import Uniform
+from holdall.delivery import new_delivery
+from holdall.errors import ShardError
+from holdall.ray import MemoryHandle, Writer
+from holdall.sampling import Uniform, new_generator
 
 PATIENCE_S = 120.0
 
@@ -53,10 +53,25 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
         time.sleep(0.05)
 
 
-@contextmanager
-def impatient(*writers: Writer) -> Iterator[None]:
-    """Have writers give up a shard that is away almost at once, for as long as this lasts."""
-    with pytest.MonkeyPatch.context() as patch:
-        for writer in writers:
-            patch.setattr(writer._streams, "patience_s", 0.1)
-        yield
+def writer_with(memory: MemoryHandle, num_envs: int = 1, **changes: Any) -> Writer:
+    """Return a writer of a memory with some other settings, see `MemoryConfig`."""
+    return Writer(memory._config._replace(**changes), num_envs)
+
+
+def handle_with(memory: MemoryHandle, **changes: Any) -> MemoryHandle:
+    """Return another handle of a memory, with some other settings, see `MemoryConfig`."""
+    config = memory._config._replace(**changes)
+    return MemoryHandle(config, memory.sampler, new_generator(0), None, new_delivery(memory.schema, None), seeds=True)
+
+
+def repeat(call: Callable[[], Any]) -> None:
+    """Repeat a call of a writer until the shards accept it."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            call()
+        except ShardError:
+            if time.monotonic() > until:
+                raise
+        else:
+            return
