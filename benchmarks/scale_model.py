@@ -1,4 +1,4 @@
-"""What machines carry, worked out from measured unit costs: `python benchmarks/scale_model.py`.
+"""How many machines a training would take, computed from measured unit costs: `python benchmarks/scale_model.py`.
 
 In:  results/ray.json, which ray_replay.py measured on one machine, and assumptions that can be set on the command line.
 Out: for 1,000 actors and 10 TB, what each part of the system has to carry, how many machines that is, and which part is
@@ -177,22 +177,23 @@ def table(results: dict[str, Any], asked: Assumptions) -> str:
 
 
 def measured(results: dict[str, Any]) -> str:
-    """Lay what was measured beside what was asked of it, as Markdown."""
+    """Return the measured figures as a Markdown table."""
     by_name: dict[str, dict[str, Any]] = {}
     for bar in results["bars"]:
         by_name.setdefault(bar["name"], {})[bar["workload"]] = bar
-    lines = ["| | asked | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
+    lines = ["| | " + " | ".join(NAMES.values()) + " |", "|---|" + "--:|" * len(NAMES)]
     for name, bars in by_name.items():
-        each = [_asked(bars[workload]) for workload in NAMES if workload in bars]
-        asked = each[0] if len(set(each)) == 1 else " / ".join(word or "-" for word in each)
         cells = [f"{bars[workload]['value']:.3g}" if workload in bars else "" for workload in NAMES]
-        lines.append(f"| {name} | {asked} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _asked(bar: dict[str, Any]) -> str:
-    least, most = bar["least"], bar["most"]
-    return f">= {least:g}" if least is not None else "" if most is None else f"<= {most:.3g}"
+def with_measured(page: str, results: dict[str, Any]) -> str:
+    """Return the text of docs/scale.md with the measured figures of `results`."""
+    before, start, rest = page.partition("<!-- measured: made by benchmarks/scale_model.py --docs")
+    head, _, rest = rest.partition("\n")
+    end = "<!-- end of measured -->"
+    return f"{before}{start}{head}\n{measured(results)}{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:
@@ -208,12 +209,7 @@ def main() -> None:
     results = json.loads(wanted["results"].read_text(encoding="utf-8"))
     print(table(results, asked))
     if wanted["docs"]:
-        page = PAGE.read_text(encoding="utf-8")
-        before, start, rest = page.partition("<!-- measured: made by benchmarks/scale_model.py --docs")
-        head, _, rest = rest.partition("\n")
-        end = "<!-- end of measured -->"
-        page = f"{before}{start}{head}\n{measured(results)}{end}{rest.partition(end)[2]}"
-        PAGE.write_text(page, encoding="utf-8")
+        PAGE.write_text(with_measured(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":
