@@ -1,9 +1,8 @@
 """How many machines a training would take, computed from measured unit costs: `python benchmarks/scale_model.py`.
 
-In:  results/ray.json, which ray_replay.py measured on one machine, and assumptions that can be set on the command line.
-Out: for 1,000 actors and 10 TB, what each part of the system has to carry, how many machines that is, and which part is
-exhausted first. Nothing was measured at this size: it is arithmetic. `--docs` also puts the measured figures themselves
-into docs/scale.md.
+The unit costs are in results/ray.json, which ray_replay.py measured on one machine. The assumptions are options. By
+default, the script computes the load of 1,000 actors and 10 TB, the machines for it, and the resource that is exhausted
+first. Nothing was measured at this size. `--docs` also writes the measured figures to docs/scale.md.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ NAMES = {"atari": "Atari, 4 stacked frames", "camera": "camera and vector", "noi
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is asked of the system, and what machines are like. None of it is measured."""
+    """Load on the system, and properties of the machines. None of it is measured."""
 
     actors: int = 1_000
     steps_per_s: float = 100.0  # of one actor
-    rows_per_s: float = 51_200.0  # that the learner draws: 100 batches of 512
-    plain_tb: float = 10.0  # what the memory holds, counted as plain obs and next_obs
+    rows_per_s: float = 51_200.0  # drawn by the learner: 100 batches of 512
+    plain_tb: float = 10.0  # of held transitions, as plain arrays of obs and next_obs
     host_cores: int = 64
     host_gib: float = 512.0
     host_gbit_s: float = 25.0
@@ -52,21 +51,21 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one transition or one batch costs, measured."""
+    """Measured costs of one transition or one batch."""
 
     writer_us: float  # CPU of a transition at its actor
     shard_insert_us: float
-    wire_insert: float  # bytes of a transition on its way to a shard, and held there
-    shard_held: float  # bytes of a transition in the shard's process, by the kernel's count
+    wire_insert: float  # bytes of a compressed transition
+    shard_held: float  # bytes by which a transition grows the shard's process
     learner_row_us: float
     shard_row_us: float
     wire_row: float
     plain: float  # bytes of a transition's obs and next_obs as plain arrays
-    call_us: float  # CPU, all in all, of one more shard that a batch is drawn from
+    call_us: float  # CPU of all processes for one more shard in a batch
 
     @classmethod
     def of(cls, found: dict[str, Any], spread: dict[str, Any]) -> Costs:
-        """Read what was measured of one workload."""
+        """Return the costs of one workload."""
         inserted, ahead = found["insert"], found["sample"]["ahead"]
         # Results of earlier versions have no figures of batches that leave the machine.
         near = {f"{end}_us": ahead[f"{end}_cpu_us"]["holdall"] for end in ("learner", "shard")}
@@ -86,7 +85,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one workload comes to."""
+    """Load of one workload, and the machines for it."""
 
     transitions: float
     held_bytes: float
@@ -102,13 +101,13 @@ class Load:
 
     @property
     def first_wall(self) -> str:
-        """What gives out first as everything grows alike."""
+        """Resource that is exhausted first when everything grows alike."""
         walls = self.hosts | {f"learner's {name}": need for name, need in self.learner_hosts.items()}
         return max(walls, key=lambda name: walls[name])
 
 
 def load(costs: Costs, asked: Assumptions) -> Load:
-    """Work one workload out."""
+    """Compute the load of one workload."""
     transitions = asked.plain_tb * 1e12 / costs.plain
     held = transitions * costs.shard_held
     ingest, drawn = asked.inserts_per_s * costs.wire_insert, asked.rows_per_s * costs.wire_row
@@ -118,7 +117,7 @@ def load(costs: Costs, asked: Assumptions) -> Load:
     hosts = {
         "memory": held / (asked.host_gib * 2**30 * asked.usable),
         "cores": shard_cores / cores,
-        "network": (2 * ingest + drawn) / host_bytes_s,  # in from actors, on to the store; out to the learner
+        "network": (2 * ingest + drawn) / host_bytes_s,  # from actors, to the store, and to the learner
     }
     # A shard is one process with one lock: more than a core's worth of calls waits in line.
     shards = max(1, math.ceil(max(hosts.values())), math.ceil(shard_cores / asked.usable))
@@ -135,7 +134,7 @@ def load(costs: Costs, asked: Assumptions) -> Load:
 
 
 def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
-    """Return what was measured of every workload that inserts and samples were measured of."""
+    """Return the costs of every workload that has inserts and samples."""
     found = results["found"]
     whole = [name for name in NAMES if {"insert", "sample"} <= found.get(name, {}).keys()]
     if not whole or "spread" not in found.get("atari", {}):
@@ -144,7 +143,7 @@ def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
 
 
 def table(results: dict[str, Any], asked: Assumptions) -> str:
-    """Lay the workloads side by side, as Markdown."""
+    """Return the loads of all workloads as a Markdown table."""
     loads = {name: load(costs, asked) for name, costs in costs_of(results).items()}
     rows: list[tuple[str, list[str]]] = [
         (
@@ -168,7 +167,7 @@ def table(results: dict[str, Any], asked: Assumptions) -> str:
         for kind in ("cores", "network")
     ]
     rows += [
-        ("gives out first", [each.first_wall for each in loads.values()]),
+        ("exhausted first", [each.first_wall for each in loads.values()]),
         ("a day, without actors and GPUs", [f"${each.usd_day:,.0f}" for each in loads.values()]),
     ]
     lines = ["| | " + " | ".join(NAMES[name] for name in loads) + " |", "|---|" + "--:|" * len(loads)]
