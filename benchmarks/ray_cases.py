@@ -67,7 +67,7 @@ def insert(recording: Recording, rounds: int) -> dict[str, Any]:
         found["shard_bytes_per_transition"] = {
             side.name: (unique_bytes(side.processes) - held[side.name]) / added for side in sides
         }
-        found["encoded_bytes_per_transition"] = ours.memory.report().bytes_per_transition
+        found["encoded_bytes_per_transition"] = ours.encoded_bytes_per_transition()
     return found
 
 

@@ -30,6 +30,7 @@ from holdall import ReplayMemory as LocalReplayMemory
 from holdall.cluster.answer import read_answer
 from holdall.machine import held_bytes
 from holdall.ray import ReplayMemory, Writer
+from holdall.report import MemoryReport
 
 BATCH = 256
 PREFETCH = 3
@@ -128,6 +129,13 @@ class HoldallSide:
             learner_s, shard_s = learner_s + time.process_time() - start, shard_s + taken
         return {"bytes": sent, "shard_us": 1e6 * shard_s, "learner_us": 1e6 * learner_s}
 
+    def encoded_bytes_per_transition(self) -> float:
+        """Return the bytes of a compressed transition, without the uncompressed copies of the newest blocks."""
+        members = self.memory._members
+        calls = [members.handle(shard).__ray_call__.remote(_report_compressed) for shard in members.numbers]
+        reports = [ray.get(call) for call in calls]
+        return sum(report.total_bytes for report in reports) / sum(report.transitions for report in reports)
+
     def rows(self, numbers: Any) -> dict[str, Any]:
         """Return rows by the order in which they were added. Only for one shard."""
         batch = self.memory.gather(numbers)
@@ -143,6 +151,16 @@ def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
     data, start = shard._data, time.process_time()
     answer = data.read(data.draw(count, 0, None, is_near=False), shard.counters(), is_near=False)
     return answer, time.process_time() - start
+
+
+def _report_compressed(shard: Any) -> MemoryReport:
+    store = shard._data.store
+    store.begin_save()  # Until `end_save`, only compressed blocks are used.
+    try:
+        report: MemoryReport = shard.report()
+        return report
+    finally:
+        store.end_save()
 
 
 class _LocalMemory:

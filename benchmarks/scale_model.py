@@ -55,8 +55,7 @@ class Costs:
 
     writer_us: float  # CPU of a transition at its actor
     shard_insert_us: float
-    wire_insert: float  # bytes of a compressed transition
-    shard_held: float  # bytes by which a transition grows the shard's process
+    encoded: float  # bytes of a compressed transition, sent and held
     learner_row_us: float
     shard_row_us: float
     wire_row: float
@@ -73,8 +72,7 @@ class Costs:
         return cls(
             writer_us=inserted["steps"]["writer_cpu_us"]["holdall"],
             shard_insert_us=inserted["steps"]["shard_cpu_us"]["holdall"],
-            wire_insert=inserted["encoded_bytes_per_transition"],
-            shard_held=inserted["shard_bytes_per_transition"]["holdall"],
+            encoded=inserted["encoded_bytes_per_transition"],
             learner_row_us=wire["learner_us"] / BATCH,
             shard_row_us=wire["shard_us"] / BATCH,
             wire_row=wire["bytes"] / BATCH,
@@ -109,8 +107,8 @@ class Load:
 def load(costs: Costs, asked: Assumptions) -> Load:
     """Compute the load of one workload."""
     transitions = asked.plain_tb * 1e12 / costs.plain
-    held = transitions * costs.shard_held
-    ingest, drawn = asked.inserts_per_s * costs.wire_insert, asked.rows_per_s * costs.wire_row
+    held = transitions * costs.encoded
+    ingest, drawn = asked.inserts_per_s * costs.encoded, asked.rows_per_s * costs.wire_row
     shard_cores = (asked.inserts_per_s * costs.shard_insert_us + asked.rows_per_s * costs.shard_row_us) / 1e6
     host_bytes_s = asked.host_gbit_s / 8 * 1e9 * asked.usable
     cores = asked.host_cores * asked.usable

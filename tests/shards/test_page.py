@@ -25,7 +25,7 @@ def test_the_page_has_the_figures_that_were_measured(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("cluster")
-def test_programs_run() -> None:
+def test_programs() -> None:
     """The names that stand for the reader's own are here."""
     obs = np.zeros((1, 4), np.float32)
     never = np.zeros(1, bool)
