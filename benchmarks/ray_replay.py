@@ -101,6 +101,8 @@ def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
         bar("inserts in blocks of 64, times TorchRL's", inserted["blocks"]["times"], least=10)
         held = inserted["shard_bytes_per_transition"]
         bar("shard memory over TorchRL's", held["holdall"] / held["torchrl"], most=1 / 50)
+        encoded = inserted["encoded_bytes_per_transition"]
+        bar("compressed transitions alone over TorchRL's memory", encoded / held["torchrl"])
     bars += [*_sample_bars(workload, drawn), *_spread_bars(workload, found.get("spread", {}))]
     if "checkpoint" in found:
         saved = found["checkpoint"]
