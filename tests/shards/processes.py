@@ -1,4 +1,4 @@
-"""The processes of shards, so that tests can kill and freeze them."""
+"""The processes of shards, which tests kill and freeze, and handles with other settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def process_of(shard: Any) -> int:
 
 
 def forget_all(memory: Any) -> None:
-    """Have the shards hold nothing, so that a test may share them with those before it; row numbers go on."""
+    """Drop everything that the shards hold, so that tests can share a memory. Row numbers continue."""
     for number in memory._members.numbers:
         shard = memory._members.handle(number)
         ray.get(shard.__ray_call__.remote(lambda it: it._data.start_at(it._data.store.next_row).first_row))
@@ -41,15 +41,16 @@ def forget_all(memory: Any) -> None:
 
 
 def kill(process: int) -> None:
-    """End a process as the machine's out-of-memory killer would."""
+    """Kill a process with SIGKILL."""
     psutil.Process(process).kill()
 
 
 def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Wait until `is_so` returns True. Raise TimeoutError after `patience_s`."""
     until = time.monotonic() + patience_s
     while not is_so():
         if time.monotonic() > until:
-            raise TimeoutError("it never came to be so")
+            raise TimeoutError("the condition never became true")
         time.sleep(0.05)
 
 
