@@ -1,7 +1,7 @@
-"""What `ray_replay.py` measures, one case a function: recorded steps in, figures out.
+"""The cases of `ray_replay.py`. Each function gets recorded steps and returns figures.
 
-Sides take turns, and whose turn comes first changes, so that what else the machine does falls on all of them. CPU
-seconds are the kernel's own count, of the learner or writer, of the shards' processes, and of Ray's.
+The buffers take turns, and another one begins every round, so that other load on the machine affects all of them alike.
+CPU times are those that the kernel counts, of the learner or writer, of the shards and of Ray's own processes.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ BLOCK = 64
 STEPS = 256
 """Steps of a round of single inserts."""
 WARM = 1_024
-"""Transitions before the first reading; on the first of them a memory's codec is chosen, in the background."""
+"""Transitions before the first reading. A memory chooses its codec with them, in the background."""
 IN_A_ROW = 10
-"""Batches of one side before the next one's turn."""
+"""Batches in one turn of a buffer."""
 
 Side = HoldallSide | ActorSide | TorchRLSide
 
 
 def has_torchrl() -> bool:
-    """Whether the other side can be measured here."""
+    """Return whether TorchRL is installed."""
     return importlib.util.find_spec("torchrl") is not None
 
 
 def insert(recording: Recording, rounds: int) -> dict[str, Any]:
-    """Time inserts until all is acknowledged, and read what they leave in the shard's process."""
+    """Measure inserts until all are acknowledged, and the memory that they take in the shard's process."""
     ours = HoldallSide(recording, len(recording.steps))
     sides: list[Side] = [ours, TorchRLSide(len(recording.steps))] if has_torchrl() else [ours]
     with closing(sides):
@@ -67,12 +67,12 @@ def insert(recording: Recording, rounds: int) -> dict[str, Any]:
         found["shard_bytes_per_transition"] = {
             side.name: (unique_bytes(side.processes) - held[side.name]) / added for side in sides
         }
-        found["encoded_bytes_per_transition"] = ours.memory.report().bytes_per_transition
+        found["encoded_bytes_per_transition"] = ours.encoded_bytes_per_transition()
     return found
 
 
 def sample(recording: Recording, rounds: int) -> dict[str, Any]:
-    """Time batches as they are asked for, and batches asked for ahead, and compare what is delivered."""
+    """Measure batches with and without prefetch, and compare the delivered bits."""
     ours, plain = HoldallSide(recording, len(recording.steps)), ActorSide(recording, len(recording.steps))
     sides: list[Side] = [ours, plain]
     if has_torchrl():
@@ -99,7 +99,7 @@ def sample(recording: Recording, rounds: int) -> dict[str, Any]:
 
 
 def spread(recording: Recording, rounds: int) -> dict[str, Any]:
-    """Count the CPU-seconds of batches from 1 and from 4 shards, as they are asked for and ahead of time."""
+    """Measure the CPU time of batches from 1 and from 4 shards, with and without prefetch."""
     sides = {str(shards): HoldallSide(recording, len(recording.steps), shards) for shards in (1, 4)}
     with closing(list(sides.values())), ExitStack() as loaders:
         ways: dict[str, Callable[[], Any]] = {}
@@ -112,7 +112,7 @@ def spread(recording: Recording, rounds: int) -> dict[str, Any]:
         for name, side in sides.items():
             found[name]["wire_bytes"] = side.sent_elsewhere()["bytes"]
         for name in itertools.chain(*(_in_turn(list(ways), turn) for turn in range(rounds))):
-            _timed(ways[name], IN_A_ROW)  # what was drawn ahead before other ways' turns is not counted
+            _timed(ways[name], IN_A_ROW)  # Batches that were drawn ahead before this turn are not counted.
             before = cpu_seconds(), cpu_seconds(everyone)
             _timed(ways[name], 5 * IN_A_ROW)
             after = cpu_seconds(), cpu_seconds(everyone)
@@ -126,7 +126,7 @@ def spread(recording: Recording, rounds: int) -> dict[str, Any]:
 
 
 def checkpoint(recording: Recording, rounds: int) -> dict[str, Any]:
-    """Time batches while the memory is saved over and over, to a new folder each time, and while it is not."""
+    """Measure batches while the memory is saved again and again, each time to a new folder, and while it is idle."""
     side = HoldallSide(recording, len(recording.steps), 2)
     with closing([side]), tempfile.TemporaryDirectory() as folder:
         side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
@@ -146,7 +146,7 @@ def checkpoint(recording: Recording, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def closing(sides: Sequence[Side]) -> Iterator[None]:
-    """End the sides' actors, whatever happens."""
+    """End the actors of all buffers at the end."""
     try:
         yield
     finally:
@@ -156,12 +156,12 @@ def closing(sides: Sequence[Side]) -> Iterator[None]:
 
 @contextmanager
 def _saving(side: HoldallSide, folder: Path) -> Iterator[list[float]]:
-    """Save in the background for as long as the block runs; yield how long each took."""
+    """Save in the background while the `with` block runs. Yield the seconds of every save."""
     is_over, taken = threading.Event(), list[float]()
 
     def save() -> None:
         while not is_over.is_set():
-            start, place = time.perf_counter(), Path(tempfile.mkdtemp(dir=folder))  # so that there is all to write
+            start, place = time.perf_counter(), Path(tempfile.mkdtemp(dir=folder))  # so that everything is written
             side.memory.save(place).result()
             taken.append(time.perf_counter() - start)
             shutil.rmtree(place)
@@ -176,7 +176,7 @@ def _saving(side: HoldallSide, folder: Path) -> Iterator[list[float]]:
 
 
 def _inserted(recording: Recording, sides: list[Side], begins: range, count: int, block: int) -> dict[str, Any]:
-    """Insert stretches of the recording, side by side."""
+    """Insert parts of the recording into all buffers, in turns."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     writer_s, shard_s = dict.fromkeys(seconds, 0.0), dict.fromkeys(seconds, 0.0)
     for turn, begin in enumerate(begins):
@@ -196,7 +196,7 @@ def _inserted(recording: Recording, sides: list[Side], begins: range, count: int
 
 
 def _drawn(ways: dict[str, tuple[Side, Callable[[], Any]]], rounds: int) -> dict[str, Any]:
-    """Draw batches, side by side; the last one of each is held, as in training."""
+    """Draw batches from all buffers, in turns. The last batch of each is kept, as in training."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     learner_s, shard_s = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     for name in itertools.chain(*(_in_turn(list(ways), turn) for turn in range(1 + rounds))):
@@ -228,7 +228,7 @@ def _in_turn(sides: list[Any], turn: int) -> list[Any]:
 
 
 def _told(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return rates, and how many times TorchRL's they are."""
+    """Return rates, and their ratios to those of TorchRL and of the plain actor."""
     found: dict[str, Any] = {
         name: {"per_s": 1 / float(np.median(taken)), "best_per_s": 1 / min(taken)} for name, taken in seconds.items()
     }

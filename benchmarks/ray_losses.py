@@ -1,8 +1,8 @@
-"""What `ray_replay.py` measures of losses: how soon batches come again, and how soon from all shards.
+"""The cases of `ray_replay.py` with losses: seconds without a batch, and seconds until all shards are drawn from.
 
-`kill` ends shards by SIGKILL, one after another, while batches are drawn; what they held is in journals. `machines` has
-a machine of a small cluster lost, frozen, or cut off, as tests/shards/chaos/story.py tells it, where also every bit and
-every acknowledgement is looked at.
+`kill` kills one shard after another with SIGKILL while batches are drawn. The shards have journals. `machines` loses,
+freezes and cuts off a machine of a small cluster. It runs tests/shards/chaos/story.py, which also checks every bit and
+every acknowledgement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 64
 
 
 def kill(recording: Recording, rounds: int) -> dict[str, Any]:
-    """Kill one shard after another; each has come back before the next one goes."""
+    """Kill one shard after another. Each is drawn from again before the next one is killed."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"durability": "segment", "url": folder}
         side = HoldallSide(recording, len(recording.steps), SHARDS, **settings)
@@ -43,7 +43,7 @@ def kill(recording: Recording, rounds: int) -> dict[str, Any]:
 
 
 def machines(_recording: Recording, _rounds: int) -> dict[str, Any]:
-    """Have a machine lost, frozen and cut off, each in a cluster of its own; cables can be pulled by root alone."""
+    """Lose, freeze and cut off a machine, each in a cluster of its own. Only root can cut a machine off."""
     sys.path.append(str(ROOT))
     telling: Any = importlib.import_module("tests.shards.chaos.telling")
     apart = importlib.import_module("tests.shards.nodes").can_be_apart()
@@ -51,7 +51,7 @@ def machines(_recording: Recording, _rounds: int) -> dict[str, Any]:
 
 
 def _killed(side: HoldallSide, shard: int) -> tuple[float, float, float]:
-    """Kill a shard, and draw until its rows are drawn again: when the first batch came, the longest wait, the end."""
+    """Kill a shard, and draw until it is drawn from again. Return the first wait, the longest one and the total."""
     process_of(side.memory._members.handle(shard)).kill()
     start = last = time.perf_counter()
     waits: list[float] = []

@@ -1,22 +1,22 @@
-"""The memory over shards beside others: `python benchmarks/ray_replay.py --json results/ray.json`.
+"""Compare the memory over shards with other buffers: `python benchmarks/ray_replay.py --json results/ray.json`.
 
-The others are TorchRL's RayReplayBuffer, and a local memory of holdall's in a plain actor.
+The other buffers are TorchRL's RayReplayBuffer, and a local memory of holdall in a plain Ray actor.
 
-Out: a table and JSON. Both sides run on one Ray and are given the same recorded steps. TorchRL's rows are skipped, with
-the reason, where it is not installed (`pip install torchrl==0.14.1 tensordict==0.14.3`). Ratios are of medians, with
-those of the best turns beside them. The exit status is 1 if a bar was not met. Linux only: memory is read from /proc.
-Cases may be measured one by one (`--case`, `--workload`): the others stay in the JSON as they were.
+The script prints a table and writes JSON. All buffers run on one Ray cluster and get the same recorded steps. TorchRL
+is skipped if it is not installed (`pip install torchrl==0.14.1 tensordict==0.14.3`). Ratios compare medians. The JSON
+also has the ratios of the best turns. The exit status is 1 if a figure misses its bar. Linux only: memory is read from
+/proc. With `--case` and `--workload`, the JSON keeps the figures of the other cases.
 
-* `insert`: steps one by one, and blocks of 64, until all was acknowledged; what that added to the shard's USS
-* `sample`: 256 transitions as tensors, compared bit by bit; also asked for ahead; and what travels for a batch between
-  machines
-* `spread`: CPU-seconds of a batch from 4 shards over those from 1, of learner, shards and Ray; also asked for ahead
-* `checkpoint`: the slowest batches while the memory is saved over and over, over those of an idle memory
-* `kill`: seconds until a batch comes again after kill -9 of a shard, and until that shard is drawn from again
+* `insert`: insert single steps, and blocks of 64, until all are acknowledged; and the growth of the shard's USS
+* `sample`: draw 256 transitions as tensors, with and without prefetch; compare every bit; count the bytes and the CPU
+  time of a batch for another machine
+* `spread`: CPU time of a batch from 4 shards over that of a batch from 1, in the learner, the shards and Ray
+* `checkpoint`: the slowest batches while the memory is saved again and again, over those of an idle memory
+* `kill`: seconds without a batch after kill -9 of a shard, and seconds until that shard is drawn from again
 * `machines`: the same after a machine of a small cluster was lost, frozen or cut off
 
-Most bars are for Atari frames. Camera images compress less, and noise hardly. "Noise" is the camera's images with one
-value in 20 off by one.
+Most bars are for Atari frames. Camera images compress less. The workload "noise" has the same images with one value in
+20 changed by one, and compresses hardly.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ CASES: dict[str, Callable[[Recording, int], dict[str, Any]]] = {
 
 
 FIGURES = 2
-"""Another number whenever a case tells other figures: those of before are then not kept."""
+"""Version of the figures. It grows when a case measures other figures. Older results are then dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is played, and how much of it."""
+    """Recorded steps, and the cases that use them."""
 
     source: str
     options: dict[str, Any]
@@ -70,7 +70,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure of one workload, and what is asked of it."""
+    """A figure of one workload, and its bounds."""
 
     workload: str
     name: str
@@ -80,7 +80,7 @@ class Bar:
 
     @property
     def verdict(self) -> str:
-        """Say whether it is what is asked."""
+        """Return whether the figure is within its bounds. Empty if it has none."""
         if self.least is None and self.most is None:
             return ""
         met = (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -88,7 +88,7 @@ class Bar:
 
 
 def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
-    """Lay the figures of one workload beside what is asked."""
+    """Return the figures of one workload with their bounds."""
     bars = []
     is_atari = workload == "atari"
 
@@ -101,6 +101,8 @@ def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
         bar("inserts in blocks of 64, times TorchRL's", inserted["blocks"]["times"], least=10)
         held = inserted["shard_bytes_per_transition"]
         bar("shard memory over TorchRL's", held["holdall"] / held["torchrl"], most=1 / 50)
+        encoded = inserted["encoded_bytes_per_transition"]
+        bar("compressed transitions alone over TorchRL's memory", encoded / held["torchrl"])
     bars += [*_sample_bars(workload, drawn), *_spread_bars(workload, found.get("spread", {}))]
     if "checkpoint" in found:
         saved = found["checkpoint"]
@@ -125,7 +127,7 @@ def _sample_bars(workload: str, drawn: dict[str, Any]) -> list[Bar]:
             Bar(workload, "rows that differ", drawn["rows"]["differing"], most=0),
         ]
     if drawn:
-        plain = {"camera": 1.2, "noise": 1.0}.get(workload)
+        plain = {"atari": 1.2, "camera": 1.2, "noise": 1.0}[workload]
         most = {"atari": 0.05, "camera": 0.05, "noise": 1.0}[workload]
         sent, decoded = drawn["wire"]["bytes"], drawn["wire"]["decoded_bytes"]
         bars += [
@@ -168,7 +170,7 @@ def measure(workloads: list[str], cases: list[str], rounds: int) -> dict[str, An
 
 
 def with_others(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what was found, and what an earlier run found in other cases."""
+    """Return the figures of this run, and those of other cases from an earlier run."""
     told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     before = told.get("found", {}) if told.get("figures") == FIGURES else {}
     names = [name for name in WORKLOADS if name in before or name in found]
@@ -176,7 +178,7 @@ def with_others(path: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Read the command line, measure, and show the figures beside what is asked."""
+    """Read the command line, measure, and print the figures with their bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
@@ -190,7 +192,7 @@ def main() -> int:
         asked = f">= {bar.least:g}" if bar.least is not None else f"<= {bar.most:.3g}" if bar.most is not None else ""
         print(f"{bar.workload:8}{bar.name:52}{bar.value:10.4g}  {asked:10}{bar.verdict}")
     if not has_torchrl():
-        print("skipped beside TorchRL: it is not installed; pip install torchrl==0.14.1 tensordict==0.14.3")
+        print("TorchRL is skipped, because it is not installed: pip install torchrl==0.14.1 tensordict==0.14.3")
     if wanted.json:
         told: dict[str, Any] = {
             "machine": machine(),

@@ -1,7 +1,7 @@
-"""The two sides of `ray_replay.py`: holdall's memory over shards, and TorchRL's RayReplayBuffer, given the same steps.
+"""The buffers that `ray_replay.py` compares, behind one interface.
 
-In:  recorded steps.  Out: inserts and batches, and what the processes of either side hold and have used.
-Whatever is arranged for a side, tensors or stacked blocks, is arranged before time is taken.
+`HoldallSide` is a memory over shards, `ActorSide` a local memory in a plain Ray actor, `TorchRLSide` a RayReplayBuffer.
+`arrange` makes the arguments of inserts before time is measured.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from holdall import ReplayMemory as LocalReplayMemory
 from holdall.cluster.answer import read_answer
 from holdall.machine import held_bytes
 from holdall.ray import ReplayMemory, Writer
+from holdall.report import MemoryReport
 
 BATCH = 256
 PREFETCH = 3
@@ -38,7 +39,7 @@ FIELDS = ("action", "reward", "terminated", "truncated")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Steps that both sides are given."""
+    """Recorded steps, with their spaces."""
 
     observation_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
@@ -51,13 +52,13 @@ class Recording:
 
 
 def record(source: Stream, count: int) -> Recording:
-    """Play so many steps."""
+    """Record `count` steps."""
     return Recording(source.observation_space, source.action_space, list(itertools.islice(source.steps, count)))
 
 
 @contextmanager
 def own_ray(**settings: Any) -> Iterator[None]:
-    """Start Ray on this machine alone, with a token of its own; what was started is ended again."""
+    """Start Ray on this machine, with a token of its own, and shut it down at the end."""
     with tempfile.TemporaryDirectory() as folder:
         token = Path(folder) / "auth_token"
         token.touch(0o600)
@@ -65,7 +66,7 @@ def own_ray(**settings: Any) -> Iterator[None]:
         os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         os.environ["PYTHONPATH"] = path
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a shard that is started again finds compiled modules
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # so that a restarted shard finds compiled modules
         ray.init(
             "local",
             num_cpus=4,
@@ -82,7 +83,7 @@ def own_ray(**settings: Any) -> Iterator[None]:
 
 
 class HoldallSide:
-    """A memory over shards and a writer, both in this process; shards are processes of their own."""
+    """A memory over shards. This process adds and draws; every shard has its own process."""
 
     name = "holdall"
 
@@ -90,7 +91,7 @@ class HoldallSide:
         self.memory = ReplayMemory(
             recording.observation_space,
             recording.action_space,
-            capacity * shards,  # no shard leaves anything out, however the writer spreads
+            capacity * shards,  # so that no shard evicts, however segments are spread
             shards=shards,
             device="cpu",
             seed=0,
@@ -100,11 +101,11 @@ class HoldallSide:
         self.processes = [process_of(self.memory._members.handle(number)) for number in self.memory._members.numbers]
 
     def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
-        """Make the arguments of inserts: steps, or blocks of so many."""
+        """Return the arguments of inserts: single steps, or blocks of `block` steps."""
         return stacked(steps, block)
 
     def insert(self, arranged: list[tuple[Any, ...]], block: int) -> None:
-        """Insert, and return when everything was acknowledged."""
+        """Insert, and return when everything is acknowledged."""
         act = self.writer.add if block == 1 else self.writer.extend
         for arguments in arranged:
             act(*arguments)
@@ -115,7 +116,7 @@ class HoldallSide:
         return self.memory.sample(BATCH)
 
     def sent_elsewhere(self) -> dict[str, float]:
-        """Return what a batch for a learner on another machine takes: bytes on the way, and CPU of either end."""
+        """Return the bytes of a batch for a learner on another machine, and the CPU time of shards and learner."""
         members, share = self.memory._members, BATCH // len(self.memory._members.numbers)
         sent = shard_s = learner_s = 0.0
         for shard in members.numbers:
@@ -124,12 +125,19 @@ class HoldallSide:
             sent += len(answer)
             start = time.process_time()
             found, weights = read_answer(answer), np.ones(share, np.float32)
-            self.memory._maker.make([found], [np.arange(share)], [shard], weights)
+            self.memory._delivery.receive(self.memory._maker.prepare([found], [np.arange(share)], [shard], weights))
             learner_s, shard_s = learner_s + time.process_time() - start, shard_s + taken
         return {"bytes": sent, "shard_us": 1e6 * shard_s, "learner_us": 1e6 * learner_s}
 
+    def encoded_bytes_per_transition(self) -> float:
+        """Return the bytes of a compressed transition, without the uncompressed copies of the newest blocks."""
+        members = self.memory._members
+        calls = [members.handle(shard).__ray_call__.remote(_report_compressed) for shard in members.numbers]
+        reports = [ray.get(call) for call in calls]
+        return sum(report.total_bytes for report in reports) / sum(report.transitions for report in reports)
+
     def rows(self, numbers: Any) -> dict[str, Any]:
-        """Return rows by the order in which they were added; of a memory of one shard."""
+        """Return rows by the order in which they were added. Only for one shard."""
         batch = self.memory.gather(numbers)
         told = {name: getattr(batch, name) for name in FIELDS}
         return told | _named("obs", batch.obs) | _named("next_obs", batch.next_obs)
@@ -145,8 +153,18 @@ def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
     return answer, time.process_time() - start
 
 
+def _report_compressed(shard: Any) -> MemoryReport:
+    store = shard._data.store
+    store.begin_save()  # Until `end_save`, only compressed blocks are used.
+    try:
+        report: MemoryReport = shard.report()
+        return report
+    finally:
+        store.end_save()
+
+
 class _LocalMemory:
-    """The plain way to share a memory out: a local one in an actor."""
+    """A local memory in an actor."""
 
     def __init__(self, *arguments: Any) -> None:
         self._memory = LocalReplayMemory(*arguments)
@@ -159,7 +177,7 @@ class _LocalMemory:
 
 
 class ActorSide:
-    """A local memory of holdall's in one actor of Ray's; some batches are asked for ahead, as a loader does."""
+    """A local memory of holdall in one Ray actor. `sample_ahead` requests batches ahead, as a loader does."""
 
     name = "plain actor"
 
@@ -172,11 +190,11 @@ class ActorSide:
         self._ahead: deque[Any] = deque()
 
     def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
-        """Make the arguments of inserts: blocks of so many steps."""
+        """Return the arguments of inserts: blocks of `block` steps."""
         return stacked(steps, block)
 
     def insert(self, arranged: list[tuple[Any, ...]], _block: int) -> None:
-        """Insert; every call returns when it was acknowledged."""
+        """Insert. Every call returns when it is acknowledged."""
         for arguments in arranged:
             ray.get(self._actor.extend.remote(*arguments))
 
@@ -185,7 +203,7 @@ class ActorSide:
         return _as_tensors(ray.get(self._actor.sample.remote(BATCH)))
 
     def sample_ahead(self) -> Any:
-        """Draw a batch that was asked for a while ago."""
+        """Return a batch that was requested earlier."""
         while len(self._ahead) <= PREFETCH:
             self._ahead.append(self._actor.sample.remote(BATCH))
         return _as_tensors(ray.get(self._ahead.popleft()))
@@ -196,7 +214,7 @@ class ActorSide:
 
 
 class TorchRLSide:
-    """TorchRL's buffer in one actor of Ray's, with a client in this process."""
+    """TorchRL's buffer in one Ray actor."""
 
     name = "torchrl"
 
@@ -213,7 +231,7 @@ class TorchRLSide:
         self._added = 0
 
     def arrange(self, steps: Sequence[Step], block: int) -> list[Any]:
-        """Make the arguments of inserts: steps, or blocks of so many."""
+        """Return the arguments of inserts: single steps, or blocks of `block` steps."""
         rows = []
         for number, step in enumerate(steps, self._added):
             told = {name: getattr(step, name) for name in FIELDS}
@@ -233,7 +251,7 @@ class TorchRLSide:
         ]
 
     def insert(self, arranged: list[Any], block: int) -> None:
-        """Insert; every call returns when it was acknowledged."""
+        """Insert. Every call returns when it is acknowledged."""
         act = self.buffer.add if block == 1 else self.buffer.extend
         for row in arranged:
             act(row)
@@ -258,17 +276,17 @@ def differing_rows(theirs: Any, ours: HoldallSide) -> int:
 
 
 def process_of(actor: Any) -> psutil.Process:
-    """Return the process that an actor lives in; on this machine."""
+    """Return the process of an actor on this machine."""
     return psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
 def unique_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Return what would come free if these processes ended."""
+    """Return the memory that only these processes use."""
     return sum(held_bytes(process.pid).unique for process in processes)
 
 
 def cpu_seconds(processes: Sequence[psutil.Process] | None = None) -> float:
-    """Return the CPU time that processes have used; None: this one."""
+    """Return the CPU time that processes have used. None: this process."""
     used = 0.0
     for process in [psutil.Process()] if processes is None else processes:
         times = process.cpu_times()
@@ -282,7 +300,7 @@ def servants() -> list[psutil.Process]:
 
 
 def stacked(steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
-    """Make the arguments of `add`, or those of `extend` for blocks of so many steps."""
+    """Return the arguments of `add`, or those of `extend` for blocks of `block` steps."""
     told = [(s.obs, s.action, s.reward, s.next_obs, s.terminated, s.truncated) for s in steps]
     if block == 1:
         return told
@@ -290,7 +308,7 @@ def stacked(steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
 
 
 def _as_tensors(batch: Any) -> Any:
-    """Make tensors of a batch's arrays, as the memory over shards hands them out; nothing is copied."""
+    """Return a batch as tensors that share the memory of its arrays."""
     if isinstance(batch, dict):
         return {name: _as_tensors(part) for name, part in batch.items()}
     if isinstance(batch, np.ndarray):

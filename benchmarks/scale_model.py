@@ -1,9 +1,8 @@
-"""What machines carry, worked out from measured unit costs: `python benchmarks/scale_model.py`.
+"""How many machines a training would take, computed from measured unit costs: `python benchmarks/scale_model.py`.
 
-In:  results/ray.json, which ray_replay.py measured on one machine, and assumptions that can be set on the command line.
-Out: for 1,000 actors and 10 TB, what each part of the system has to carry, how many machines that is, and which part is
-exhausted first. Nothing was measured at this size: it is arithmetic. `--docs` also puts the measured figures themselves
-into docs/scale.md.
+The unit costs are in results/ray.json, which ray_replay.py measured on one machine. The assumptions are options. By
+default, the script computes the load of 1,000 actors and 10 TB, the machines for it, and the resource that is exhausted
+first. Nothing was measured at this size. `--docs` also writes the measured figures to docs/scale.md.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ NAMES = {"atari": "Atari, 4 stacked frames", "camera": "camera and vector", "noi
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is asked of the system, and what machines are like. None of it is measured."""
+    """Load on the system, and properties of the machines. None of it is measured."""
 
     actors: int = 1_000
     steps_per_s: float = 100.0  # of one actor
-    rows_per_s: float = 51_200.0  # that the learner draws: 100 batches of 512
-    plain_tb: float = 10.0  # what the memory holds, counted as plain obs and next_obs
+    rows_per_s: float = 51_200.0  # drawn by the learner: 100 batches of 512
+    plain_tb: float = 10.0  # of held transitions, as plain arrays of obs and next_obs
     host_cores: int = 64
     host_gib: float = 512.0
     host_gbit_s: float = 25.0
@@ -52,21 +51,20 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one transition or one batch costs, measured."""
+    """Measured costs of one transition or one batch."""
 
     writer_us: float  # CPU of a transition at its actor
     shard_insert_us: float
-    wire_insert: float  # bytes of a transition on its way to a shard, and held there
-    shard_held: float  # bytes of a transition in the shard's process, by the kernel's count
+    encoded: float  # bytes of a compressed transition, sent and held
     learner_row_us: float
     shard_row_us: float
     wire_row: float
     plain: float  # bytes of a transition's obs and next_obs as plain arrays
-    call_us: float  # CPU, all in all, of one more shard that a batch is drawn from
+    call_us: float  # CPU of all processes for one more shard in a batch
 
     @classmethod
     def of(cls, found: dict[str, Any], spread: dict[str, Any]) -> Costs:
-        """Read what was measured of one workload."""
+        """Return the costs of one workload."""
         inserted, ahead = found["insert"], found["sample"]["ahead"]
         # Results of earlier versions have no figures of batches that leave the machine.
         near = {f"{end}_us": ahead[f"{end}_cpu_us"]["holdall"] for end in ("learner", "shard")}
@@ -74,8 +72,7 @@ class Costs:
         return cls(
             writer_us=inserted["steps"]["writer_cpu_us"]["holdall"],
             shard_insert_us=inserted["steps"]["shard_cpu_us"]["holdall"],
-            wire_insert=inserted["encoded_bytes_per_transition"],
-            shard_held=inserted["shard_bytes_per_transition"]["holdall"],
+            encoded=inserted["encoded_bytes_per_transition"],
             learner_row_us=wire["learner_us"] / BATCH,
             shard_row_us=wire["shard_us"] / BATCH,
             wire_row=wire["bytes"] / BATCH,
@@ -86,7 +83,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one workload comes to."""
+    """Load of one workload, and the machines for it."""
 
     transitions: float
     held_bytes: float
@@ -102,23 +99,23 @@ class Load:
 
     @property
     def first_wall(self) -> str:
-        """What gives out first as everything grows alike."""
+        """Resource that is exhausted first when everything grows alike."""
         walls = self.hosts | {f"learner's {name}": need for name, need in self.learner_hosts.items()}
         return max(walls, key=lambda name: walls[name])
 
 
 def load(costs: Costs, asked: Assumptions) -> Load:
-    """Work one workload out."""
+    """Compute the load of one workload."""
     transitions = asked.plain_tb * 1e12 / costs.plain
-    held = transitions * costs.shard_held
-    ingest, drawn = asked.inserts_per_s * costs.wire_insert, asked.rows_per_s * costs.wire_row
+    held = transitions * costs.encoded
+    ingest, drawn = asked.inserts_per_s * costs.encoded, asked.rows_per_s * costs.wire_row
     shard_cores = (asked.inserts_per_s * costs.shard_insert_us + asked.rows_per_s * costs.shard_row_us) / 1e6
     host_bytes_s = asked.host_gbit_s / 8 * 1e9 * asked.usable
     cores = asked.host_cores * asked.usable
     hosts = {
         "memory": held / (asked.host_gib * 2**30 * asked.usable),
         "cores": shard_cores / cores,
-        "network": (2 * ingest + drawn) / host_bytes_s,  # in from actors, on to the store; out to the learner
+        "network": (2 * ingest + drawn) / host_bytes_s,  # from actors, to the store, and to the learner
     }
     # A shard is one process with one lock: more than a core's worth of calls waits in line.
     shards = max(1, math.ceil(max(hosts.values())), math.ceil(shard_cores / asked.usable))
@@ -135,7 +132,7 @@ def load(costs: Costs, asked: Assumptions) -> Load:
 
 
 def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
-    """Return what was measured of every workload that inserts and samples were measured of."""
+    """Return the costs of every workload that has inserts and samples."""
     found = results["found"]
     whole = [name for name in NAMES if {"insert", "sample"} <= found.get(name, {}).keys()]
     if not whole or "spread" not in found.get("atari", {}):
@@ -144,7 +141,7 @@ def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
 
 
 def table(results: dict[str, Any], asked: Assumptions) -> str:
-    """Lay the workloads side by side, as Markdown."""
+    """Return the loads of all workloads as a Markdown table."""
     loads = {name: load(costs, asked) for name, costs in costs_of(results).items()}
     rows: list[tuple[str, list[str]]] = [
         (
@@ -168,7 +165,7 @@ def table(results: dict[str, Any], asked: Assumptions) -> str:
         for kind in ("cores", "network")
     ]
     rows += [
-        ("gives out first", [each.first_wall for each in loads.values()]),
+        ("exhausted first", [each.first_wall for each in loads.values()]),
         ("a day, without actors and GPUs", [f"${each.usd_day:,.0f}" for each in loads.values()]),
     ]
     lines = ["| | " + " | ".join(NAMES[name] for name in loads) + " |", "|---|" + "--:|" * len(loads)]
@@ -177,22 +174,23 @@ def table(results: dict[str, Any], asked: Assumptions) -> str:
 
 
 def measured(results: dict[str, Any]) -> str:
-    """Lay what was measured beside what was asked of it, as Markdown."""
+    """Return the measured figures as a Markdown table."""
     by_name: dict[str, dict[str, Any]] = {}
     for bar in results["bars"]:
         by_name.setdefault(bar["name"], {})[bar["workload"]] = bar
-    lines = ["| | asked | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
+    lines = ["| | " + " | ".join(NAMES.values()) + " |", "|---|" + "--:|" * len(NAMES)]
     for name, bars in by_name.items():
-        each = [_asked(bars[workload]) for workload in NAMES if workload in bars]
-        asked = each[0] if len(set(each)) == 1 else " / ".join(word or "-" for word in each)
         cells = [f"{bars[workload]['value']:.3g}" if workload in bars else "" for workload in NAMES]
-        lines.append(f"| {name} | {asked} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _asked(bar: dict[str, Any]) -> str:
-    least, most = bar["least"], bar["most"]
-    return f">= {least:g}" if least is not None else "" if most is None else f"<= {most:.3g}"
+def with_measured(page: str, results: dict[str, Any]) -> str:
+    """Return the text of docs/scale.md with the measured figures of `results`."""
+    before, start, rest = page.partition("<!-- measured: made by benchmarks/scale_model.py --docs")
+    head, _, rest = rest.partition("\n")
+    end = "<!-- end of measured -->"
+    return f"{before}{start}{head}\n{measured(results)}{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:
@@ -208,12 +206,7 @@ def main() -> None:
     results = json.loads(wanted["results"].read_text(encoding="utf-8"))
     print(table(results, asked))
     if wanted["docs"]:
-        page = PAGE.read_text(encoding="utf-8")
-        before, start, rest = page.partition("<!-- measured: made by benchmarks/scale_model.py --docs")
-        head, _, rest = rest.partition("\n")
-        end = "<!-- end of measured -->"
-        page = f"{before}{start}{head}\n{measured(results)}{end}{rest.partition(end)[2]}"
-        PAGE.write_text(page, encoding="utf-8")
+        PAGE.write_text(with_measured(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

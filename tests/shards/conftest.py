@@ -1,4 +1,4 @@
-"""One Ray for all tests here, on this machine alone; ended by what started it."""
+"""One Ray cluster on this machine for all tests of this package."""
 
 import os
 from collections.abc import Iterator

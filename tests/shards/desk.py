@@ -15,6 +15,7 @@ from holdall.cluster.messages import ShardCounters
 from holdall.cluster.segment import SegmentBuilder
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.tuning import ClusterTuning
+from holdall.delivery import Delivery, new_delivery
 from holdall.sampling import Hindsight, Likelihood, Sampler, check_priorities
 from holdall.schema import Schema
 from holdall.schema_json import schema_to_json
@@ -36,6 +37,7 @@ class Desk:
         segment_rows: int = 32,
         is_near: bool = False,
         tuning: ClusterTuning | None = None,
+        delivery: Delivery | None = None,
     ) -> None:
         tuning = tuning or ClusterTuning(store=Tuning(small_field_bytes=256, tiny_field_bytes=16))
         generator = np.random.default_rng(seed)
@@ -43,7 +45,8 @@ class Desk:
         self.is_near = is_near
         self.shard = ShardData(schema_to_json(schema), capacity, strip_sampler(sampler), generator, tuning)
         self.builder = SegmentBuilder(schema, segment_rows, "balanced", tuning.store)
-        self.maker = BatchMaker(schema, None, tuning)
+        self.delivery = delivery or new_delivery(schema, None)
+        self.maker = BatchMaker(schema, self.delivery, tuning)
 
     def add(self, *step: Any) -> None:
         if not self.builder.append((*step, *[None] * (8 - len(step)))):
@@ -66,13 +69,15 @@ class Desk:
         positions = [np.arange(count) if answer.order is None else answer.order]
         by = Likelihood(self.sampler).prioritized
         weights = compute_weights([answer], positions, [1.0], 1.0 if by is None else by.beta)
-        return self.maker.make([answer], positions, [0], weights, self.sampler)
+        return self.delivery.receive(self.maker.prepare([answer], positions, [0], weights, self.sampler))
 
     def gather(self, ids: Any) -> Batch:
         self.send()
         drawn = self.shard.find(np.asarray(ids, np.int64))
         answer = read_answer(self.shard.read(drawn, self.counters(), is_near=self.is_near))
-        return self.maker.make([answer], [np.arange(len(ids))], [0], np.ones(len(ids), np.float32))
+        return self.delivery.receive(
+            self.maker.prepare([answer], [np.arange(len(ids))], [0], np.ones(len(ids), np.float32))
+        )
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         self.send()

@@ -1,22 +1,22 @@
-"""The processes of shards, so that tests can kill and freeze them."""
+"""The processes of shards, which tests kill and freeze, and handles with other settings."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import ray
 
 from holdall.cluster.config import MemoryConfig
 from holdall.cluster.tuning import ClusterTuning
-from holdall.cluster.writer import Writer
-from holdall.sampling import Uniform
+from holdall.delivery import new_delivery
+from holdall.errors import ShardError
+from holdall.ray import MemoryHandle, Writer
+from holdall.sampling import Uniform, new_generator
 
 PATIENCE_S = 120.0
 
@@ -33,7 +33,7 @@ def process_of(shard: Any) -> int:
 
 
 def forget_all(memory: Any) -> None:
-    """Have the shards hold nothing, so that a test may share them with those before it; row numbers go on."""
+    """Drop everything that the shards hold, so that tests can share a memory. Row numbers continue."""
     for number in memory._members.numbers:
         shard = memory._members.handle(number)
         ray.get(shard.__ray_call__.remote(lambda it: it._data.start_at(it._data.store.next_row).first_row))
@@ -41,22 +41,38 @@ def forget_all(memory: Any) -> None:
 
 
 def kill(process: int) -> None:
-    """End a process as the machine's out-of-memory killer would."""
+    """Kill a process with SIGKILL."""
     psutil.Process(process).kill()
 
 
 def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Wait until `is_so` returns True. Raise TimeoutError after `patience_s`."""
     until = time.monotonic() + patience_s
     while not is_so():
         if time.monotonic() > until:
-            raise TimeoutError("it never came to be so")
+            raise TimeoutError("the condition never became true")
         time.sleep(0.05)
 
 
-@contextmanager
-def impatient(*writers: Writer) -> Iterator[None]:
-    """Have writers give up a shard that is away almost at once, for as long as this lasts."""
-    with pytest.MonkeyPatch.context() as patch:
-        for writer in writers:
-            patch.setattr(writer._streams, "patience_s", 0.1)
-        yield
+def writer_with(memory: MemoryHandle, num_envs: int = 1, **changes: Any) -> Writer:
+    """Return a writer of a memory with some other settings, see `MemoryConfig`."""
+    return Writer(memory._config._replace(**changes), num_envs)
+
+
+def handle_with(memory: MemoryHandle, **changes: Any) -> MemoryHandle:
+    """Return another handle of a memory, with some other settings, see `MemoryConfig`."""
+    config = memory._config._replace(**changes)
+    return MemoryHandle(config, memory.sampler, new_generator(0), None, new_delivery(memory.schema, None), seeds=True)
+
+
+def repeat(call: Callable[[], Any]) -> None:
+    """Repeat a call of a writer until the shards accept it."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            call()
+        except ShardError:
+            if time.monotonic() > until:
+                raise
+        else:
+            return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,23 +11,27 @@ from gymnasium import spaces
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall import Uniform
+from holdall import NStep, Sequence, Uniform
 from holdall.cluster.answer import Answer, BatchMaker, read_answer
 from holdall.cluster.ids import make_ids
 from holdall.cluster.tuning import ClusterTuning
+from holdall.delivery import Delivery, new_delivery
+from holdall.delivery.device import DeviceDelivery
 from holdall.errors import DamageError
+from holdall.sampling import Sampler
 from holdall.schema import Schema
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 from .desk import Desk
 
 SPACE = spaces.Dict(image=spaces.Box(0, 255, (4, 24, 24), np.uint8), state=spaces.Box(-1, 1, (3,), np.float32))
-SCHEMA = Schema.of(SPACE, spaces.Discrete(3), {}, 1)
+ACTION = spaces.Box(0, 2, (), np.int32)  # JAX has no int64 by default.
+SCHEMA = Schema.of(SPACE, ACTION, {}, 1)
 
 
-def filled(seed: int, **settings: Any) -> tuple[Desk, OracleMemory]:
-    stream = Stream(SPACE, spaces.Discrete(3), 1, plans=[LeafPlan(axis=0, content="table"), LeafPlan()], seed=seed)
-    desk = Desk(SCHEMA, Uniform(), 1_000, seed, **settings)
+def filled(seed: int, sampler: Sampler | None = None, **settings: Any) -> tuple[Desk, OracleMemory]:
+    stream = Stream(SPACE, ACTION, 1, plans=[LeafPlan(axis=0, content="table"), LeafPlan()], seed=seed)
+    desk = Desk(SCHEMA, sampler or Uniform(), 1_000, seed, **settings)
     oracle = OracleMemory(1_000)
     for _ in range(200):
         step = stream.tick()
@@ -37,9 +42,8 @@ def filled(seed: int, **settings: Any) -> tuple[Desk, OracleMemory]:
     return desk, oracle
 
 
-@pytest.mark.parametrize("compress_share", [0.0, 0.9, 1e9])
-def test_an_answer_to_another_machine_is_right_however_it_is_compressed(compress_share: float) -> None:
-    desk, oracle = filled(0, tuning=ClusterTuning(compress_share=compress_share, measure_answers=2))
+def test_an_answer_to_another_machine_has_the_transitions_that_were_added() -> None:
+    desk, oracle = filled(0)
     for _ in range(5):
         batch = desk.sample(64)
         assert_same_bits(batch, oracle.gather(batch.ids))
@@ -66,7 +70,7 @@ def test_a_damaged_answer_is_refused() -> None:
 @pytest.mark.parametrize("is_near", [False, True])
 def test_rows_of_several_shards_are_put_where_they_belong(is_near: bool) -> None:
     desks = [filled(seed) for seed in (0, 1)]
-    maker = BatchMaker(SCHEMA, None, ClusterTuning())
+    maker = BatchMaker(SCHEMA, new_delivery(SCHEMA, None), ClusterTuning())
     generator = np.random.default_rng(0)
     answers: list[Answer] = []
     for desk, _ in desks:
@@ -76,7 +80,7 @@ def test_rows_of_several_shards_are_put_where_they_belong(is_near: bool) -> None
         where if answer.order is None else where[answer.order]
         for answer, where in zip(answers, np.split(generator.permutation(40), 2), strict=True)
     ]
-    batch = maker.make(answers, positions, [0, 3], np.ones(40, np.float32))
+    batch = maker.prepare(answers, positions, [0, 3], np.ones(40, np.float32))
     for (_, oracle), answer, where, shard in zip(desks, answers, positions, (0, 3), strict=True):
         assert np.array_equal(batch.ids[where], make_ids(shard, answer.ids))
         expected = oracle.gather(answer.ids)
@@ -85,9 +89,38 @@ def test_rows_of_several_shards_are_put_where_they_belong(is_near: bool) -> None
         assert_same_bits(batch.reward[where], expected.reward)
 
 
+def on_jax(_schema: Schema) -> Delivery:
+    pytest.importorskip("jax")
+    return new_delivery(SCHEMA, "jax")
+
+
+DELIVERIES: dict[str, Callable[[Schema], Delivery]] = {
+    "tensors": lambda schema: new_delivery(schema, "cpu"),
+    "tensors of a device": lambda schema: DeviceDelivery(schema, "cpu"),
+    "arrays of JAX": on_jax,
+}
+
+
+@pytest.mark.parametrize("name", DELIVERIES)
+def test_every_delivery_returns_the_transitions_that_were_added(name: str) -> None:
+    desk, oracle = filled(0, delivery=DELIVERIES[name](SCHEMA))
+    for count in (1, 64):
+        batch = desk.sample(count)
+        assert isinstance(batch.ids, np.ndarray)
+        assert not isinstance(batch.obs["image"], np.ndarray)
+        assert_same_bits(batch, oracle.gather(batch.ids))
+
+
+@pytest.mark.parametrize("sampler", [Sequence(4), NStep(3, 0.9)], ids=["sequences", "n-step"])
+def test_a_device_gets_what_samplers_of_episodes_draw(sampler: Sampler) -> None:
+    desks = [filled(0, sampler=sampler, delivery=delivery)[0] for delivery in (None, DeviceDelivery(SCHEMA, "cpu"))]
+    expected, batch = (desk.sample(16) for desk in desks)
+    assert_same_bits(batch, expected)
+
+
 def test_an_answer_without_observations_is_refused() -> None:
     desk, _ = filled(0, is_near=True)
     answer: Any = desk.shard.read(desk.shard.draw(8, 0, None, is_near=True), desk.counters(), is_near=True)
     answer.rows.obs = []
     with pytest.raises(DamageError, match="lacks observations"):
-        desk.maker.make([answer], [np.arange(8)], [0], np.ones(8, np.float32))
+        desk.maker.prepare([answer], [np.arange(8)], [0], np.ones(8, np.float32))

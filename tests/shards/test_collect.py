@@ -21,7 +21,8 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 import holdall.ray.sb3
 from holdall import NStep, Prioritized, ShardError
-from holdall.ray import RateLimit, ReplayMemory, collect, players
+from holdall.cluster.tuning import ClusterTuning
+from holdall.ray import RateLimit, ReplayMemory, collect
 
 from .processes import kill, process_of, wait_until
 
@@ -124,9 +125,7 @@ class Failing(Counting):
         return super().step(action)
 
 
-def test_what_an_actor_played_is_added_before_it_ends(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_actor_played_is_added_before_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     """Also where it fails, and where the limiter grants nothing any more because the learner has stopped drawing."""
     limit = RateLimit(samples_per_insert=1.0, min_size=1, tolerance=50 + 256)
     with ReplayMemory(Counting.observation_space, Counting.action_space, 10_000, shards=1, limit=limit) as memory:
@@ -142,9 +141,9 @@ def test_what_an_actor_played_is_added_before_it_ends(
             assert actors.stop(timeout_s=3_600) == 0
         assert rewards_in(memory)[50:] == list(range(3 * 128 + 1))
         # One for which there is no room anywhere has played nothing, and nobody waits for it.
-        monkeypatch.setattr(players, "_PROGRESS_S", 0.1)
-        with collect(Counting, 1, memory, num_cpus=1_000) as never:
-            assert never.progress() == [players.CollectProgress()]
+        tuning = ClusterTuning(progress_s=0.1)
+        with collect(Counting, 1, memory, num_cpus=1_000, _tuning=tuning) as never:
+            assert [progress.steps for progress in never.progress()] == [0]
             assert never.stop(timeout_s=3_600) == 0
     assert "could not add" not in caplog.text
     assert "did not answer" not in caplog.text

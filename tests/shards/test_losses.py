@@ -17,9 +17,9 @@ from holdall.cluster import members
 from holdall.cluster.ids import shards_of_ids
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.tuning import ClusterTuning
-from holdall.ray import ReplayMemory, attach
+from holdall.ray import MemoryHandle, ReplayMemory, attach
 
-from .processes import kill, process_of, wait_until
+from .processes import handle_with, kill, process_of, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -45,11 +45,11 @@ def held(memory: ReplayMemory) -> list[int]:
     return sorted(found)
 
 
-def all_answer(memory: ReplayMemory) -> bool:
+def all_answer(memory: MemoryHandle) -> bool:
     return len(memory._members.masses()) == len(memory._members.numbers)
 
 
-def draw_often(memory: ReplayMemory) -> None:
+def draw_often(memory: MemoryHandle) -> None:
     for _ in range(1_000):
         memory.sample(100)
 
@@ -125,19 +125,17 @@ def test_draws_go_on_without_a_shard_and_it_comes_back_as_another(
 
 
 @pytest.mark.parametrize("policy", [pytest.param("raise", marks=pytest.mark.nightly), "block"])
-def test_a_loss_is_raised_or_waited_for_as_was_asked(
-    policy: str, durable: ReplayMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(durable._learner, "_policy", policy)
-    numbered(durable, 30_000, 31_000)
-    durable.sample(100)
-    shards = durable._members.numbers
-    kill(process_of(durable._members.handle(shards[0])))
+def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: ReplayMemory) -> None:
+    learner = handle_with(durable, on_shard_loss=policy)
+    numbered(learner, 30_000, 31_000)
+    learner.sample(100)
+    shards = learner._members.numbers
+    kill(process_of(learner._members.handle(shards[0])))
     if policy == "raise":
         with pytest.raises(ShardError, match="on_shard_loss"):
-            draw_often(durable)
-        wait_until(lambda: all_answer(durable))
-    assert set(shards_of_ids(durable.sample(500).ids).tolist()) == set(shards)
+            draw_often(learner)
+        wait_until(lambda: all_answer(learner))
+    assert set(shards_of_ids(learner.sample(500).ids).tolist()) == set(shards)
 
 
 @pytest.mark.nightly  # by day chaos/test_draws.py has the same rule, over shards in one process

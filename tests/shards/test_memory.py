@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from numpy.typing import NDArray
 
 import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
+from holdall.batch import Batch, Draw
 from holdall.cluster.calls import actor_state
 from holdall.cluster.ids import shards_of_ids
-from holdall.ray import ReplayMemory, Writer
-from holdall.sampling import Sampler
+from holdall.delivery.device import DeviceDelivery
+from holdall.delivery.host import DrawnRows
+from holdall.ray import MemoryHandle, ReplayMemory, Writer
+from holdall.sampling import Sampler, new_generator
+from holdall.schema import Schema
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 
 from .processes import forget_all, wait_until
@@ -208,6 +213,46 @@ def test_a_writer_travels_only_when_nothing_waits_in_it(four: ReplayMemory) -> N
 def test_a_memory_that_cannot_be_made_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         ReplayMemory(OBSERVATION, ACTION, **wrong)
+
+
+def test_a_device_that_is_missing_is_refused_before_an_actor_is_started() -> None:
+    for _ in range(2):  # The name is still free.
+        with pytest.raises(ArgumentError, match="device"):
+            ReplayMemory(OBSERVATION, ACTION, 100, shards=1, name="no such device", device="cuda:77")
+
+
+class RecordedDelivery(DeviceDelivery):
+    """A delivery to a device, played by the CPU, that records which thread calls what."""
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__(schema, "cpu")
+        self.calls: list[tuple[str, bool]] = []
+
+    def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> Any:
+        self.calls.append(("prepare", threading.current_thread() is threading.main_thread()))
+        return super().prepare_drawn(draw, drawn)
+
+    def receive(self, prepared: Any) -> Batch:
+        self.calls.append(("receive", threading.current_thread() is threading.main_thread()))
+        return super().receive(prepared)
+
+
+def test_a_device_receives_a_batch_in_the_thread_that_uses_it(four: ReplayMemory) -> None:
+    """Its stream must wait for the copies, also if a loader made the batch in another thread."""
+    source = stream()
+    for _ in range(40):
+        four.add(*arguments(source))
+    delivery = RecordedDelivery(four.schema)
+    handle = MemoryHandle(four._config, four.sampler, new_generator(0), None, delivery, seeds=True)
+    with handle:
+        for batch in (handle.sample(8), handle.gather(handle.sample(8).ids)):
+            assert_same_bits(batch, four.gather(batch.ids))
+        assert set(delivery.calls) == {("prepare", True), ("receive", True)}
+        delivery.calls.clear()
+        with handle.loader(8, prefetch=2) as loader:
+            batch = next(loader)
+        assert_same_bits(batch.obs, four.gather(batch.ids).obs)
+        assert set(delivery.calls) == {("prepare", False), ("receive", True)}
 
 
 def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) -> None:

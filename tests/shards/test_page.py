@@ -1,7 +1,8 @@
-"""The programs of docs/scale.md run as they stand, one after another."""
+"""docs/scale.md: its programs run as they are, one after another, and its figures are those that were measured."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,20 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-pytestmark = pytest.mark.usefixtures("cluster")
-PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "scale.md"
 
 
+def test_the_page_has_the_figures_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from scale_model import with_measured
+
+    results = json.loads((ROOT / "benchmarks" / "results" / "ray.json").read_text(encoding="utf-8"))
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_measured(page, results), "run benchmarks/scale_model.py --docs"
+
+
+@pytest.mark.usefixtures("cluster")
 def test_programs() -> None:
     """The names that stand for the reader's own are here."""
     obs = np.zeros((1, 4), np.float32)

@@ -140,7 +140,7 @@ def test_what_a_shard_writes_late_does_not_reach_the_batch(monkeypatch: pytest.M
     members: Any = TwoShards()
     made: list[Any] = []
     blocks = BatchBlocks(LEAVES, MIN_BYTES)
-    maker: Any = SimpleNamespace(blocks=blocks, make=lambda *given: made.append(given))
+    maker: Any = SimpleNamespace(blocks=blocks, prepare=lambda *given: made.append(given))
 
     def get_result(call: int, _timeout_s: float) -> Any:
         shard, request = members.requests[call]

@@ -3,9 +3,12 @@
     add     writer.py -> segment.py (build, compress) -> stream.py -> shard.py -> journal.py -> shard_data.py
     sample  learner.py (which shards) -> shard.py -> shard_data.py -> answer.py -> learner.py -> batch
 
-Around that: `roster.py` knows which shards there are and grants inserts and samples (`limiter.py`), `members.py` is
-what one process knows of the shards, `fleet.py` starts and ends the actors, `handle.py` and `memory.py` have the
-classes that users call.
+    users          memory.py (ReplayMemory) and handle.py (attach) call the files below; config.py and access.py check
+                   settings, and who may use the cluster
+    actors         fleet.py starts and ends them; roster.py lists the shards and grants calls (limiter.py); shard.py
+    each process   members.py records which shards answer and what they hold; calls.py waits for actors; metrics.py
+    a shard holds  shard_data.py (draws) over shard_store.py (rows) and raw_blocks.py (the newest blocks, uncompressed)
+    on the way     messages.py and ids.py; shared_block.py is memory that processes of one machine share
 
 Guarantees: a batch contains, bit for bit, what was added. A memory of one shard returns the batches of a local memory
 with the same seed. A segment is accepted once; with a journal, it is durable before it is acknowledged or drawn.

@@ -1,4 +1,4 @@
-"""Answers: drawn rows on their way from a shard to a learner, and how a learner makes a batch of them.
+"""Answers: drawn rows on their way from a shard to a learner, and how a learner merges the answers of several shards.
 
 To the learner's own machine an answer travels as arrays, and large observations are written directly to a shared block.
 To another machine an answer is compressed as a whole, so that what its rows have in common is sent once. A checksum
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,12 +17,13 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
+from holdall.batch import Draw
 from holdall.cluster.ids import Ids, make_ids
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.shared_block import BatchBlock, BatchBlocks
 from holdall.cluster.tuning import ClusterTuning
-from holdall.delivery.host import DrawnRows, HostDelivery
+from holdall.delivery import Delivery
+from holdall.delivery.host import DrawnRows
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Schema
@@ -33,7 +32,6 @@ _DIGEST_BYTES = 8
 _NUMBER_BYTES = 8
 _WINDOW_LOG = 25
 _LEVEL = 3
-_QUICK_LEVEL = -50
 
 
 class Answer(NamedTuple):
@@ -49,32 +47,17 @@ class Answer(NamedTuple):
     order: Ids | None = None  # Which of the requested rows each row is. None: in the order of the request.
 
 
-class AnswerPacker:
-    """Compresses the answers of a shard for other machines. Not thread-safe."""
-
-    def __init__(self, tuning: ClusterTuning) -> None:
-        self._tuning = tuning
-        self._packed_count = 0
-        self._pays = True  # Whether slow compression pays.
-        settings = partial(zstandard.ZstdCompressionParameters.from_level, window_log=_WINDOW_LOG)
-        self._compressors = {
-            level: zstandard.ZstdCompressor(compression_params=settings(level)) for level in (_LEVEL, _QUICK_LEVEL)
-        }
-
-    def pack(self, answer: Answer) -> bytes:
-        """Return an answer as bytes for another machine."""
-        buffers: list[pickle.PickleBuffer] = []
-        record = pickle.dumps(answer, 5, buffer_callback=buffers.append)
-        parts = [memoryview(record), *[buffer.raw() for buffer in buffers]]
-        sizes = [part.nbytes for part in parts]
-        is_measured = self._pays or self._packed_count % self._tuning.measure_answers == 0
-        stream = self._compressors[_LEVEL if is_measured else _QUICK_LEVEL].compressobj(sum(sizes))
-        frame = b"".join([*[stream.compress(part) for part in parts], stream.flush()])
-        if is_measured:
-            self._pays = len(frame) <= self._tuning.compress_share * sum(sizes)
-        self._packed_count += 1
-        body = np.array([len(sizes), *sizes], "<i8").tobytes() + frame
-        return xxhash.xxh3_64_digest(body) + body
+def pack_answer(answer: Answer) -> bytes:
+    """Return an answer as bytes for another machine."""
+    buffers: list[pickle.PickleBuffer] = []
+    record = pickle.dumps(answer, 5, buffer_callback=buffers.append)
+    parts = [memoryview(record), *[buffer.raw() for buffer in buffers]]
+    sizes = [part.nbytes for part in parts]
+    settings = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG)
+    stream = zstandard.ZstdCompressor(compression_params=settings).compressobj(sum(sizes))
+    frame = b"".join([*[stream.compress(part) for part in parts], stream.flush()])
+    body = np.array([len(sizes), *sizes], "<i8").tobytes() + frame
+    return xxhash.xxh3_64_digest(body) + body
 
 
 def read_answer(payload: Answer | bytes) -> Answer:
@@ -95,21 +78,21 @@ def read_answer(payload: Answer | bytes) -> Answer:
 
 
 class BatchMaker:
-    """Makes batches of answers. Thread-safe.
+    """Merges the answers of several shards, and prepares a batch of them. Thread-safe.
+
+    Args:
+        delivery: Prepares batches for the learner's device.
 
     Attributes:
         blocks: Shared memory that shards on this machine write observations to.
     """
 
-    def __init__(self, schema: Schema, device: str | None, tuning: ClusterTuning) -> None:
+    def __init__(self, schema: Schema, delivery: Delivery, tuning: ClusterTuning) -> None:
         self.blocks = BatchBlocks(schema.observation.leaves, tuning.min_shared_bytes)
         self._schema = schema
-        self._device = device
-        is_on_host = device in (None, "cpu", "jax")
-        self._delivery = HostDelivery(schema, device if is_on_host else "cpu")
-        self._is_on_host = is_on_host
+        self._delivery = delivery
 
-    def make(
+    def prepare(
         self,
         answers: Sequence[Answer],
         positions: Sequence[Ids],
@@ -117,8 +100,8 @@ class BatchMaker:
         weights: NDArray[np.float32],
         sampler: Sampler | None = None,
         block: BatchBlock | None = None,
-    ) -> Batch:
-        """Make a batch.
+    ) -> Any:
+        """Return a batch for `Delivery.receive`.
 
         Args:
             positions: For every answer, the positions of its rows in the batch.
@@ -140,7 +123,7 @@ class BatchMaker:
         )
         if isinstance(sampler, Hindsight):
             self._relabel(rows, answers, positions, sampler)
-        return self._hand_over(self._delivery.build(draw, rows))
+        return self._delivery.prepare_drawn(draw, rows)
 
     def _merge(self, answers: Sequence[Answer], steps: Sequence[Ids], block: BatchBlock | None) -> DrawnRows:
         found = [answer.rows for answer in answers]
@@ -176,25 +159,6 @@ class BatchMaker:
         if sum(map(len, first)):
             goal = merge_rows(goals, first)
             rows.relabel(self._schema, sampler.make_goals(np.arange(len(goal))), goal)
-
-    def _hand_over(self, batch: Batch) -> Batch:
-        if self._is_on_host:
-            return batch
-        moved = {
-            field.name: _move(getattr(batch, field.name), self._device)
-            for field in fields(Batch)
-            if field.name != "ids"
-        }
-        return replace(batch, **moved)
-
-
-def _move(value: Any, device: str | None) -> Any:
-    """Return nested tensors on `device`."""
-    if isinstance(value, dict):
-        return {key: _move(part, device) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_move(part, device) for part in value)
-    return None if value is None else value.to(device)
 
 
 def _require_leaves(rows: DrawnRows, count: int) -> list[Array]:

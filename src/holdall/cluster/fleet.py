@@ -54,8 +54,7 @@ class Fleet:
         # Ray restarts a lost shard, but never repeats a call that changes one.
         shard = remote(max_restarts=-1, max_task_retries=0, enable_task_events=False, **THREADS)
         self._shard = shard(Shard)
-        self._reserved = dict(resources or {})
-        self._options = _actor_options(placement, self._reserved)
+        self._options = _actor_options(placement, resources or {})
         machines = 1
         if placement == "spread":
             machines = sum(bool(node["Alive"]) for node in ray.nodes())
@@ -74,7 +73,6 @@ class Fleet:
     def grow(self) -> int:
         """Start one more shard, and return its number once it runs."""
         with self._lock:
-            self._require_room()
             number = self._next_number
             actor = self._make(number)
             try:
@@ -84,7 +82,8 @@ class Fleet:
                 self._ask_roster(lambda: self.roster.dismiss.remote(number))
                 raise ShardError(
                     f"Shard {number} did not start within {self._patience_s:g} s ({type(error).__name__}). The memory "
-                    "is as before. See `ray status` for room in the cluster, and call add_shard() again."
+                    "is as before. If `ray status` says that there is no room for the shard, start a machine that has "
+                    "what it reserves. Then call add_shard() again."
                 ) from error
             self.actors[number] = actor
             self._admit(number, actor)
@@ -132,18 +131,6 @@ class Fleet:
 
     def _ask_roster(self, question: Any) -> None:
         ask(question, _ROSTER, self._patience_s)
-
-    def _require_room(self) -> None:
-        """Raise ShardError if no machine has the resources that a shard reserves."""
-        available: dict[str, float] = ray.available_resources()
-        free = {name: available.get("CPU" if name == "num_cpus" else name, 0.0) for name in self._reserved}
-        lacking = {name: amount for name, amount in self._reserved.items() if free[name] < amount}
-        if lacking:
-            raise ShardError(
-                f"There is no room for another shard. It reserves {lacking}, and the cluster has "
-                f"{ {name: free[name] for name in lacking} } free. The memory is as before. Start a machine with these "
-                "resources, and call add_shard() again."
-            )
 
 
 def _actor_options(placement: str, resources: Mapping[str, float]) -> dict[str, Any]:

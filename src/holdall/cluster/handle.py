@@ -25,10 +25,11 @@ from holdall.cluster.messages import ShardCounters, ShardStatus
 from holdall.cluster.metrics import Gauges
 from holdall.cluster.roster import find_roster
 from holdall.cluster.writer import Writer
-from holdall.delivery.loader import Loader
+from holdall.delivery import Delivery, Loader, new_delivery
 from holdall.errors import ArgumentError
 from holdall.report import MemoryReport
 from holdall.sampling import Hindsight, Sampler, check_priorities, new_generator
+from holdall.schema_json import schema_from_json
 
 _ROSTER_S = 120.0
 """Seconds that `attach` waits for a roster that Ray restarts."""
@@ -43,6 +44,8 @@ class MemoryHandle(Writer):
 
     Args:
         generator: Draws which shard a row comes from.
+        device: Where batches are, for copies of this handle in other processes.
+        delivery: Makes the batches.
         seeds: Whether the generator also seeds the draws of shards. Otherwise each shard has its own generator.
     """
 
@@ -54,6 +57,7 @@ class MemoryHandle(Writer):
         sampler: Sampler,
         generator: np.random.Generator,
         device: str | None,
+        delivery: Delivery,
         *,
         seeds: bool,
     ) -> None:
@@ -62,7 +66,8 @@ class MemoryHandle(Writer):
         self.num_envs = int(config.words["num_envs"])
         super().__init__(config, self.num_envs)
         self._device = device
-        self._maker = BatchMaker(self.schema, device, config.tuning)
+        self._delivery = delivery
+        self._maker = BatchMaker(self.schema, delivery, config.tuning)
         self._learner = Learner(
             self._members, self._maker, sampler, generator, config.on_shard_loss, config.tuning, seeds=seeds
         )
@@ -113,7 +118,7 @@ class MemoryHandle(Writer):
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
         self._require_open()
-        return self._learner.finish(self._request_batch(batch_size))
+        return self._delivery.receive(self._learner.finish(self._request_batch(batch_size)))
 
     def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
         """Return an endless iterator over batches that are made ahead, see `holdall.ReplayMemory.loader`."""
@@ -122,10 +127,10 @@ class MemoryHandle(Writer):
         self._require_open()
         self._maker.blocks.max_spare = max(self._maker.blocks.max_spare, prefetch + 3)
 
-        def draw() -> Callable[[], Batch]:
+        def draw() -> Callable[[], Any]:
             return functools.partial(self._learner.finish, self._request_batch(batch_size))
 
-        return Loader(draw, _return, prefetch)
+        return Loader(draw, self._delivery.receive, prefetch, self._delivery.start)
 
     def _request_batch(self, batch_size: int) -> BatchRequest:
         """Request a batch after everything that this process added and updated has reached the shards."""
@@ -141,7 +146,7 @@ class MemoryHandle(Writer):
         """Return the transitions `ids`, in that order."""
         wanted = check_ids(ids)
         self._flush_granted()
-        return self._learner.gather(wanted)
+        return self._delivery.receive(self._learner.gather(wanted))
 
     # ---------------------------------------------------------------- updates
 
@@ -225,10 +230,6 @@ class MemoryHandle(Writer):
         }
 
 
-def _return(batch: Batch) -> Batch:
-    return batch
-
-
 def attach(
     name: str,
     *,
@@ -267,6 +268,7 @@ def attach(
         rank = secrets.randbits(32) if seed is None else ask(roster.enroll.remote, who, _ROSTER_S)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    handle = MemoryHandle(config, chosen, new_generator([entropy, rank]), device, seeds=True)
+    delivery = new_delivery(schema_from_json(config.words), device)
+    handle = MemoryHandle(config, chosen, new_generator([entropy, rank]), device, delivery, seeds=True)
     handle._members.refresh()  # So that the first batch is drawn from all shards.
     return handle

@@ -5,8 +5,8 @@ and only one process can create a number. A shard that takes over a journal crea
 taken for dead notices that its next number exists and writes nothing more: it is fenced.
 
 A slot consists of records (store/records.py): a `slot` record with its owner and the state, then an `entry` record per
-segment, or a `priorities` record. A write that fails is repeated until it succeeds. Writers wait meanwhile, and nothing
-is lost.
+segment, or a `priorities` record. A write that fails is repeated with the same bytes until it succeeds, because it
+may have succeeded without an answer. Writers wait meanwhile, and nothing is lost.
 """
 
 from __future__ import annotations

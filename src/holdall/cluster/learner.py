@@ -1,4 +1,4 @@
-"""Learners: which shard each row of a batch is drawn from, and what a draw was worth.
+"""Learners: which shard each row of a batch is drawn from, and the weights of the rows.
 
 A shard is drawn from in proportion to its mass as it is known here. Weights are computed from the probability that was
 used, so a mass that was out of date costs variance but no bias.
@@ -17,7 +17,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.batch import Batch
 from holdall.cluster.answer import Answer, BatchMaker, merge_rows, read_answer
 from holdall.cluster.calls import get_result, this_machine
 from holdall.cluster.ids import Ids, rows_of_ids, shards_of_ids
@@ -83,7 +82,7 @@ class BatchRequest:
 
 
 class Learner:
-    """Draws batches, and sends priorities to the shards. Thread-safe.
+    """Draws batches, and sends priorities to the shards. Thread-safe. Batches are returned for `Delivery.receive`.
 
     Args:
         generator: Draws the shard of every row.
@@ -129,8 +128,8 @@ class Learner:
             self._ask(request, self._find_masses(count))
         return request
 
-    def finish(self, request: BatchRequest) -> Batch:
-        """Wait for the rows, and make the batch. Draw it again if a shard was lost or is empty meanwhile."""
+    def finish(self, request: BatchRequest) -> Any:
+        """Wait for the rows, and return the prepared batch. Draw again if a shard was lost or is empty meanwhile."""
         while True:
             found = self._collect(request)
             if found is not None:
@@ -143,10 +142,10 @@ class Learner:
         beta = 1.0 if self._prioritized is None else self._prioritized.beta
         weights = compute_weights(answers, positions, [part.mass for part in request.parts], beta)
         shards = [part.shard for part in request.parts]
-        return self._maker.make(answers, positions, shards, weights, self._sampler, request.block)
+        return self._maker.prepare(answers, positions, shards, weights, self._sampler, request.block)
 
-    def gather(self, ids: Ids) -> Batch:
-        """Return the transitions `ids`, in that order."""
+    def gather(self, ids: Ids) -> Any:
+        """Return a prepared batch of the transitions `ids`, in that order."""
         numbers = self._members.numbers
         shards = shards_of_ids(ids)
         unknown = np.flatnonzero(~np.isin(shards, numbers))
@@ -163,7 +162,7 @@ class Learner:
             raise ShardError(f"Shards {self._members.lost} do not answer, and some of the ids are stored there.")
         answers, places = found
         shards_asked = [part.shard for part in request.parts]
-        return self._maker.make(answers, places, shards_asked, np.ones(len(ids), np.float32))
+        return self._maker.prepare(answers, places, shards_asked, np.ones(len(ids), np.float32))
 
     def _ask(self, request: BatchRequest, masses: Mapping[int, float]) -> None:
         """Ask shards for the rows of a batch, in proportion to their masses."""

@@ -33,6 +33,7 @@ from holdall.cluster.members import Members
 from holdall.cluster.messages import LOSSES
 from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
+from holdall.delivery import new_delivery
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.memory import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform
@@ -117,6 +118,7 @@ class ReplayMemory(MemoryHandle):
             url, patience_s, durability=durability, on_shard_loss=on_shard_loss, prefer=prefer, placement=placement
         )
         sampler = require_sampler(sampler)
+        delivery = new_delivery(schema, device)
         require_safe_cluster()
         config = MemoryConfig(
             words=schema_to_json(schema),
@@ -134,7 +136,7 @@ class ReplayMemory(MemoryHandle):
         )
         _require_all_journals(config, shards.places)
         self._fleet = Fleet(config, seed, placement, resources)
-        super().__init__(config, sampler, shards.generator, device, seeds=False)
+        super().__init__(config, sampler, shards.generator, device, delivery, seeds=False)
         self._savers = checkpoint.Savers()
         self._has_saved = False
         for number, saved in shards.places.items():

@@ -280,7 +280,7 @@ class Shard:
 
     def status(self) -> ShardStatus:
         """Return where the shard runs, what it holds, and how much memory its process takes."""
-        fields = self._data.store.report()
+        report = self.report()
         return ShardStatus(
             number=self._number,
             answers=True,
@@ -288,8 +288,8 @@ class Shard:
             pid=os.getpid(),
             uss_bytes=self._process.read().unique,
             counters=self.counters(),
-            held_bytes=sum(field.total_bytes for field in fields),
-            plain_bytes=sum(field.plain_bytes for field in fields),
+            held_bytes=report.total_bytes,
+            plain_bytes=report.plain_bytes,
             capacity=self._data.capacity,
             is_durable=self._journal is not None,
         )
@@ -300,10 +300,10 @@ class Shard:
         return MemoryReport(len(store), tuple(store.report()), 0, store.segments)
 
     def _measure(self) -> dict[str, Any]:
-        fields = self._data.store.report()
+        report = self.report()
         return self.counters()._asdict() | {
-            "held_bytes": sum(field.total_bytes for field in fields),
-            "plain_bytes": sum(field.plain_bytes for field in fields),
+            "held_bytes": report.total_bytes,
+            "plain_bytes": report.plain_bytes,
             "anonymous_bytes": anonymous_bytes(),
         }
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from holdall import sampling
 from holdall.batch import Draw
 from holdall.checkpoint import MemorySnapshot, Restored, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker
+from holdall.cluster.answer import Answer, pack_answer
 from holdall.cluster.journal import LOADED_WRITER, Entry, Journal, Run
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.segment import ReceivedSegment, unpack_payload
@@ -27,6 +27,7 @@ from holdall.delivery.host import DrawnRows, read_goal
 from holdall.errors import DamageError
 from holdall.machine import available_bytes
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun
+from holdall.schema import Bytes
 from holdall.schema_json import schema_from_json
 from holdall.store.view import View
 
@@ -77,7 +78,6 @@ class ShardData:
         self._schema = schema_from_json(self.words)
         self._threads = max(1, (os.cpu_count() or 1) // neighbours)
         self._max_raw_bytes = available_bytes() // _RAW_DIVISOR // neighbours
-        self._packer = AnswerPacker(tuning)
         self._blocks = OpenedBlocks()
         self._runs: deque[WriterRun] = deque()
         self._order: RowOrder | None = None
@@ -238,17 +238,20 @@ class ShardData:
         """Read and pack the rows of a draw. Needs no lock, but only one thread may call it.
 
         Args:
-            block: Where a learner on this machine wants the observations. None: in the answer.
+            block: Where a learner on this machine wants the observations of single steps. None: in the answer.
         """
         draw = drawn.draw
         columns = self.store.columns
-        rows = self._empty_rows() if len(draw.ids) == 0 else DrawnRows.read(columns, draw, drawn.view)
+        memory = self._open_block(block) if is_near and block is not None else None
+        if len(draw.ids) == 0:
+            rows = self._empty_rows()
+        elif memory is None or block is None:
+            rows = DrawnRows.read(columns, draw, drawn.view)
+        else:
+            rows = self._read_to_block(drawn, memory, block)
         goal = None if draw.goals is None else read_goal(self._schema, columns, draw.goals, drawn.view)
-        if is_near and block is not None and self._write_block(rows, block):
-            rows.obs = []
-            rows.next_obs = []
         answer = Answer(counters, draw.ids, drawn.scaled, rows, draw.discount, draw.mask, goal, drawn.order)
-        return answer if is_near else self._packer.pack(answer)
+        return answer if is_near else pack_answer(answer)
 
     def _empty_rows(self) -> DrawnRows:
         """Return no rows. A shard that never held any does not know the dtype of rewards."""
@@ -264,17 +267,34 @@ class ShardData:
             truncated=flags,
         )
 
-    def _write_block(self, rows: DrawnRows, block: BlockRows) -> bool:
-        """Write the observations to a shared block. Return False if it is out of reach."""
-        leaves = self._schema.observation.leaves
-        memory = self._blocks.open(block.place, block_bytes(leaves, block.rows))
-        if memory is None:
-            return False
-        obs, next_obs = lay_out(memory, leaves, block.rows)
-        where: Any = np.frombuffer(block.positions, np.int64) if block.positions else slice(None)
-        for target, source in zip((*obs, *next_obs), (*rows.obs, *rows.next_obs), strict=True):
-            target[where] = source
-        return True
+    def _open_block(self, block: BlockRows) -> Bytes | None:
+        """Return the memory of a shared block, or None if it is out of reach."""
+        return self._blocks.open(block.place, block_bytes(self._schema.observation.leaves, block.rows))
+
+    def _read_to_block(self, drawn: ShardDraw, memory: Bytes, block: BlockRows) -> DrawnRows:
+        """Write the observations of a draw to a shared block, and return the other fields."""
+        columns = self.store.columns
+        ids = drawn.draw.ids
+        outputs = (*columns.obs_outputs, *columns.next_obs_outputs)
+        if block.positions:
+            obs, next_obs = lay_out(memory, self._schema.observation.leaves, block.rows)
+            where = np.frombuffer(block.positions, np.int64)
+            for target, source in zip((*obs, *next_obs), drawn.view.read(ids, outputs), strict=True):
+                target[where] = source
+        else:
+            drawn.view.read(ids, outputs, memory)  # A reader lays arrays out as `lay_out` does.
+        others = tuple(output for output in columns.batch_outputs if output not in outputs)
+        *leaves, reward, terminated, truncated = drawn.view.read(ids, others)
+        action_count = len(columns.action_outputs)
+        return DrawnRows(
+            obs=[],
+            next_obs=[],
+            action=leaves[:action_count],
+            extras=leaves[action_count:],
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+        )
 
     # ---------------------------------------------------------------- priorities
 

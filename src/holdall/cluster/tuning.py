@@ -35,8 +35,9 @@ class ClusterTuning:
     probe_s: float = 0.25  # Seconds between two questions to a lost shard.
     max_probes: int = 16  # Unanswered questions to a lost shard that are kept.
     min_shared_bytes: int = 2**16  # Observations of a batch that shards on the same machine write to shared memory.
-    compress_share: float = 0.9  # Compressed share of an answer up to which slow compression pays.
-    measure_answers: int = 64  # Answers after which that share is measured again.
+
+    # Actors of `collect`.
+    progress_s: float = 10.0  # Seconds that an actor has to report its progress.
 
     # Limiter.
     notice_s: float = 5.0  # Seconds of waiting for the limiter after which a warning is logged.

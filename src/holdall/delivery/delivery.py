@@ -4,13 +4,14 @@
     DeviceDelivery    torch tensors on another device
 
 A batch is made in three steps. `prepare` reads the rows, in any thread. `start` begins to send the rows, and `receive`
-returns the batch. Both run in the thread that uses the batch. `deliver` takes all three steps.
+returns the batch. Both run in the thread that uses the batch. `deliver` takes all three steps. `prepare_drawn` replaces
+`prepare` for rows that were read before, such as those that shards on other machines sent.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Schema, Tree
 from holdall.store.view import WindowSlices
+
+if TYPE_CHECKING:
+    from holdall.delivery.host import DrawnRows
 
 
 class Rows(Protocol):
@@ -39,6 +43,10 @@ class Delivery(ABC):
     @abstractmethod
     def prepare(self, draw: Draw, rows: Rows) -> Any:
         """Read the rows of a draw. Raise TransitionIdError if one of them is not held."""
+
+    @abstractmethod
+    def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> Any:
+        """Prepare a batch of rows that were read. A batch on the host may share their memory."""
 
     def start(self, prepared: Any) -> None:  # noqa: B027  Rows on the host are not sent.
         """Begin to send a prepared batch, without waiting. Optional, idempotent, and not thread-safe."""

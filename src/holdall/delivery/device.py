@@ -146,9 +146,12 @@ class DeviceDelivery(Delivery):
                 outputs = tuple([output for output in outputs if output not in pair])
         transfer.read(ids, outputs, _list_others(draw))
 
-    def build(self, draw: Draw, drawn: DrawnRows) -> Batch:
-        """Make the batch of rows that were read, which may come from other machines."""
-        return self.receive(self._send(draw, drawn))
+    def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> _Prepared:
+        """Begin to send rows that were read. They may be changed when this returns."""
+        try:
+            return self._send(draw, drawn)
+        except torch.OutOfMemoryError as error:
+            raise self._explain(draw, error) from error
 
     def _send(self, draw: Draw, drawn: DrawnRows) -> _Prepared:
         """Begin to send rows to the device."""

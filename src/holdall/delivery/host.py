@@ -127,10 +127,10 @@ class HostDelivery(Delivery):
         drawn = DrawnRows.read(self._columns, draw, rows)
         if draw.goals is not None and draw.goals.rows.size:
             drawn.relabel(self._schema, draw.goals, read_goal(self._schema, self._columns, draw.goals, rows))
-        return self.build(draw, drawn)
+        return self.prepare_drawn(draw, drawn)
 
-    def build(self, draw: Draw, drawn: DrawnRows) -> Batch:
-        """Make the batch of rows that were read, which may come from other machines."""
+    def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> Batch:
+        """Make a batch that shares the memory of the rows."""
         if draw.ids.ndim > 1:
             drawn.reshape(draw.ids.shape)
         if self._as_tensor is not None:

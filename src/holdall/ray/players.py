@@ -23,12 +23,12 @@ from holdall.checks import require_count
 from holdall.cluster.calls import actor_state
 from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.messages import GoneError
+from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
 from holdall.errors import ShardError
 from holdall.schema import Array, Leaf, Tree
 
 _TRY_AGAIN_S = 1.0
-_PROGRESS_S = 10.0
 _LOOK_S = 0.5
 """Seconds between two looks at actors that are ending."""
 _LAST_WORD_S = 2.0
@@ -144,10 +144,10 @@ class Player:
             action = act(obs)
             next_obs, reward, terminated, truncated, _ = env.step(action)
             step = (
-                _batched(schema.observation, obs),
-                _batched(schema.action, action),
+                _add_lane_axis(schema.observation, obs, "obs"),
+                _add_lane_axis(schema.action, action, "action"),
                 np.array([reward], np.float32),
-                _batched(schema.observation, next_obs),
+                _add_lane_axis(schema.observation, next_obs, "next_obs"),
                 np.array([terminated]),
                 np.array([truncated]),
             )
@@ -184,8 +184,9 @@ class Player:
 class Collection:
     """Actors that play until they are stopped. Also a context manager."""
 
-    def __init__(self, actors: list[Any]) -> None:
+    def __init__(self, actors: list[Any], tuning: ClusterTuning) -> None:
         self._actors = actors
+        self._tuning = tuning
         self._known = [CollectProgress() for _ in actors]
         self._sent: dict[int, Any] = {}  # The last call of `load` to each actor.
 
@@ -206,7 +207,7 @@ class Collection:
         For an actor that does not answer within seconds, the last known progress is returned.
         """
         calls = [actor.progress.remote() for actor in self._actors]
-        until = time.monotonic() + _PROGRESS_S
+        until = time.monotonic() + self._tuning.progress_s
         for number, call in enumerate(calls):
             try:
                 self._known[number] = ray.get(call, timeout=max(0.0, until - time.monotonic()))
@@ -264,8 +265,12 @@ def collect(
     seed: int = 0,
     num_cpus: float = 1.0,
     spread: int | None = None,
+    _tuning: ClusterTuning | None = None,
 ) -> Collection:
     """Start actors that play and feed a memory.
+
+    Observations are added in the dtype of their space, as Gymnasium's vector environments return them, and rewards as
+    float32. To add other values, step your environments in your own actors with `memory.writer()`.
 
     Args:
         env_fn: Makes a Gymnasium environment in the process of an actor. Its spaces must be those of the memory.
@@ -277,12 +282,11 @@ def collect(
     few = 2 if num_actors >= memory.num_shards > 2 else None
     remote: Any = ray.remote
     player = remote(num_cpus=num_cpus, max_restarts=-1, max_concurrency=4)(Player)
-    return Collection(
-        [
-            player.remote(number, env_fn, make_act, memory.writer(num_envs=1, spread=spread or few), seed)
-            for number in range(num_actors)
-        ]
-    )
+    actors = [
+        player.remote(number, env_fn, make_act, memory.writer(num_envs=1, spread=spread or few), seed)
+        for number in range(num_actors)
+    ]
+    return Collection(actors, _tuning or ClusterTuning())
 
 
 def _wait_for(calls: list[Any], actors: list[Any], timeout_s: float) -> None:
@@ -311,15 +315,12 @@ def _rows_lost(number: int, call: Any, until: float) -> int:
     return int(rows)
 
 
-def _batched(tree: Tree, value: Any) -> Any:
-    """Return a single step with a leading lane axis, in the dtypes and shapes of the memory's space."""
+def _add_lane_axis(tree: Tree, value: Any, argument: str) -> Any:
+    """Return a value of a single environment with a leading lane axis."""
+    return tree.build(tree.flatten(value, (1,), argument, _cast))
 
-    def lane(leaf: Leaf, part: Any) -> Array:
-        array: Array = np.asarray(part)
-        return (array if array.dtype == leaf.dtype else array.astype(leaf.dtype)).reshape(1, *leaf.shape)
 
-    if isinstance(tree.structure, int):
-        return lane(tree.leaves[0], value)
-    if tree.keys is not None:
-        return {key: lane(leaf, value[key]) for key, leaf in zip(tree.keys, tree.leaves, strict=True)}
-    raise ShardError("collect supports Box, Discrete and other plain spaces, and a Dict of these. Nest no further.")
+def _cast(leaf: Leaf, value: Any, leading: tuple[int, ...], _argument: str) -> Array:
+    """Return a value in the dtype of its space, as Gymnasium's vector environments do."""
+    array: Array = np.asarray(value)
+    return array.astype(leaf.dtype, copy=False).reshape(*leading, *leaf.shape)

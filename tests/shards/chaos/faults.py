@@ -1,11 +1,11 @@
 """Random faults under load: `python -m tests.shards.chaos.faults --faults 200 --seed 0`.
 
-A cluster of three machines, played by processes; a driver with a memory whose journals lie on a small disk; writers and
-a learner in processes of their own. One fault after another is chosen at random: a shard, a writer, the learner, the
-roster, the driver or a machine is killed, a shard is frozen, the disk is full, saves overlap, a shard is killed while
-it saves.
-Out: one JSON line with how many faults of each kind there were. It fails if anything that was acknowledged is lost, if
-anything is there twice, if any bit differs, or if a checkpoint that was reported as complete lacks anything.
+Processes play a cluster of three machines. A driver makes a memory whose journals are on a small disk. Writers and a
+learner run in processes of their own. Each fault is chosen at random: a shard, a writer, the learner, the roster, the
+driver or a machine is killed, a shard is frozen, the disk is full, saves overlap, or a shard is killed while it saves.
+
+The program prints one JSON line with the number of faults of each kind. It fails if an acknowledged transition is
+missing, if a transition is held twice, if a bit differs, or if a complete checkpoint lacks a transition.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KINDS = {
     "kill shard": 5, "kill writer": 3, "kill learner": 2, "kill driver": 1, "kill machine": 1, "freeze shard": 3,
     "full disk": 2, "overlapping saves": 2, "kill while saving": 3, "kill roster": 2,
 }  # fmt: skip
-"""How often each fault is chosen."""
+"""Weights with which faults are chosen."""
 _DISK_BYTES = 256 * 2**20
 _PATIENCE_S = 300.0
 
 
 class Driver:
-    """The process that has the memory, see faulty_driver.py: it does what it is told, line by line."""
+    """The process that made the memory, see faulty_driver.py. It executes one command per line."""
 
     def __init__(self, address: str, folder: Path, life: int) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "tests.shards.chaos.faulty_driver", address, str(folder)]
@@ -48,10 +48,10 @@ class Driver:
         self._process = subprocess.Popen(
             [*command, str(life)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd=ROOT
         )
-        self.ask("begin")  # what earlier lives left is checked
+        self.ask("begin")  # It checks the files of earlier drivers.
 
     def ask(self, what: str) -> dict[str, Any]:
-        """Have something done, and return what is said of it."""
+        """Send a command, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{what}\n".encode())
@@ -62,19 +62,19 @@ class Driver:
         return said
 
     def kill(self) -> None:
-        """End it as the machine's out-of-memory killer would."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> dict[str, Any]:
-        """Have everything settled."""
+        """Wait until writers and saves are done, check everything, and return the counts."""
         said = self.ask("end")
         self._process.wait(_PATIENCE_S)
         return said
 
 
 class Disk:
-    """A small disk for journals, if this user may make one; it can be filled."""
+    """A small disk for journals, which can be filled. An ordinary folder if this user may not mount one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ class Disk:
         self.is_small = can_mount and subprocess.run(mount, check=False, capture_output=True).returncode == 0
 
     def fill(self, seconds: float) -> None:
-        """Leave no room for a while."""
+        """Fill the disk for `seconds`."""
         filler = self.folder / "filler"
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
@@ -93,13 +93,13 @@ class Disk:
         filler.unlink()
 
     def end(self) -> None:
-        """Unmount it."""
+        """Unmount the disk."""
         if self.is_small:
             subprocess.run(["umount", "-l", str(self.folder)], check=False)
 
 
-class Tormentor:
-    """Chooses faults and brings them about."""
+class FaultInjector:
+    """Chooses faults and injects them."""
 
     def __init__(self, nodes: Nodes, folder: Path, seed: int) -> None:
         self._nodes, self._folder = nodes, folder
@@ -116,7 +116,7 @@ class Tormentor:
         return Driver(self._nodes.address, self._folder, self._lives)
 
     def fault(self) -> None:
-        """Bring one fault about, after some time without one."""
+        """Wait for a while, and inject one fault."""
         time.sleep(float(self._generator.uniform(0.2, 1.5)))
         kinds = [kind for kind in KINDS if kind != "full disk" or self._disk.is_small]
         weights = np.array([KINDS[kind] for kind in kinds], float)
@@ -181,13 +181,13 @@ class Tormentor:
         self._kill("shards")
 
     def end(self) -> dict[str, Any]:
-        """Settle everything, and say how it went."""
+        """End all processes, check everything, and return the counts."""
         said = self._driver.end()
         assert not list((self._folder / "errors").iterdir()), "see the folder errors"
         return {"faults": sum(self.done.values()), "lives": self._lives, **said, "kinds": dict(self.done)}
 
     def close(self) -> None:
-        """End what is left."""
+        """End the driver and the disk."""
         self._driver.kill()
         self._disk.end()
 
@@ -195,22 +195,25 @@ class Tormentor:
 def _inner(faults: int, seed: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="holdall-faults-"))
     with Nodes(2, apart=False) as nodes:
-        tormentor = Tormentor(nodes, folder, seed)
+        injector = FaultInjector(nodes, folder, seed)
         try:
             for number in range(faults):
-                tormentor.fault()
-                sys.stderr.write(f"\r{number + 1} faults: {dict(tormentor.done)}")
-            sys.stdout.write(json.dumps(tormentor.end()) + "\n")
+                injector.fault()
+                sys.stderr.write(f"\r{number + 1} faults: {dict(injector.done)}")
+            sys.stdout.write(json.dumps(injector.end()) + "\n")
         except BaseException:
-            sys.stderr.write(f"\nafter {sum(tormentor.done.values())} faults of seed {seed}; see {folder}\n")
+            sys.stderr.write(f"\nafter {sum(injector.done.values())} faults of seed {seed}; see {folder}\n")
             raise
         finally:
-            tormentor.close()
+            injector.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def brought_about(faults: int, seed: int) -> dict[str, Any]:
-    """Run in a process of its own, since Ray reads its environment when it is imported; RuntimeError if it fails."""
+def inject_faults(faults: int, seed: int) -> dict[str, Any]:
+    """Inject faults in a new process, because Ray reads its environment when it is imported. Return the counts.
+
+    Raise RuntimeError if a check failed.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "tests.shards.chaos.faults", "--inner"]
     with tempfile.TemporaryDirectory(prefix="hf", dir="/tmp") as folder:  # names of sockets must be short
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -235,7 +238,7 @@ def main() -> None:
     if asked.inner:
         _inner(asked.faults, asked.seed)
     else:
-        sys.stdout.write(json.dumps(brought_about(asked.faults, asked.seed)) + "\n")
+        sys.stdout.write(json.dumps(inject_faults(asked.faults, asked.seed)) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from .faults import KINDS, brought_about
+from .faults import KINDS, inject_faults
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_acknowledged_outlives_random_faults(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    said = brought_about(50, seed)
+    said = inject_faults(50, seed)
     with capsys.disabled():
         sys.stdout.write(f"\nseed {seed}: {said}\n")
     assert sum(said["kinds"].values()) == 50
