@@ -7,6 +7,8 @@ method checks them, with arguments that are refused. Four figures are compared b
 to the arguments, blocks of Python's allocator, bytes of the C library's allocator, and the USS of the process. Every
 method and attribute of every type needs a case, and so does every function.
 A slow case ends after `--max-s` seconds of the processor, and its figures say how many calls it made by then.
+With `--only`, `--json` replaces the figures of these cases in a file and keeps the others. Every case has the commit
+that it was measured with.
 The exit status is 1 if a case leaks, or if a method has no case.
 """
 
@@ -29,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from process import commit, machine, versions
 
 from holdall import _native
 from holdall._native import (
@@ -679,6 +682,23 @@ def leaks(figures: dict[str, Any]) -> bool:
     )
 
 
+def summarize(cases: list[dict[str, Any]], names_with_case: set[str]) -> dict[str, Any]:
+    """Return the figures of all cases together."""
+    calls_by_name: Counter[str] = Counter()
+    for figures in cases:
+        calls_by_name.update(dict.fromkeys(figures["names"], figures["calls"]))
+    return {
+        "cases": len(cases),
+        "calls": sum(figures["calls"] for figures in cases),
+        "methods": len(public_names()),
+        "fewest_calls_of_a_method": min(calls_by_name[name] for name in names_with_case),
+        "leaking": [figures for figures in cases if leaks(figures)],
+        "without_case": sorted(public_names() - names_with_case),
+        "largest_uss_growth_bytes": max((figures["uss_bytes"] for figures in cases), default=0),
+        "largest_block_growth": max((figures["blocks"] for figures in cases), default=0),
+    }
+
+
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -687,33 +707,29 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose names contain this text")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = []
-    calls_by_name: Counter[str] = Counter()
+    source = commit()
+    results: list[dict[str, Any]] = []
+    names_with_case: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="holdall-leaks-") as folder:
         for case in all_cases(Path(folder)):
-            calls_by_name.update(dict.fromkeys(case.names, 0))
+            names_with_case.update(case.names)
             if arguments.only not in " ".join(case.names):
                 continue
-            figures = measure(case, int(arguments.calls), arguments.max_s)
+            figures = measure(case, int(arguments.calls), arguments.max_s) | {"commit": source}
             results.append(figures)
-            calls_by_name.update(dict.fromkeys(case.names, figures["calls"]))
             print(json.dumps(figures), flush=True)
-    missing = sorted(public_names() - set(calls_by_name))
-    leaking = [figures for figures in results if leaks(figures)]
-    summary = {
-        "cases": len(results),
-        "calls": sum(figures["calls"] for figures in results),
-        "methods": len(public_names()),
-        "fewest_calls_of_a_method": min(calls_by_name.values()),
-        "leaking": leaking,
-        "without_case": missing,
-        "largest_uss_growth_bytes": max((figures["uss_bytes"] for figures in results), default=0),
-        "largest_block_growth": max((figures["blocks"] for figures in results), default=0),
-    }
+    summary = summarize(results, names_with_case)
     print(json.dumps(summary))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"summary": summary, "cases": results}, indent=1) + "\n")
-    return int(bool(leaking or missing))
+        kept: list[dict[str, Any]] = []
+        if arguments.only and arguments.json.exists():
+            stored = json.loads(arguments.json.read_text(encoding="utf-8"))["cases"]
+            kept = [figures for figures in stored if arguments.only not in " ".join(figures["names"])]
+        cases = kept + results
+        found = {"summary": summarize(cases, names_with_case), "cases": cases}
+        found |= {"commit": source, "versions": versions(), "machine": machine()}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(bool(summary["leaking"] or summary["without_case"]))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def lines() -> list[Line]:
         if record["kind"] == "buffer" and record["case"] == "atari"
     }
     replay = next(record for record in records("replay.jsonl") if record["case"] == "atari")["memory"]
-    growth = next(record for record in records("growth.jsonl") if record["case"] == "atari")["rows"]
+    rows = next(record for record in records("growth.jsonl") if record["case"] == "atari")["rows"]
+    growth = [(row["transitions"], row["held_bytes"]) for row in rows if row["transitions"] <= MOST]
 
     def points(library: str, side: str = "") -> list[tuple[int, float]]:
         held = [(buffers[library]["transitions"], float(buffers[library]["bytes"]))]
@@ -63,7 +64,7 @@ def lines() -> list[Line]:
         Line("cpprb", points("cpprb next_of")),
         Line("holdall", points("holdall", "holdall"), is_ours=True),
         Line("sb3-extra-buffers (LZ4)", points("sb3-extra-buffers lz4")),
-        Line("holdall, compressed", [(row["transitions"], row["held_bytes"]) for row in growth], is_ours=True),
+        Line("holdall, compressed", growth, is_ours=True),
     ]
 
 

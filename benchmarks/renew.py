@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 MEMORY_PAGE = HERE.parent / "docs" / "memory.md"
 GROWTH = re.compile(r"(<!-- growth -->\n).*?(<!-- end of growth -->)", re.DOTALL)
+GROWTH_NAMES = {"atari": "Seaquest, stacks of 4 frames", "camera": "A camera of 84 x 84 x 3 and 31 floats, Dict"}
 
 
 def kept(name: str) -> list[dict[str, Any]]:
@@ -67,12 +68,13 @@ def measure(name: str) -> None:
 
 
 def growth_text(result: dict[str, Any]) -> str:
-    """Return what docs/memory.md shows of growing."""
+    """Return what docs/memory.md shows of a case that grows."""
+    smallest, largest = (result["rows"][place]["transitions"] for place in (0, -1))
     median, least = result["sample_ratio"], result["sample_ratio_min"]
     return (
-        f"{table(result)}\n\n"
-        f"A batch from a million transitions takes {median:.2f} times as long as from ten thousand by median, "
-        f"{least:.2f} by\nminimum. The slowest adds wait for the compactor.\n"
+        f"{GROWTH_NAMES[result['case']]}:\n\n{table(result)}\n\n"
+        f"A batch from {largest:,} transitions takes {median:.2f} times as long as one from {smallest:,} by median, "
+        f"{least:.2f}\nby minimum.\n"
     )
 
 
@@ -81,7 +83,7 @@ def publish() -> None:
     run(sys.executable, HERE / "readme.py")
     run(sys.executable, HERE / "picture.py")
     page = MEMORY_PAGE.read_text(encoding="utf-8")
-    text = growth_text(kept("growth")[0])
+    text = "\n".join(growth_text(result) for result in kept("growth"))
     MEMORY_PAGE.write_text(GROWTH.sub(lambda found: f"{found[1]}{text}{found[2]}", page), encoding="utf-8")
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+from process import commit, machine
 
 from holdall import ClosedError, ReplayMemory, RolloutMemory, TransitionIdError
 from holdall.store.tuning import Tuning
@@ -518,6 +519,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     began = time.perf_counter()
+    source = commit()
     tally = soak(
         arguments.rows,
         arguments.rounds,
@@ -526,6 +528,7 @@ def main() -> int:
         interrupts=not arguments.no_interrupts,
     )
     result = {
+        "seed": arguments.seed,
         "rows": sum(tally.rows.values()),
         "rows_added": sum(tally.added.values()),
         "wrong_rows": tally.done.pop("wrong rows", 0),
@@ -534,6 +537,8 @@ def main() -> int:
         "added_by_tier": dict(tally.added),
         "done": dict(tally.done),
         "problems": tally.problems,
+        "commit": source,
+        "machine": machine(),
     }
     print(json.dumps(result))
     if arguments.json is not None:

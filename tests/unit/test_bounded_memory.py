@@ -194,19 +194,23 @@ def test_a_checkpoint_is_loaded_with_another_budget_or_the_budget_is_refused(tmp
         assert_same_bits(loaded.gather(np.arange(40)), expected)
 
 
-@pytest.mark.parametrize("capacity", [5_000, 20_000, 200_000])
-def test_a_larger_capacity_holds_as_many_transitions(capacity: int) -> None:
+def test_a_larger_capacity_holds_as_many_transitions() -> None:
     """Memory is reserved for the transitions that are held, and not for the capacity."""
-    generator = np.random.default_rng(0)
-    frames = generator.integers(0, 256, (64, 1, 64, 64), np.uint8)
     flag = np.zeros(1, np.bool_)
-    with ReplayMemory(box((64, 64), "u1"), spaces.Discrete(4), capacity, budget="4MiB") as memory:
-        for number in range(2_000):
-            frame = frames[number % 64]
-            frame[0, 0] = generator.integers(0, 256, 64)
-            memory.add(frame, np.zeros(1, np.int64), np.ones(1, np.float32), frame[:, ::-1], flag, flag)
-        assert memory.report().dropped_early == memory.first_id > 0
-        assert 300 < len(memory) < 600
+    held = []
+    for capacity in (5_000, 20_000, 200_000):
+        generator = np.random.default_rng(0)
+        frames = generator.integers(0, 256, (64, 1, 64, 64), np.uint8)
+        with ReplayMemory(box((64, 64), "u1"), spaces.Discrete(4), capacity, budget="4MiB") as memory:
+            for number in range(2_000):
+                frame = frames[number % 64]
+                frame[0, 0] = generator.integers(0, 256, 64)
+                memory.add(frame, np.zeros(1, np.int64), np.ones(1, np.float32), frame[:, ::-1], flag, flag)
+            memory.store.wait_idle()
+            assert memory.report().dropped_early == memory.first_id > 0
+            held.append(len(memory))
+    assert min(held) > 300
+    assert max(held) - min(held) <= 0.05 * max(held), held
 
 
 @needs_linux
