@@ -283,30 +283,32 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
     """Return what the run needs, and notes about what is missing."""
     model = snapshot.models[0] if snapshot.models else None
     memory = _find_memory(snapshot, model)
-    buffer = _find_main_buffer(snapshot, model)
-    if memory is not None and (buffer is None or model is not None):
-        buffer = None
+    buffer = None if memory is not None else _find_main_buffer(snapshot, model)
     notes: list[str] = []
-    if buffer is not None:
-        experience = _read_buffer(buffer, model)
-    elif memory is not None:
+    if memory is not None:
         experience = _read_memory(memory, model, snapshot)
+    elif buffer is not None:
+        experience = _read_buffer(buffer, model)
     else:
         raise PlanError(_explain_nothing(snapshot))
-    base = snapshot.resident_bytes - sum(_count_resident(one) for one in snapshot.buffers)
+    base = snapshot.resident_bytes - snapshot.probe_bytes - sum(_count_resident(one) for one in snapshot.buffers)
     workers = [process for process in snapshot.processes if not process.is_reporter]
     others = [
         MemoryPart(f"{one.owner} ({one.kind})", one.bytes_on.get("cpu", 0), "exact" if one.is_exact else "estimate")
         for one in snapshot.buffers
         if one is not buffer and one.bytes_on.get("cpu", 0)
     ]
+    for one in snapshot.memories:
+        if one is not memory:
+            nbytes = _count_full_bytes(one, model, snapshot, limits)
+            others.append(MemoryPart(f"{one.owner} (holdall)", nbytes, "estimate"))
     needs = RunNeeds(
         experience=experience,
         base_bytes=max(base, 0),
         process_bytes=sum(process.unique_bytes for process in workers),
         processes=len(workers),
         stored=snapshot.stored,
-        holdall=None if memory is None or buffer is not None else _read_use(memory),
+        holdall=None if memory is None else _read_use(memory),
         others=tuple(others),
         free_bytes=limits.free_bytes,
         batch_size=_read_batch(model, experience),
@@ -394,6 +396,13 @@ def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapsh
         is_exact=model is not None,
         max_rows=None if total is None else -(-total // memory.n_envs),
     )
+
+
+def _count_full_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot, limits: MachineLimits) -> int:
+    """Return the bytes that one of holdall's memories takes when it is full."""
+    experience = _read_memory(memory, model, snapshot)
+    needs = RunNeeds(experience, 0, stored=snapshot.stored, free_bytes=limits.free_bytes)
+    return max(needs.holdall_bytes(_read_use(memory)), memory.held_bytes)
 
 
 def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> float:

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -68,13 +68,14 @@ _LIBRARIES = (
 _NOT_OWNERS = (FunctionType, ModuleType, type, FrameType)
 
 
-def inspect(context: Mapping[str, Any]) -> dict[str, Any]:
+def inspect(context: Mapping[str, Any], hidden: Sequence[tuple[Any, ...]] = ()) -> dict[str, Any]:
     """Return what was built, as fields of a `Snapshot`.
 
     Args:
         context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
+        hidden: Copies that the probe keeps. Their arrays are not the command's.
     """
-    return _describe(LiveHeap(context), context)
+    return _describe(LiveHeap(context, hidden=hidden), context)
 
 
 def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dict[str, Any]:
@@ -129,8 +130,10 @@ def _find_threads() -> Iterator[FoundThread]:
 class LiveHeap:
     """The live objects of this process, sorted by kind, with the names under which they were found."""
 
-    def __init__(self, context: Mapping[str, Any], *, has_heap: bool = True) -> None:
-        """Sort the objects of `context`, and with `has_heap` all objects of the process."""
+    def __init__(
+        self, context: Mapping[str, Any], *, has_heap: bool = True, hidden: Sequence[tuple[Any, ...]] = ()
+    ) -> None:
+        """Sort the objects of `context`, and with `has_heap` all objects of the process except those in `hidden`."""
         self.models: list[Any] = []
         self.buffers: list[Any] = []
         self.memories: list[Any] = []
@@ -143,6 +146,7 @@ class LiveHeap:
         self._arrays: dict[int, tuple[Any, list[Any]]] = {}
         """Large arrays by the address of their data, with the objects that refer to them."""
         self._taken: set[int] = set()
+        self._hidden = {id(part) for value in hidden for part in (value, *value)} | {id(hidden)}
         self._frames = list(_walk_frames(context.get("error")))
         for value in context.values():
             self._sort(value)
@@ -154,7 +158,7 @@ class LiveHeap:
 
     def _walk(self) -> None:
         """Sort every object that the garbage collector knows, and collect large arrays with their owners."""
-        own = {id(vars(self)), id(self._names), id(self._arrays), id(self._frames)}
+        own = {id(vars(self)), id(self._names), id(self._arrays), id(self._frames), *self._hidden}
         kinds: dict[type, str] = {}
         seen: set[int] = set()
         for value in gc.get_objects():
@@ -178,7 +182,7 @@ class LiveHeap:
                     kinds[part_class] = part_kind
                 if part_kind == "array":
                     self._keep_array(part, value)
-                elif part_kind == "sequence" and len(part) >= 1:
+                elif part_kind == "sequence" and len(part) >= 1 and id(part) not in own:
                     self.sequences.append((part, value))
         for frame in self._frames:
             for part in frame.f_locals.values():
@@ -996,8 +1000,8 @@ def _make_plain(value: Any, depth: int = 0) -> Any:
     if depth > 3:
         return _NOT_PLAIN
     kind = _get_package(type(value))
-    if kind == "numpy" and getattr(value, "shape", None) == () and str(value.dtype)[0] in "iufb":
-        return value.item()
+    if kind == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item() if value.dtype.kind in "iufb" else _NOT_PLAIN
     if isinstance(value, type):
         return _name_class_itself(value)
     if type(value).__name__ in {"FloatSchedule", "ConstantSchedule", "LinearSchedule"} or kind == "enum":

@@ -254,6 +254,8 @@ class Snapshot:
     resident_bytes: int = 0
     """Resident set of the process that reported, before it looked at its objects."""
     peak_bytes: int = 0
+    probe_bytes: int = 0
+    """Bytes of the resident set that the probe itself took, for copies of added steps."""
     update: MeasuredUpdate | None = None
     stored: StoredSteps | None = None
     notes: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class _Filled(NamedTuple):
     findings: dict[str, str]
 
 
-def measure_steps(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
+def fill_memories(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
     """Fill memories with `steps`. Return the fields of a `StoredSteps`."""
     lanes = len(np.asarray(steps[0][2]).reshape(-1))
     steps = [_with_lanes(step, lanes) for step in steps]
