@@ -80,6 +80,33 @@ def test_a_buffer_that_cannot_be_allocated_is_planned_with_its_real_size(tmp_pat
     assert 0 < found["largest"]["capacity with SB3's buffer"] < 10**10
 
 
+def test_the_exit_code_the_table_and_the_change_agree(tmp_path: Path) -> None:
+    script = """
+from stable_baselines3 import SAC
+SAC("MlpPolicy", "Pendulum-v1", buffer_size=3_000_000_000, device="cpu").learn(400_000)
+"""
+    code, found = _plan_script(tmp_path, script)
+    assert (code, found["verdict"]) == (2, "does not fit")
+    assert found["table"][0]["plain_verdict"] == "does not fit"
+    assert 0 < found["largest"]["capacity with SB3's buffer"] < 3_000_000_000
+    assert found["change"]["title"] == "a capacity of 400,000"
+    assert "buffer_size=400_000" in found["code"]
+
+
+def test_more_environments_than_there_are_cost_memory(tmp_path: Path) -> None:
+    script = """
+from stable_baselines3 import DQN
+DQN("MlpPolicy", "CartPole-v1", buffer_size=1_000_000, device="cpu").learn(10**9)
+"""
+    code, found = _plan_script(tmp_path, script, "--set", "n_envs=200000", "--memory", "1GiB")
+    (further,) = [part for part in found["parts"] if "further environments" in part["name"]]
+    # One CartPole has some kilobytes of Python objects.
+    assert 199_999 * 1_000 < further["nbytes"] < 199_999 * 50_000
+    assert further["source"] == "estimate"
+    assert code == 2
+    assert any("outside Python" in note for note in found["notes"])
+
+
 def test_the_first_line_says_that_the_command_runs_and_another_size_can_be_tried(tmp_path: Path) -> None:
     script = """
 from stable_baselines3 import DQN
@@ -206,7 +233,9 @@ def test_flags_describe_a_run_without_a_script() -> None:
     assert found["limits"][0]["free_bytes"] <= 8 * 2**30
     sizes = found["largest"]
     assert 0 < sizes["capacity with SB3's buffer"] < sizes["capacity with holdall's"] < 1_000_000
-    assert any("made up" in note for note in found["notes"])
+    assert any("made up" in note and "--env" in note for note in found["notes"])
+    (memory,) = [part for part in found["holdall_parts"] if "holdall" in part["name"]]
+    assert memory["source"] == "upper bound (noise)"
 
 
 def test_a_file_describes_a_run(tmp_path: Path) -> None:

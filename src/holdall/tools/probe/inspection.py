@@ -38,6 +38,8 @@ from .snapshot import (
 MIN_ARRAY_BYTES = 16 * 2**20
 _MAX_SAMPLED_ITEMS = 64
 _MAX_DEPTH = 6
+_MAX_COUNTED_OBJECTS = 200_000
+"""Objects that are visited to count the bytes of sampled items, so that the walk takes less than a second."""
 _CAPACITY_NAMES = (
     "capacity",
     "buffer_size",
@@ -724,7 +726,9 @@ def _count_deep(value: Any, seen: set[int], depth: int = 0) -> int:
         seen.add(id(value))
         header = 0 if is_known else sys.getsizeof(value) - (value.nbytes if value is root else 0)
         return (_count_bytes(root) if is_new else 0) + max(header, 0)
-    if value is None or isinstance(value, (bool, type)) or id(value) in seen or depth > _MAX_DEPTH:
+    if value is None or isinstance(value, (bool, *_NOT_OWNERS)) or id(value) in seen:
+        return 0
+    if depth > _MAX_DEPTH or len(seen) > _MAX_COUNTED_OBJECTS:
         return 0
     seen.add(id(value))
     size = sys.getsizeof(value)
@@ -915,7 +919,21 @@ def _describe_environment(env: Any) -> FoundEnvironment:
         describe_space(action_space),
         settings,
         start_method,
+        0 if start_method else _count_environment_bytes(env),
     )
+
+
+def _count_environment_bytes(env: Any) -> int:
+    """Return the bytes of the Python objects and arrays that one environment of `env` adds."""
+    lanes = [env]
+    for part in _walk_environments(env):
+        envs = _get_attributes(part).get("envs")
+        if isinstance(envs, (list, tuple)) and envs:
+            lanes = list(envs)
+    # Wrappers hide the environment several attributes deep, so the walk starts above the usual depth.
+    seen: set[int] = set()
+    sizes = [_count_deep(lane, seen, -_MAX_DEPTH) for lane in lanes[:_MAX_SAMPLED_ITEMS]]
+    return sizes[0] if len(sizes) == 1 else sum(sizes[1:]) // (len(sizes) - 1)
 
 
 def _get_space(attributes: Mapping[str, Any], name: str) -> Any:

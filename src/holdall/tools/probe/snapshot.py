@@ -152,6 +152,8 @@ class FoundEnvironment:
     """Plain attributes of all wrappers, such as `n_stack`; outer wrappers have precedence."""
     start_method: str = ""
     """How worker processes start; empty if there are none."""
+    nbytes_each: int = 0
+    """Python objects and arrays of one environment in this process; 0 if environments have processes."""
 
 
 @dataclass(frozen=True)
