@@ -80,6 +80,33 @@ def test_a_buffer_that_cannot_be_allocated_is_planned_with_its_real_size(tmp_pat
     assert 0 < found["largest"]["capacity with SB3's buffer"] < 10**10
 
 
+def test_the_exit_code_the_table_and_the_change_agree(tmp_path: Path) -> None:
+    script = """
+from stable_baselines3 import SAC
+SAC("MlpPolicy", "Pendulum-v1", buffer_size=3_000_000_000, device="cpu").learn(400_000)
+"""
+    code, found = _plan_script(tmp_path, script)
+    assert (code, found["verdict"]) == (2, "does not fit")
+    assert found["table"][0]["plain_verdict"] == "does not fit"
+    assert 0 < found["largest"]["capacity with SB3's buffer"] < 3_000_000_000
+    assert found["change"]["title"] == "a capacity of 400,000"
+    assert "buffer_size=400_000" in found["code"]
+
+
+def test_more_environments_than_there_are_cost_memory(tmp_path: Path) -> None:
+    script = """
+from stable_baselines3 import DQN
+DQN("MlpPolicy", "CartPole-v1", buffer_size=1_000_000, device="cpu").learn(10**9)
+"""
+    code, found = _plan_script(tmp_path, script, "--set", "n_envs=200000", "--memory", "1GiB")
+    (further,) = [part for part in found["parts"] if "further environments" in part["name"]]
+    # One CartPole has some kilobytes of Python objects.
+    assert 199_999 * 1_000 < further["nbytes"] < 199_999 * 50_000
+    assert further["source"] == "estimate"
+    assert code == 2
+    assert any("outside Python" in note for note in found["notes"])
+
+
 def test_the_first_line_says_that_the_command_runs_and_another_size_can_be_tried(tmp_path: Path) -> None:
     script = """
 from stable_baselines3 import DQN
@@ -98,25 +125,75 @@ DQN("MlpPolicy", "CartPole-v1", buffer_size=50_000, device="cpu").learn(10**9)
     assert max(len(line) for line in out.splitlines()[1:]) <= 80
 
 
-def test_the_loop_of_the_readme_is_planned(tmp_path: Path) -> None:
-    script = """
-import gymnasium as gym, holdall
-env = gym.make("Pendulum-v1")
-memory = holdall.ReplayMemory(env.observation_space, env.action_space, capacity=1_000_000, budget="64MiB",
-                              spill_dir="spill")
-obs, _ = env.reset(seed=0)
-while True:
-    action = env.action_space.sample()
-    next_obs, reward, terminated, truncated, _ = env.step(action)
+LOOP = """
+import gymnasium as gym, numpy as np
+import holdall
+
+FEATURES
+envs = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync")
+memory = holdall.ReplayMemory(
+    envs.single_observation_space,
+    envs.single_action_space,
+    capacity=1_000_000,
+    num_envs=4,
+    budget="2GiB",
+    seed=0,
+)
+obs, _ = envs.reset(seed=0)
+for _ in range(3_000):
+    action = envs.action_space.sample()
+    next_obs, reward, terminated, truncated, _ = envs.step(action)
     memory.add(obs, action, reward, next_obs, terminated, truncated)
-    obs = next_obs if not (terminated or truncated) else env.reset()[0]
+    obs = next_obs
 """
+
+
+@pytest.mark.parametrize("features", ["", "features = np.ones(3_000_000)"])
+def test_the_loop_of_the_readme_is_planned(tmp_path: Path, features: str) -> None:
+    code, found = _plan_script(tmp_path, LOOP.replace("FEATURES", features), "--memory", "4GiB")
+    assert (code, found["verdict"]) == (0, "fits")
+    assert (found["buffer"]["name"], found["buffer"]["library"]) == ("memory", "holdall")
+    assert (found["buffer"]["transitions"], found["buffer"]["num_envs"]) == (1_000_000, 4)
+    assert found["title"] == "memory, 1,000,000 transitions, 4 environments"
+    assert found["stored"]["steps"] == 4_000
+    parts = {part["name"]: part["nbytes"] for part in found["parts"]}
+    assert "features (arrays)" in parts if features else len(parts) <= 4
+    assert parts.get("features (arrays)", 24_000_000) == 24_000_000
+    assert 20 * 2**20 < parts["replay buffer (holdall)"] < 2**31
+    assert not [name for name in parts if "Hook" in name or "_recorded" in name]
+
+
+def test_what_is_beyond_the_budget_of_a_loop_is_counted_on_the_disk(tmp_path: Path) -> None:
+    script = LOOP.replace("FEATURES", "").replace('"2GiB"', '"64MiB", spill_dir="spill"')
     code, found = _plan_script(tmp_path, script, "--memory", "1GiB")
     assert (code, found["verdict"]) == (0, "fits")
-    assert found["buffer"]["library"] == "holdall"
-    assert found["buffer"]["transitions"] == 1_000_000
     (memory,) = [part for part in found["parts"] if "holdall" in part["name"]]
     assert memory["nbytes"] <= 128 * 2**20
+
+
+def test_the_probes_own_copies_are_no_part_of_a_plan(tmp_path: Path) -> None:
+    script = """
+import gymnasium as gym, numpy as np, torch
+from stable_baselines3.common.buffers import ReplayBuffer
+
+optimizer = torch.optim.Adam(torch.nn.Linear(4, 2).parameters())
+space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+rb = ReplayBuffer(20_000, space, gym.spaces.Discrete(4), "cpu", handle_timeout_termination=False)
+rng = np.random.default_rng(0)
+obs = rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+for step in range(3_000):
+    following = rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+    rb.add(obs, following, np.array([1]), np.zeros(1), np.zeros(1, bool), [{}])
+    obs = following
+    if step == 1_100:
+        optimizer.step()
+"""
+    _, found = _plan_script(tmp_path, script, "--memory", "4GiB")
+    assert found["buffer"]["name"] == "rb"
+    parts = {part["name"]: part["nbytes"] for part in found["parts"]}
+    assert not [name for name in parts if "Hook" in name or "list" in name]
+    # Interpreter, NumPy and torch, without the 54 MiB that the probe copied.
+    assert parts["interpreter, libraries, environments, weights"] < 400 * 2**20
 
 
 def test_a_cleanrl_style_script_is_planned_to_the_byte(tmp_path: Path) -> None:
@@ -156,7 +233,9 @@ def test_flags_describe_a_run_without_a_script() -> None:
     assert found["limits"][0]["free_bytes"] <= 8 * 2**30
     sizes = found["largest"]
     assert 0 < sizes["capacity with SB3's buffer"] < sizes["capacity with holdall's"] < 1_000_000
-    assert any("made up" in note for note in found["notes"])
+    assert any("made up" in note and "--env" in note for note in found["notes"])
+    (memory,) = [part for part in found["holdall_parts"] if "holdall" in part["name"]]
+    assert memory["source"] == "upper bound (noise)"
 
 
 def test_a_file_describes_a_run(tmp_path: Path) -> None:

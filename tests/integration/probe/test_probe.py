@@ -399,6 +399,22 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pyt
     assert probe([sys.executable, str(file)], 30).output == "True disabled 1"
 
 
+@pytest.mark.parametrize(
+    "arguments", [["multiprocessing_train.py"], ["train.py", "--workers=multiprocessing"], ["train.py", "-c", "x.yml"]]
+)
+def test_a_command_is_probed_whatever_its_arguments_are_called(tmp_path: Path, arguments: list[str]) -> None:
+    script = "import numpy as np\nreplay = np.zeros((3_000, 84, 84), np.uint8)\nraise ValueError"
+    (tmp_path / arguments[0]).write_text(script, encoding="utf-8")
+    snapshot = probe([sys.executable, *arguments], 30, cwd=tmp_path)
+    assert [buffer.owner for buffer in snapshot.buffers] == ["replay"]
+
+
+def test_hydra_is_asked_for_the_whole_error(tmp_path: Path) -> None:
+    file = tmp_path / "show.py"
+    file.write_text("import os; print(os.environ['HYDRA_FULL_ERROR'])", encoding="utf-8")
+    assert probe([sys.executable, str(file)], 30).output == "1"
+
+
 def test_a_command_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ArgumentError, match="no-such-program"):
         probe(["no-such-program"], 5)
@@ -453,3 +469,56 @@ def test_an_empty_buffer_of_tianshou_gets_the_arrays_of_a_filled_one(tmp_path: P
     assert (found["tests"].nbytes, found["tests"].is_exact) == (10_000 * 24 * 4, True)
     assert found["training"].nbytes == 1_000_000 * 24 * 4
     assert not found["training"].is_exact
+
+
+def test_copies_that_the_probe_keeps_are_no_data_of_the_command(tmp_path: Path) -> None:
+    snapshot = run(
+        tmp_path,
+        """
+        import gymnasium as gym, numpy as np, torch
+        from stable_baselines3.common.buffers import ReplayBuffer
+
+        optimizer = torch.optim.Adam(torch.nn.Linear(4, 2).parameters())
+        space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        rb = ReplayBuffer(2_000, space, gym.spaces.Discrete(4), "cpu", handle_timeout_termination=False)
+        rng = np.random.default_rng(0)
+        obs = rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+        for step in range(3_000):
+            following = rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+            rb.add(obs, following, np.array([1]), np.zeros(1), np.zeros(1, bool), [{}])
+            obs = following
+            if step == 1_100:
+                optimizer.step()
+        """,
+        measure_s=60.0,
+    )
+    assert snapshot.trigger == "add"
+    assert [buffer.owner for buffer in snapshot.buffers] == ["rb"]
+    assert snapshot.arrays == ()
+    assert snapshot.stored is not None
+    assert snapshot.stored.steps == 1_000
+    copied = 1_000 * 2 * 4 * 84 * 84
+    assert copied < snapshot.probe_bytes < copied * 1.05
+
+
+def test_large_steps_are_copied_up_to_a_bound(tmp_path: Path) -> None:
+    snapshot = run(
+        tmp_path,
+        """
+        import gymnasium as gym, numpy as np
+        import holdall
+
+        space = gym.spaces.Box(0, 255, (20 * 2**20,), np.uint8)
+        memory = holdall.ReplayMemory(space, gym.spaces.Discrete(4), 100)
+        obs = np.zeros((1, 20 * 2**20), np.uint8)
+        while True:
+            zero = np.zeros(1)
+            memory.add(obs, zero.astype(int), zero, obs, zero.astype(bool), zero.astype(bool))
+        """,
+        measure_s=5.0,
+    )
+    assert snapshot.arrays == ()
+    # A space has arrays of its bounds. It also has a dtype, which is no setting.
+    assert sorted(buffer.owner for buffer in snapshot.buffers) == ["obs", "space"]
+    assert snapshot.notes == ()
+    assert snapshot.probe_bytes < 300 * 2**20

@@ -55,9 +55,9 @@ def test_exact_parts_have_no_margin_and_all_others_have_the_same() -> None:
 
 
 def test_the_verdict_compares_need_and_bound() -> None:
-    assert NEEDS.verdict(None, NEEDS.most_bytes(None)) is FitVerdict.FITS
-    assert NEEDS.verdict(None, NEEDS.need_bytes(None)) is FitVerdict.TIGHT
-    assert NEEDS.verdict(None, NEEDS.need_bytes(None) - 1) is FitVerdict.DOES_NOT_FIT
+    assert NEEDS.verdict(None, _limits(NEEDS.most_bytes(None))) is FitVerdict.FITS
+    assert NEEDS.verdict(None, _limits(NEEDS.need_bytes(None))) is FitVerdict.TIGHT
+    assert NEEDS.verdict(None, _limits(NEEDS.need_bytes(None) - 1)) is FitVerdict.DOES_NOT_FIT
 
 
 def test_a_buffer_that_never_fills_costs_what_is_written() -> None:
@@ -88,9 +88,9 @@ def test_auto_keeps_a_quarter_of_the_free_memory_raw() -> None:
 
 def test_the_largest_size_fits_and_the_next_does_not() -> None:
     for use in (None, HoldallUse()):
-        size = NEEDS.largest_size(use, 8 * GIB)
-        assert NEEDS.resized(size).verdict(use, 8 * GIB) is FitVerdict.FITS
-        assert NEEDS.resized(size + 1).verdict(use, 8 * GIB) is not FitVerdict.FITS
+        size = NEEDS.largest_size(use, _limits(8 * GIB))
+        assert NEEDS.resized(size).verdict(use, _limits(8 * GIB)) is FitVerdict.FITS
+        assert NEEDS.resized(size + 1).verdict(use, _limits(8 * GIB)) is not FitVerdict.FITS
 
 
 def test_more_environments_keep_the_capacity() -> None:
@@ -186,3 +186,60 @@ def test_a_command_without_a_buffer_cannot_be_planned() -> None:
         plan_snapshot(Snapshot("the first step", "optimizer"), None, _limits(GIB))
     with pytest.raises(PlanError, match="ValueError: no rom"):
         plan_snapshot(Snapshot("error", "error", error="Traceback\nValueError: no rom"), None, _limits(GIB))
+
+
+def test_verdict_table_largest_size_and_change_agree_when_one_array_is_too_large() -> None:
+    limits = replace(_limits(24 * GIB), mapping_bytes=24 * GIB)
+    model = replace(_snapshot().models[0], total_timesteps=100_000)
+    snapshot = _snapshot(models=(model,))
+    plan = plan_snapshot(snapshot, {"buffer_size": 3_000_000}, limits)
+    assert {check.what: check.verdict for check in plan.checks} == {
+        "memory": FitVerdict.FITS,
+        "largest array": FitVerdict.DOES_NOT_FIT,
+    }
+    assert plan.verdict is FitVerdict.DOES_NOT_FIT
+    assert plan.table[0].size == 3_000_000
+    assert plan.table[0].plain_verdict is FitVerdict.DOES_NOT_FIT
+    largest = plan.largest["capacity with SB3's buffer"]
+    assert largest == 24 * GIB // 42_628
+    assert all((row.plain_verdict is FitVerdict.FITS) == (row.size <= largest) for row in plan.table)
+    # The run ends after 100,000 steps, so a smaller buffer loses nothing.
+    assert plan.change is not None
+    assert plan.change.title == "a capacity of 100,000"
+    assert "buffer_size=100_000" in plan.code
+    assert plan_snapshot(snapshot, {"buffer_size": 100_000}, limits).verdict is FitVerdict.FITS
+
+
+def test_a_failing_check_of_the_disk_is_seen_in_the_table_too() -> None:
+    memory = FoundMemory(
+        "memory", "holdall.memory.ReplayMemory", 4_000_000, 1, "256MiB", "memory", "disk", None, 0, 0, 0, 0
+    )
+    limits = replace(_limits(8 * GIB), disk=Limit("disk", GIB, GIB))
+    plan = plan_snapshot(_snapshot(models=(), buffers=(), memories=(memory,)), None, limits)
+    assert plan.verdict is plan.table[0].holdall_verdict is FitVerdict.DOES_NOT_FIT
+    assert plan.change is not None
+
+
+def test_environments_in_the_same_process_cost_memory_of_their_own() -> None:
+    needs = replace(NEEDS, environment_bytes=MIB, measured_envs=4, experience=replace(REPLAY, n_envs=4))
+    more = needs.with_envs(1004)
+    assert more.need_bytes(None) - needs.need_bytes(None) == pytest.approx(1000 * MIB, abs=20 * MIB)
+    assert ("1,000 further environments", "estimate") in {(part.name, part.source) for part in more.parts(None)}
+    fewer = needs.with_envs(1)
+    assert needs.need_bytes(None) - fewer.need_bytes(None) == pytest.approx(3 * MIB, abs=MIB)
+
+
+def test_one_of_holdalls_memories_is_what_a_loop_without_a_model_is_planned_for() -> None:
+    training, evaluation = (
+        FoundMemory(name, "holdall.memory.ReplayMemory", capacity, 1, "1GiB", "balanced", None, None, 10, 0, 0, 1000)
+        for name, capacity in (("memory", 100_000), ("evaluation", 1_000))
+    )
+    array = FoundArray("features", (3_000_000,), "float64", 24_000_000, resident_bytes=24_000_000)
+    features = FoundBuffer("features", "", "arrays", 24_000_000, 3_000_000, 1, 24_000_000, 0, (array,))
+    facts = {"models": (), "buffers": (features,), "memories": (evaluation, training), "probe_bytes": 50 * MIB}
+    plan = plan_snapshot(_snapshot(**facts), None, _limits(8 * GIB))
+    assert plan.needs.experience.name == "memory"
+    parts = {part.name: part.nbytes for part in plan.needs.parts(plan.needs.holdall)}
+    assert parts["features (arrays)"] == 24_000_000
+    assert 0 < parts["evaluation (holdall)"] < parts["replay buffer (holdall)"]
+    assert parts["interpreter, libraries, environments, weights"] == 300 * MIB - 50 * MIB - 24_000_000

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,3 @@ def make_single_env(env_id: str, wrapper: str = "") -> Any:
         return env
     # It brings torch along.
     return importlib.import_module("stable_baselines3.common.atari_wrappers").AtariWrapper(env)
-
-
-def random_steps(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bool, bool]]:
-    """Play random actions for ever: obs, action, reward, next_obs, terminated, truncated."""
-    env.action_space.seed(seed)
-    obs, _ = env.reset(seed=seed)
-    while True:
-        action = env.action_space.sample()
-        next_obs, reward, terminated, truncated, _ = env.step(action)
-        yield obs, action, float(np.asarray(reward).item()), next_obs, bool(terminated), bool(truncated)
-        obs = env.reset()[0] if terminated or truncated else next_obs

@@ -21,6 +21,8 @@ from holdall.units import counted
 MARGIN = 0.15
 """Share by which a part that is not exact may be larger than it was measured."""
 ROOM_BYTES = 32 * 2**20
+NOISE_BOUND = "upper bound (noise)"
+"""Source of holdall's part where the steps were made up: noise cannot be compressed, and real observations can."""
 _OPTIMIZER_COPIES = 3
 """Gradients and the two moments of Adam, as multiples of the weights."""
 _HARD_LIMIT_ROOM_BYTES = 64 * 2**20
@@ -46,12 +48,61 @@ class MemoryPart:
     name: str
     nbytes: int
     source: str
-    """`exact`, `measured` or `estimate`."""
+    """`exact`, `measured`, `estimate` or `NOISE_BOUND`."""
 
     @property
     def most_bytes(self) -> int:
         """Return the upper bound."""
         return self.nbytes if self.source == "exact" else int(self.nbytes * (1 + MARGIN))
+
+
+@dataclass(frozen=True, slots=True)
+class LimitCheck:
+    """One need against one limit."""
+
+    what: str
+    need_bytes: int
+    most_bytes: int
+    limit: Limit
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Compare the two."""
+        if self.need_bytes > self.limit.free_bytes:
+            return FitVerdict.DOES_NOT_FIT
+        return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return {
+            "what": self.what,
+            "need_bytes": self.need_bytes,
+            "most_bytes": self.most_bytes,
+            "limit": self.limit.name,
+            "free_bytes": self.limit.free_bytes,
+            "verdict": str(self.verdict),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """What there is to fit into."""
+
+    memory: tuple[Limit, ...]
+    """Bounds on host memory, the smallest first."""
+    gpu: Limit | None = None
+    disk: Limit | None = None
+    mapping_bytes: int | None = None
+    """The most that one array may ask for; None if the kernel does not check it."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Return the host memory that the run may take."""
+        return self.memory[0].free_bytes
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return plain data, ready for JSON."""
+        return [asdict(limit) for limit in self.memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +120,8 @@ class Experience:
     """Bytes of one vectorised step of all environments."""
     fixed_bytes: int = 0
     """Bytes that do not depend on the number of rows."""
+    largest_array_share: float = 1.0
+    """Share of the largest array in the buffer's bytes."""
     copied_row_bytes: float = 0.0
     """Bytes per row of the largest array, which is copied while a rollout is flattened; 0 if nothing is copied."""
     is_rollout: bool = False
@@ -90,6 +143,11 @@ class Experience:
     def allocated_bytes(self) -> int:
         """Return the bytes of the whole buffer."""
         return round(self.rows * self.row_bytes) + self.fixed_bytes
+
+    @property
+    def largest_array_bytes(self) -> int:
+        """Return the bytes of the largest array, which the system must grant at once."""
+        return round(self.largest_array_share * self.allocated_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -126,7 +184,11 @@ class HoldallUse:
 
 @dataclass(frozen=True, slots=True)
 class RunNeeds:
-    """Everything that decides how much memory a run needs. Every answer of a plan is computed by these methods."""
+    """Everything that decides how much memory a run needs.
+
+    Every answer of a plan is computed by these methods, and `checks` is the only place that compares needs with limits.
+    So the verdict, the table, the largest sizes and the suggested changes agree.
+    """
 
     experience: Experience
     base_bytes: int
@@ -134,6 +196,10 @@ class RunNeeds:
     process_bytes: int = 0
     """Unique bytes of worker processes, measured."""
     processes: int = 0
+    environment_bytes: int = 0
+    """Python objects and arrays of one environment in the process itself; 0 if environments have processes."""
+    measured_envs: int = 0
+    """Environments that existed when `base_bytes` was measured; 0 if that is unknown."""
     update_bytes: int = 0
     """Growth of the process at the peak of an update, without what stays."""
     settled_bytes: int = 0
@@ -144,18 +210,29 @@ class RunNeeds:
     measured_batch_size: int = 0
     stored: StoredSteps | None = None
     """What holdall's memory takes; None if it was not measured."""
+    is_noise: bool = False
+    """Whether the stored steps were made up."""
     holdall: HoldallUse | None = None
     """Settings of holdall's memory, if the run uses it."""
     others: tuple[MemoryPart, ...] = ()
     """Further buffers and large arrays."""
     free_bytes: int = 0
     """Free memory of the machine, which an "auto" budget depends on."""
+    gpu_bytes: int = 0
+    """Peak of what torch handed out on the GPU during an update; 0 if the update made no use of a GPU."""
+    gpu_reserved_bytes: int = 0
+    """Peak of what torch's allocator kept on the GPU."""
 
     # ---------------------------------------------------------------- parts
 
     def parts(self, use: HoldallUse | None) -> list[MemoryPart]:
         """Return the parts at the peak, with holdall's memory if `use` is given, else with the library's buffer."""
-        parts = [MemoryPart("interpreter, libraries, environments, weights", self.base_bytes, "measured")]
+        further = self._count_further_envs()
+        base = self.base_bytes + min(further, 0) * self.environment_bytes
+        parts = [MemoryPart("interpreter, libraries, environments, weights", max(base, 0), "measured")]
+        if further > 0 and self.environment_bytes:
+            name = counted(further, "further environment")
+            parts.append(MemoryPart(name, further * self.environment_bytes, "estimate"))
         if self.processes:
             name = counted(self.processes, "worker process", "worker processes")
             parts.append(MemoryPart(name, self.process_bytes, "measured"))
@@ -170,6 +247,10 @@ class RunNeeds:
         if self.settled_bytes:
             parts.append(MemoryPart("gradients, optimizer, heap", self.settled_bytes, self.update_source))
         return parts
+
+    def _count_further_envs(self) -> int:
+        """Return the environments beyond those that were measured; negative if there are fewer."""
+        return self.experience.n_envs - self.measured_envs if self.measured_envs else 0
 
     @property
     def _update_source(self) -> str:
@@ -187,8 +268,13 @@ class RunNeeds:
         if use is None:
             source = "exact" if experience.is_exact else "estimate"
             return MemoryPart(f"{kind} ({experience.library})", experience.resident_bytes, source)
-        source = "measured" if self.stored is not None and self.stored.steps else "estimate"
-        return MemoryPart(f"{kind} (holdall)", self.holdall_bytes(use), source)
+        return MemoryPart(f"{kind} (holdall)", self.holdall_bytes(use), self._stored_source)
+
+    @property
+    def _stored_source(self) -> str:
+        if self.is_noise:
+            return NOISE_BOUND
+        return "measured" if self.stored is not None and self.stored.steps else "estimate"
 
     def holdall_bytes(self, use: HoldallUse) -> int:
         """Return the RAM that holdall's memory takes for the filled transitions."""
@@ -244,11 +330,24 @@ class RunNeeds:
         """Return the upper bound of the bytes at the peak."""
         return sum(part.most_bytes for part in self.parts(use)) + ROOM_BYTES
 
-    def verdict(self, use: HoldallUse | None, limit_bytes: int) -> FitVerdict:
-        """Compare the need and its bound with a limit."""
-        if self.need_bytes(use) > limit_bytes:
-            return FitVerdict.DOES_NOT_FIT
-        return FitVerdict.FITS if self.most_bytes(use) <= limit_bytes else FitVerdict.TIGHT
+    def checks(self, use: HoldallUse | None, limits: MachineLimits) -> list[LimitCheck]:
+        """Compare every need of the run with its limit."""
+        checks = [LimitCheck("memory", self.need_bytes(use), self.most_bytes(use), limits.memory[0])]
+        if limits.mapping_bytes is not None and use is None:
+            whole = Limit("memory and swap, for one array", limits.mapping_bytes, limits.mapping_bytes)
+            largest = self.experience.largest_array_bytes
+            checks.append(LimitCheck("largest array", largest, largest, whole))
+        if use is not None and limits.disk is not None:
+            nbytes = self.disk_bytes(use)
+            if nbytes:
+                checks.append(LimitCheck(f"disk tier in {use.spill_dir}", nbytes, nbytes, limits.disk))
+        if self.gpu_reserved_bytes and limits.gpu is not None:
+            checks.append(LimitCheck("GPU memory", self.gpu_bytes, self.gpu_reserved_bytes, limits.gpu))
+        return checks
+
+    def verdict(self, use: HoldallUse | None, limits: MachineLimits) -> FitVerdict:
+        """Return the worst verdict of all checks."""
+        return max(check.verdict for check in self.checks(use, limits))
 
     def resized(self, size: int) -> RunNeeds:
         """Return the run with another capacity, or other steps of a rollout."""
@@ -279,9 +378,9 @@ class RunNeeds:
             self, experience=experience, processes=processes, process_bytes=round(self.process_bytes * times)
         )
 
-    def largest_size(self, use: HoldallUse | None, limit_bytes: int) -> int:
+    def largest_size(self, use: HoldallUse | None, limits: MachineLimits) -> int:
         """Return the largest capacity, or rollout, that fits; 0 if none does."""
-        return largest_count(lambda size: self.resized(size).verdict(use, limit_bytes) is FitVerdict.FITS)
+        return largest_count(lambda size: self.resized(size).verdict(use, limits) is FitVerdict.FITS)
 
 
 def largest_count(fits: Callable[[int], bool], top: int = _MAX_COUNT) -> int:
@@ -309,52 +408,3 @@ def is_unlimited(count: int) -> bool:
 def estimate_settled(parameter_bytes: int) -> int:
     """Return what gradients and an Adam optimizer take for some weights."""
     return _OPTIMIZER_COPIES * parameter_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LimitCheck:
-    """One need against one limit."""
-
-    what: str
-    need_bytes: int
-    most_bytes: int
-    limit: Limit
-
-    @property
-    def verdict(self) -> FitVerdict:
-        """Compare the two."""
-        if self.need_bytes > self.limit.free_bytes:
-            return FitVerdict.DOES_NOT_FIT
-        return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON."""
-        return {
-            "what": self.what,
-            "need_bytes": self.need_bytes,
-            "most_bytes": self.most_bytes,
-            "limit": self.limit.name,
-            "free_bytes": self.limit.free_bytes,
-            "verdict": str(self.verdict),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class MachineLimits:
-    """What there is to fit into."""
-
-    memory: tuple[Limit, ...]
-    """Bounds on host memory, the smallest first."""
-    gpu: Limit | None = None
-    disk: Limit | None = None
-    mapping_bytes: int | None = None
-    """The most that one array may ask for; None if the kernel does not check it."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Return the host memory that the run may take."""
-        return self.memory[0].free_bytes
-
-    def as_list(self) -> list[dict[str, Any]]:
-        """Return plain data, ready for JSON."""
-        return [asdict(limit) for limit in self.memory]

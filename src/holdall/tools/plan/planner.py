@@ -32,20 +32,12 @@ from holdall.tools.plan.needs import (
 )
 from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, default_class, leaves_of, parse_version, replay_buffer
 from holdall.tools.probe.launch import probe
-from holdall.tools.probe.snapshot import FoundBuffer, FoundMemory, FoundModel, Snapshot
+from holdall.tools.probe.snapshot import FoundBuffer, FoundEnvironment, FoundMemory, FoundModel, Snapshot
 from holdall.units import counted, format_bytes, parse_bytes
 
 MEASURE_S = 10.0
 TIMEOUT_S = 300.0
 SCHEMA = "holdall.plan/2"
-PROFILES = {
-    "memory-efficient": (0.25, 1),
-    "fast": (0.4, 1),
-    "balanced": (0.55, 1),
-    "quality": (0.7, 1),
-    "aggressive": (0.55, 4),
-}
-"""Share of a limit that a whole run may take, and the factor of its batch size."""
 _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _MIN_BUDGET = 256 * 2**20
 _CODE_COLUMNS = 80
@@ -169,12 +161,14 @@ def plan_command(
     *,
     timeout_s: float = TIMEOUT_S,
     cwd: str | os.PathLike[str] | None = None,
+    is_noise: bool = False,
 ) -> Plan:
     """Run `command` until it is about to train, measure it, and plan it.
 
     Args:
         changes: Other values to plan with: `buffer_size`, `n_steps`, `batch_size`, `n_envs`, `total_timesteps`.
         limits: What there is to fit into; this machine by default.
+        is_noise: Whether the command's observations are made up.
     """
     snapshot = probe(command, timeout_s, measure_s=MEASURE_S, cwd=cwd)
     changes = dict(changes or {})
@@ -184,7 +178,7 @@ def plan_command(
         note = f"{snapshot.stopped_by}. The run was measured with a buffer of {_MAX_ROWS_AFTER_FAILURE:,} transitions"
         snapshot = probe(command, timeout_s, measure_s=MEASURE_S, cwd=cwd, max_buffer_size=_MAX_ROWS_AFTER_FAILURE)
         snapshot = replace(snapshot, notes=(note, *snapshot.notes))
-    return plan_snapshot(snapshot, changes, limits)
+    return plan_snapshot(snapshot, changes, limits, is_noise=is_noise)
 
 
 def plan_settings(
@@ -198,7 +192,7 @@ def plan_settings(
 
     run = describe_run(settings)
     command = [sys.executable, "-P", "-m", "holdall.tools.plan.stand_in", json.dumps(run.arguments)]
-    plan = plan_command(command, run.changes | dict(changes or {}), limits)
+    plan = plan_command(command, run.changes | dict(changes or {}), limits, is_noise=run.is_noise)
     notes = [*run.notes, *plan.notes]
     if str(settings.get("device", "")).startswith("cuda") and plan.snapshot.models[0].device == "cpu":
         notes.append("There is no GPU here. The update was measured on the CPU, and the GPU's need is not known")
@@ -229,31 +223,36 @@ def find_limits(
 
 
 def plan_snapshot(
-    snapshot: Snapshot, changes: Mapping[str, int] | None = None, limits: MachineLimits | None = None
+    snapshot: Snapshot,
+    changes: Mapping[str, int] | None = None,
+    limits: MachineLimits | None = None,
+    *,
+    is_noise: bool = False,
 ) -> Plan:
     """Plan a run from what a probe found."""
     limits = limits or find_limits()
     needs, notes = read_needs(snapshot, limits)
+    needs = replace(needs, is_noise=is_noise)
     for name, value in (changes or {}).items():
         needs = change_needs(needs, name, value)
     use = needs.holdall
-    free = limits.free_bytes
-    verdict = needs.verdict(use, free)
-    change = None if verdict is FitVerdict.FITS else find_change(snapshot, needs, limits)
+    checks = tuple(needs.checks(use, limits))
+    fits = all(check.verdict is FitVerdict.FITS for check in checks)
+    change = None if fits else find_change(snapshot, needs, limits)
     candidate = use or HoldallUse()
     has_stored = needs.stored is not None
     largest: dict[str, int | None] = {
-        f"{_size_word(needs)} with {needs.experience.library}'s buffer": needs.largest_size(None, free),
-        f"{_size_word(needs)} with holdall's": needs.largest_size(candidate, free) if has_stored else None,
-        "batch": largest_batch(needs, free),
+        f"{_size_word(needs)} with {needs.experience.library}'s buffer": needs.largest_size(None, limits),
+        f"{_size_word(needs)} with holdall's": needs.largest_size(candidate, limits) if has_stored else None,
+        "batch": largest_batch(needs, limits),
     }
     return Plan(
         title=_write_title(snapshot, needs),
         snapshot=snapshot,
         needs=needs,
         limits=limits,
-        checks=tuple(_find_checks(snapshot, needs, limits)),
-        table=tuple(_make_table(needs, free)),
+        checks=checks,
+        table=tuple(_make_table(needs, limits)),
         largest=largest,
         change=change,
         notes=(*notes, *_find_notes(snapshot, needs)),
@@ -283,46 +282,51 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
     """Return what the run needs, and notes about what is missing."""
     model = snapshot.models[0] if snapshot.models else None
     memory = _find_memory(snapshot, model)
-    buffer = _find_main_buffer(snapshot, model)
-    if memory is not None and (buffer is None or model is not None):
-        buffer = None
+    buffer = None if memory is not None else _find_main_buffer(snapshot, model)
     notes: list[str] = []
-    if buffer is not None:
-        experience = _read_buffer(buffer, model)
-    elif memory is not None:
+    if memory is not None:
         experience = _read_memory(memory, model, snapshot)
+    elif buffer is not None:
+        experience = _read_buffer(buffer, model)
     else:
         raise PlanError(_explain_nothing(snapshot))
-    base = snapshot.resident_bytes - sum(_count_resident(one) for one in snapshot.buffers)
+    base = snapshot.resident_bytes - snapshot.probe_bytes - sum(_count_resident(one) for one in snapshot.buffers)
     workers = [process for process in snapshot.processes if not process.is_reporter]
     others = [
         MemoryPart(f"{one.owner} ({one.kind})", one.bytes_on.get("cpu", 0), "exact" if one.is_exact else "estimate")
         for one in snapshot.buffers
         if one is not buffer and one.bytes_on.get("cpu", 0)
     ]
+    for one in snapshot.memories:
+        if one is not memory:
+            nbytes = _count_full_bytes(one, model, snapshot, limits)
+            others.append(MemoryPart(f"{one.owner} (holdall)", nbytes, "estimate"))
+    environment = _find_environment(snapshot, model, experience.n_envs)
     needs = RunNeeds(
         experience=experience,
         base_bytes=max(base, 0),
+        environment_bytes=0 if environment is None or environment.start_method else environment.nbytes_each,
+        measured_envs=0 if environment is None else environment.n_envs,
         process_bytes=sum(process.unique_bytes for process in workers),
         processes=len(workers),
         stored=snapshot.stored,
-        holdall=None if memory is None or buffer is not None else _read_use(memory),
+        holdall=None if memory is None else _read_use(memory),
         others=tuple(others),
         free_bytes=limits.free_bytes,
         batch_size=_read_batch(model, experience),
     )
     update = snapshot.update
     if update is not None:
-        return (
-            replace(
-                needs,
-                update_bytes=max(update.peak_bytes - update.kept_bytes, 0),
-                settled_bytes=update.kept_bytes,
-                update_source="measured",
-                measured_batch_size=update.batch_size,
-            ),
-            notes,
+        measured = replace(
+            needs,
+            update_bytes=max(update.peak_bytes - update.kept_bytes, 0),
+            settled_bytes=update.kept_bytes,
+            update_source="measured",
+            measured_batch_size=update.batch_size,
+            gpu_bytes=update.gpu_peak_bytes,
+            gpu_reserved_bytes=update.gpu_reserved_bytes,
         )
+        return measured, notes
     weights = model.parameter_bytes if model else sum(one.parameter_bytes for one in snapshot.optimizers)
     batch_bytes = 4 * needs.batch_size * round(experience.row_bytes / experience.n_envs)
     notes.append("No update was measured. Networks are estimated from their weights and the batch")
@@ -349,6 +353,13 @@ def _find_memory(snapshot: Snapshot, model: FoundModel | None) -> FoundMemory | 
     return max(snapshot.memories, key=lambda memory: memory.capacity, default=None)
 
 
+def _find_environment(snapshot: Snapshot, model: FoundModel | None, n_envs: int) -> FoundEnvironment | None:
+    """Return the environment that fills the buffer: the model's, or one with as many lanes as the buffer."""
+    if model is not None:
+        return model.environment
+    return next((one for one in snapshot.environments if one.n_envs == n_envs), None)
+
+
 def _find_main_buffer(snapshot: Snapshot, model: FoundModel | None) -> FoundBuffer | None:
     """Return the model's buffer, or the largest one."""
     if model is not None:
@@ -371,11 +382,19 @@ def _read_buffer(buffer: FoundBuffer, model: FoundModel | None) -> Experience:
         n_envs=buffer.n_envs,
         row_bytes=(buffer.nbytes - fixed) / rows,
         fixed_bytes=fixed,
+        largest_array_share=_find_largest_share(buffer),
         copied_row_bytes=copied,
         is_rollout=buffer.kind == "rollout",
         is_exact=buffer.is_exact,
         max_rows=None if total is None else -(-total // buffer.n_envs),
     )
+
+
+def _find_largest_share(buffer: FoundBuffer) -> float:
+    """Return the share of a buffer's largest array in the buffer's bytes. Items of a list are allocated one by one."""
+    if not buffer.nbytes or buffer.kind in {"deque", "list"}:
+        return 0.0
+    return max((array.nbytes for array in buffer.arrays), default=buffer.nbytes) / buffer.nbytes
 
 
 def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> Experience:
@@ -394,6 +413,13 @@ def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapsh
         is_exact=model is not None,
         max_rows=None if total is None else -(-total // memory.n_envs),
     )
+
+
+def _count_full_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot, limits: MachineLimits) -> int:
+    """Return the bytes that one of holdall's memories takes when it is full."""
+    experience = _read_memory(memory, model, snapshot)
+    needs = RunNeeds(experience, 0, stored=snapshot.stored, free_bytes=limits.free_bytes)
+    return max(needs.holdall_bytes(_read_use(memory)), memory.held_bytes)
 
 
 def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> float:
@@ -452,33 +478,7 @@ def _write_title(snapshot: Snapshot, needs: RunNeeds) -> str:
     return ", ".join(words)
 
 
-def _find_checks(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> Iterator[LimitCheck]:
-    """Compare every need of the run with its limit."""
-    use = needs.holdall
-    yield LimitCheck("memory", needs.need_bytes(use), needs.most_bytes(use), limits.memory[0])
-    if limits.mapping_bytes is not None and use is None:
-        whole = Limit("memory and swap, for one buffer", limits.mapping_bytes, limits.mapping_bytes)
-        largest = _find_largest_array(snapshot, needs)
-        yield LimitCheck("largest array", largest, largest, whole)
-    if use is not None and limits.disk is not None:
-        nbytes = needs.disk_bytes(use)
-        if nbytes:
-            yield LimitCheck(f"disk tier in {use.spill_dir}", nbytes, nbytes, limits.disk)
-    update = snapshot.update
-    if update is not None and update.gpu_reserved_bytes and limits.gpu is not None:
-        yield LimitCheck("GPU memory", update.gpu_peak_bytes, update.gpu_reserved_bytes, limits.gpu)
-
-
-def _find_largest_array(snapshot: Snapshot, needs: RunNeeds) -> int:
-    """Return the bytes of the largest array of the main buffer at the planned size."""
-    found = [buffer for buffer in snapshot.buffers if buffer.owner == needs.experience.name]
-    if not found or not found[0].arrays or not found[0].nbytes:
-        return needs.experience.allocated_bytes
-    share = max(array.nbytes for array in found[0].arrays) / found[0].nbytes
-    return round(share * needs.experience.allocated_bytes)
-
-
-def _make_table(needs: RunNeeds, free: int) -> Iterator[CapacityRow]:
+def _make_table(needs: RunNeeds, limits: MachineLimits) -> Iterator[CapacityRow]:
     """Compare both buffers at the run's capacity and at smaller ones."""
     candidate = needs.holdall or HoldallUse()
     sizes = {max(int(needs.experience.size * share), 1) for share in _TABLE_SHARES}
@@ -486,30 +486,33 @@ def _make_table(needs: RunNeeds, free: int) -> Iterator[CapacityRow]:
         one = needs.resized(size)
         full = replace(one, experience=replace(one.experience, max_rows=None))
         ours = None if needs.stored is None else full.holdall_bytes(candidate)
-        ours_verdict = None if needs.stored is None else one.verdict(candidate, free)
-        yield CapacityRow(size, one.experience.allocated_bytes, one.verdict(None, free), ours, ours_verdict)
+        ours_verdict = None if needs.stored is None else one.verdict(candidate, limits)
+        yield CapacityRow(size, one.experience.allocated_bytes, one.verdict(None, limits), ours, ours_verdict)
 
 
-def largest_batch(needs: RunNeeds, free: int) -> int | None:
+def largest_batch(needs: RunNeeds, limits: MachineLimits) -> int | None:
     """Return the largest batch that fits if nothing else changes; None if no update was measured."""
     if not needs.batch_size or not needs.measured_batch_size or not needs.update_bytes:
         return None
     top = needs.experience.transitions
-    return largest_count(lambda batch: needs.with_batch(batch).verdict(needs.holdall, free) is FitVerdict.FITS, top)
+    return largest_count(lambda batch: needs.with_batch(batch).verdict(needs.holdall, limits) is FitVerdict.FITS, top)
 
 
 def find_change(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> SuggestedChange | None:
     """Return the first change that makes the run fit. Changes that do not alter what is learnt are first."""
     for change in _suggest_changes(snapshot, needs, limits):
-        if change.needs.verdict(change.use, limits.free_bytes) is FitVerdict.FITS:
+        if change.needs.verdict(change.use, limits) is FitVerdict.FITS:
             return change
     return None
 
 
 def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> Iterator[SuggestedChange]:
-    free = limits.free_bytes
     version = snapshot.versions.get("stable_baselines3")
     experience = needs.experience
+    if experience.filled_rows < experience.rows:
+        filled = experience.filled_rows * experience.n_envs
+        why = f"the run ends after {counted(filled, 'step')}, so this buffer keeps all of them"
+        yield SuggestedChange(f"a capacity of {filled:,}", why, needs.resized(filled), needs.holdall)
     if experience.is_rollout and version is not None and parse_version(version) < ROLLOUTS_KEEP_DTYPES:
         smaller = replace(
             experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4
@@ -521,13 +524,13 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
             why = "each frame is stored once and compressed, and the samples are the same, bit for bit"
             yield SuggestedChange("keep the experience in holdall's buffer", why, needs, HoldallUse())
         if not experience.is_rollout:
-            yield from _suggest_budget(needs, free)
-    size = round_down(needs.largest_size(needs.holdall, free))
+            yield from _suggest_budget(needs, limits.free_bytes)
+    size = round_down(needs.largest_size(needs.holdall, limits))
     if 0 < size < experience.size:
         name = f"rollouts of {size:,} steps" if experience.is_rollout else f"a capacity of {size:,}"
         why = f"the largest that fits, of {experience.size:,}"
         yield SuggestedChange(name, why, needs.resized(size), needs.holdall)
-    batch = largest_batch(needs, free)
+    batch = largest_batch(needs, limits)
     if batch:
         power = 1 << (batch.bit_length() - 1)
         why = f"activations grow with the batch, of {needs.batch_size:,}"
@@ -567,6 +570,8 @@ def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
         yield f"The run ends after {counted(steps, 'step')}, so its buffer is never fuller"
     if needs.stored is not None and needs.stored.compressed_bytes is None and not experience.is_rollout:
         yield "Compression was not measured, so holdall's need is that of uncompressed data"
+    if needs.measured_envs and experience.n_envs > needs.measured_envs:
+        yield "Memory that further environments take outside Python, such as that of a simulator, is not counted"
     use = needs.holdall
     if use is not None and needs.held_transitions(use) < experience.transitions:
         held = format_count(round_down(needs.held_transitions(use)))

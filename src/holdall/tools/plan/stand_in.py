@@ -27,6 +27,11 @@ from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
 _MAX_ROWS = 10_000
 """Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
 _ENDLESS = 10**12
+_NOISE_NOTE = (
+    "The observations are made up. They are noise, which cannot be compressed, so holdall's part is an upper bound, "
+    "and the environment itself is not counted. To measure both, pass --env, or run your script: "
+    "holdall plan -- python train.py"
+)
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
 _TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "env")
 _SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall")
@@ -40,6 +45,8 @@ class StandIn:
     changes: dict[str, int]
     name: str
     notes: tuple[str, ...]
+    is_noise: bool
+    """Whether the observations are made up, because no environment is named."""
 
 
 def describe_run(settings: Mapping[str, Any]) -> StandIn:
@@ -71,7 +78,7 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
         observation, action = _read_spaces(given)
         _check(arguments, observation, action)
         arguments |= {"observation": space_to_dict(observation), "action": space_to_dict(action)}
-        notes.append("The observations are made up, so the environment itself and compression are not counted")
+        notes.append(_NOISE_NOTE)
     num_envs = counts.get("num_envs", 1)
     changes = {"n_envs": num_envs}
     if algorithm.on_policy:
@@ -83,7 +90,7 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
         capacity = counts.get("capacity", int(algorithm.defaults["buffer_size"]))
         arguments["capacity"] = min(capacity, max(_MAX_ROWS, 2 * num_envs))
         changes["buffer_size"] = capacity
-    return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes))
+    return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes), "env" not in arguments)
 
 
 def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Space[Any]]:

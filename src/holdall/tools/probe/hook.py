@@ -14,16 +14,27 @@ import functools
 import importlib.abc
 import importlib.util
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .measurement import MAX_TRANSITIONS, copy_arrays, measure_model, measure_recorded, read_status
+from .measurement import (
+    MAX_COPIED_BYTES,
+    MAX_STEPS,
+    Step,
+    copy_step,
+    count_step_bytes,
+    measure_model,
+    measure_steps,
+    read_status,
+)
 from .snapshot import Snapshot
 from .triggers import TRIGGERS, Trigger
 
@@ -32,6 +43,8 @@ _MAX_STEPPING_S = 20.0
 """Seconds after the first environment step at which a loop is stopped that none of the other triggers knows."""
 _READ_EVERY = 16
 """Added steps between two readings of the resident set."""
+_SERVES = re.compile(r"from multiprocessing\.\w+ import (main|spawn_main)\b")
+"""What `multiprocessing` passes to `python -c` for a worker, a fork server or a resource tracker."""
 
 
 def install() -> None:
@@ -59,8 +72,10 @@ def get_hook() -> Hook:
 
 def _is_worker() -> bool:
     """Return whether this process serves another Python: a worker, a fork server or a resource tracker."""
-    words = " ".join(sys.orig_argv)
-    return "multiprocessing" in words or "default_worker.py" in words
+    arguments = sys.orig_argv[1:]
+    if "--multiprocessing-fork" in arguments or any(Path(word).name == "default_worker.py" for word in arguments):
+        return True
+    return any(option == "-c" and _SERVES.match(code) is not None for option, code in pairwise(arguments))
 
 
 class Hook:
@@ -90,7 +105,8 @@ class Hook:
         self._first_sign: tuple[str, str] | None = None
         self._first_sign_at = 0.0
         self._stepping_since = 0.0
-        self._recorded: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self._recorded: list[Step] = []
+        self._recorded_bytes = 0
         self._added = 0
         self._has_updated = False
         self._is_measuring = False
@@ -110,19 +126,24 @@ class Hook:
         if trigger == "add" and self._added % _READ_EVERY == 0:
             self._resident_before_update = read_status("VmRSS")
         is_late = time.monotonic() - self._first_sign_at > self._measure_s
-        if len(self._recorded) >= MAX_TRANSITIONS and "torch" not in sys.modules:
+        if self._added >= MAX_STEPS and "torch" not in sys.modules:
             is_late = True  # No optimizer of torch is to be expected.
         if trigger == "optimized" or is_late:
             self._has_updated = trigger == "optimized"
             self.stop(*self._first_sign, **context)
 
     def record(self, method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Record a call that added experience, for a probe that measures."""
+        """Count a call that added experience. A probe that measures keeps a copy of the added step."""
         if self._is_measuring:
             return
         self._added += 1
-        if self._measure_s and len(self._recorded) < MAX_TRANSITIONS:
-            self._recorded.append((method, copy_arrays(arguments), options))
+        is_full = len(self._recorded) >= MAX_STEPS or self._recorded_bytes >= MAX_COPIED_BYTES
+        if is_full or not self._measure_s:
+            return
+        step = copy_step(method, arguments, options)
+        if step is not None:
+            self._recorded.append(step)
+            self._recorded_bytes += count_step_bytes(step)
 
     def step(self, step: Callable[..., Any], env: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `step` of an environment, and count the outermost call.
@@ -194,12 +215,16 @@ class Hook:
             self._is_reported = True
         resident = read_status("VmRSS")
         peak = read_status("VmHWM")
+        # The copies of the probe are no buffer of the command, so no object that is inspected refers to them.
+        steps = self._recorded
+        self._recorded = []
         facts: dict[str, Any] = {
             "trigger": trigger,
             "stopped_by": words,
             "env_steps": self.env_steps,
             "resident_bytes": resident,
             "peak_bytes": peak,
+            "probe_bytes": self._recorded_bytes,
         }
         error = context.get("error")
         if error is not None:
@@ -207,20 +232,20 @@ class Hook:
         try:
             from . import inspection  # noqa: PLC0415  Commands that never report do without it.
 
-            facts |= inspection.inspect(context)
+            facts |= inspection.inspect(context, hidden=steps)
         except Exception:
             facts["notes"] = (f"The objects could not be read: {traceback.format_exc()}",)
         if self._measure_s and trigger not in {"exit", "error", "timeout", "memory"}:
-            measured = self._measure(context)
+            measured = self._measure(context, steps)
             facts |= measured | {"notes": (*facts.get("notes", ()), *measured["notes"])}
         self._write(Snapshot(**facts))
 
-    def _measure(self, context: dict[str, Any]) -> dict[str, Any]:
+    def _measure(self, context: dict[str, Any], steps: list[Step]) -> dict[str, Any]:
         self._is_measuring = True
         if "model" in context:
             return measure_model(context["model"], self._measure_s)
         resident = self._resident_before_update if self._has_updated else 0
-        return measure_recorded(self._recorded, resident)
+        return measure_steps(steps, resident)
 
     def _write(self, snapshot: Snapshot) -> None:
         file = self.folder / f"report-{os.getpid()}.json"

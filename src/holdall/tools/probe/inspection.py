@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -38,6 +38,8 @@ from .snapshot import (
 MIN_ARRAY_BYTES = 16 * 2**20
 _MAX_SAMPLED_ITEMS = 64
 _MAX_DEPTH = 6
+_MAX_COUNTED_OBJECTS = 200_000
+"""Objects that are visited to count the bytes of sampled items, so that the walk takes less than a second."""
 _CAPACITY_NAMES = (
     "capacity",
     "buffer_size",
@@ -68,13 +70,14 @@ _LIBRARIES = (
 _NOT_OWNERS = (FunctionType, ModuleType, type, FrameType)
 
 
-def inspect(context: Mapping[str, Any]) -> dict[str, Any]:
+def inspect(context: Mapping[str, Any], hidden: Sequence[tuple[Any, ...]] = ()) -> dict[str, Any]:
     """Return what was built, as fields of a `Snapshot`.
 
     Args:
         context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
+        hidden: Copies that the probe keeps. Their arrays are not the command's.
     """
-    return _describe(LiveHeap(context), context)
+    return _describe(LiveHeap(context, hidden=hidden), context)
 
 
 def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dict[str, Any]:
@@ -129,8 +132,10 @@ def _find_threads() -> Iterator[FoundThread]:
 class LiveHeap:
     """The live objects of this process, sorted by kind, with the names under which they were found."""
 
-    def __init__(self, context: Mapping[str, Any], *, has_heap: bool = True) -> None:
-        """Sort the objects of `context`, and with `has_heap` all objects of the process."""
+    def __init__(
+        self, context: Mapping[str, Any], *, has_heap: bool = True, hidden: Sequence[tuple[Any, ...]] = ()
+    ) -> None:
+        """Sort the objects of `context`, and with `has_heap` all objects of the process except those in `hidden`."""
         self.models: list[Any] = []
         self.buffers: list[Any] = []
         self.memories: list[Any] = []
@@ -143,6 +148,7 @@ class LiveHeap:
         self._arrays: dict[int, tuple[Any, list[Any]]] = {}
         """Large arrays by the address of their data, with the objects that refer to them."""
         self._taken: set[int] = set()
+        self._hidden = {id(part) for value in hidden for part in (value, *value)} | {id(hidden)}
         self._frames = list(_walk_frames(context.get("error")))
         for value in context.values():
             self._sort(value)
@@ -154,7 +160,7 @@ class LiveHeap:
 
     def _walk(self) -> None:
         """Sort every object that the garbage collector knows, and collect large arrays with their owners."""
-        own = {id(vars(self)), id(self._names), id(self._arrays), id(self._frames)}
+        own = {id(vars(self)), id(self._names), id(self._arrays), id(self._frames), *self._hidden}
         kinds: dict[type, str] = {}
         seen: set[int] = set()
         for value in gc.get_objects():
@@ -178,7 +184,7 @@ class LiveHeap:
                     kinds[part_class] = part_kind
                 if part_kind == "array":
                     self._keep_array(part, value)
-                elif part_kind == "sequence" and len(part) >= 1:
+                elif part_kind == "sequence" and len(part) >= 1 and id(part) not in own:
                     self.sequences.append((part, value))
         for frame in self._frames:
             for part in frame.f_locals.values():
@@ -720,7 +726,9 @@ def _count_deep(value: Any, seen: set[int], depth: int = 0) -> int:
         seen.add(id(value))
         header = 0 if is_known else sys.getsizeof(value) - (value.nbytes if value is root else 0)
         return (_count_bytes(root) if is_new else 0) + max(header, 0)
-    if value is None or isinstance(value, (bool, type)) or id(value) in seen or depth > _MAX_DEPTH:
+    if value is None or isinstance(value, (bool, *_NOT_OWNERS)) or id(value) in seen:
+        return 0
+    if depth > _MAX_DEPTH or len(seen) > _MAX_COUNTED_OBJECTS:
         return 0
     seen.add(id(value))
     size = sys.getsizeof(value)
@@ -911,7 +919,21 @@ def _describe_environment(env: Any) -> FoundEnvironment:
         describe_space(action_space),
         settings,
         start_method,
+        0 if start_method else _count_environment_bytes(env),
     )
+
+
+def _count_environment_bytes(env: Any) -> int:
+    """Return the bytes of the Python objects and arrays that one environment of `env` adds."""
+    lanes = [env]
+    for part in _walk_environments(env):
+        envs = _get_attributes(part).get("envs")
+        if isinstance(envs, (list, tuple)) and envs:
+            lanes = list(envs)
+    # Wrappers hide the environment several attributes deep, so the walk starts above the usual depth.
+    seen: set[int] = set()
+    sizes = [_count_deep(lane, seen, -_MAX_DEPTH) for lane in lanes[:_MAX_SAMPLED_ITEMS]]
+    return sizes[0] if len(sizes) == 1 else sum(sizes[1:]) // (len(sizes) - 1)
 
 
 def _get_space(attributes: Mapping[str, Any], name: str) -> Any:
@@ -996,8 +1018,8 @@ def _make_plain(value: Any, depth: int = 0) -> Any:
     if depth > 3:
         return _NOT_PLAIN
     kind = _get_package(type(value))
-    if kind == "numpy" and getattr(value, "shape", None) == () and str(value.dtype)[0] in "iufb":
-        return value.item()
+    if kind == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item() if value.dtype.kind in "iufb" else _NOT_PLAIN
     if isinstance(value, type):
         return _name_class_itself(value)
     if type(value).__name__ in {"FloatSchedule", "ConstantSchedule", "LinearSchedule"} or kind == "enum":

@@ -82,6 +82,7 @@ def _make_environment(folder: Path) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "WANDB_MODE": "disabled",
+        "HYDRA_FULL_ERROR": "1",  # Otherwise hydra hides the error of the command, and ends the process itself.
         "HOLDALL_PROBE": "1",
         _FOLDER_VARIABLE: str(folder),
         "HOLDALL_PROBE_PID": str(os.getpid()),

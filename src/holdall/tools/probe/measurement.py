@@ -11,6 +11,7 @@ compression are those of this data. The command is stopped afterwards, so nothin
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 
 from .snapshot import MeasuredUpdate, StoredSteps
 
-MAX_TRANSITIONS = 1000
+MAX_STEPS = 1000
+"""Transitions that environments play, and vectorised steps of which the probe keeps copies, at most."""
+MAX_COPIED_BYTES = 256 * 2**20
+"""Bytes of copied steps, at most. Steps of many environments with images are large."""
 _UPDATES = 2
 _PLAY_SHARE = 0.4
 """Share of the measuring time that environments may play."""
@@ -27,7 +31,6 @@ _MAX_BATCH_SHARE = 1 / 32
 
 Step = tuple[Any, Any, Any, Any, Any, Any]
 """obs, action, reward, next_obs, terminated, truncated; leading axis: environments."""
-Recorded = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def measure_model(model: Any, measure_s: float) -> dict[str, Any]:
@@ -44,11 +47,11 @@ def measure_model(model: Any, measure_s: float) -> dict[str, Any]:
     return facts | _store(steps, facts["notes"], is_rollout=hasattr(model, "rollout_buffer"))
 
 
-def measure_recorded(recorded: list[Recorded], resident_bytes: int) -> dict[str, Any]:
+def measure_steps(steps: list[Step], resident_bytes: int) -> dict[str, Any]:
     """Return `update`, `stored` and `notes` of a snapshot, for a command that made its first update by itself.
 
     Args:
-        recorded: Calls that added experience.
+        steps: Copies of the steps that the command added.
         resident_bytes: Resident set before the update; 0 if there was no update.
     """
     facts: dict[str, Any] = {"notes": ()}
@@ -56,7 +59,6 @@ def measure_recorded(recorded: list[Recorded], resident_bytes: int) -> dict[str,
         peak = max(read_status("VmHWM") - resident_bytes, 0)
         kept = max(read_status("VmRSS") - resident_bytes, 0)
         facts["update"] = MeasuredUpdate(0, peak, kept, *_read_gpu())
-    steps = [step for step in map(_read_call, recorded) if step is not None]
     if not steps:
         return facts
     return facts | _store(steps, facts["notes"], is_rollout=False)
@@ -88,7 +90,7 @@ def _play(model: Any, play_s: float) -> list[Step]:
     steps: list[Step] = []
     deadline = time.monotonic() + play_s
     obs = get_observation(env.reset())
-    while len(steps) * env.num_envs < MAX_TRANSITIONS and (time.monotonic() < deadline or len(steps) < 2):
+    while len(steps) * env.num_envs < MAX_STEPS and (time.monotonic() < deadline or len(steps) < 2):
         actions = np.array([env.action_space.sample() for _ in range(env.num_envs)])
         seen, rewards, dones, infos = env.step(actions)
         following = get_observation(seen)
@@ -119,14 +121,10 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value.copy()
 
 
-def copy_arrays(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of a call with copies of the arrays in them. The first argument is the buffer itself."""
-    return (arguments[0], *(_copy_argument(value) for value in arguments[1:]))
-
-
-def _copy_argument(value: Any) -> Any:
+def _copy_arrays(value: Any) -> Any:
+    """Return a copy of an array, or of a dict with copies of its arrays."""
     if isinstance(value, dict):
-        return {key: _copy_argument(item) for key, item in value.items()}
+        return {key: _copy_arrays(item) for key, item in value.items()}
     return value.copy() if type(value).__name__ == "ndarray" else value
 
 
@@ -234,8 +232,6 @@ def _reset_peak() -> None:
 
 def _read_gpu() -> tuple[int, int]:
     """Return the most that torch's allocator handed out on the GPU, and what it keeps."""
-    import sys  # noqa: PLC0415  Only here.
-
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0, 0
@@ -245,32 +241,37 @@ def _read_gpu() -> tuple[int, int]:
 # ---------------------------------------------------------------- storing
 
 
-def _read_call(call: Recorded) -> Step | None:
-    """Return the step that a recorded call added; None if the call's arguments are not known here."""
-    method, arguments, options = call
+def copy_step(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Step | None:
+    """Return a copy of the step that a call added; None if the call's arguments are not known here."""
     if options:
         return None
     import numpy as np  # noqa: PLC0415  Whoever adds experience has imported it.
 
     package = method.__module__.partition(".")[0]
     if method.__name__ == "add" and package in {"stable_baselines3", "cleanrl_utils"} and len(arguments) == 7:
-        _, obs, next_obs, action, reward, done, _ = arguments
+        _, obs, next_obs, action, reward, done, _ = map(_copy_arrays, arguments)
         terminated = np.asarray(done, bool).reshape(-1)
         return obs, action, np.asarray(reward, np.float32).reshape(-1), next_obs, terminated, np.zeros_like(terminated)
     if method.__name__ == "append" and package == "holdall" and len(arguments) >= 7:
-        step: Step = arguments[1:7]
-        return step
+        obs, action, reward, next_obs, terminated, truncated = map(_copy_arrays, arguments[1:7])
+        return obs, action, reward, next_obs, terminated, truncated
     return None
+
+
+def count_step_bytes(step: Step) -> int:
+    """Return the bytes of a copied step."""
+    values = [part for value in step for part in (value.values() if isinstance(value, dict) else [value])]
+    return sum(map(sys.getsizeof, values))
 
 
 def _store(steps: list[Step], notes: tuple[str, ...], *, is_rollout: bool) -> dict[str, Any]:
     """Return `stored` and `notes`."""
     try:
-        from holdall.tools.probe.stored import measure_steps  # noqa: PLC0415  Only where holdall is installed.
+        from holdall.tools.probe.stored import fill_memories  # noqa: PLC0415  Only where holdall is installed.
     except ImportError:
         return {"notes": (*notes, "holdall is not installed where the command runs, so its need was not measured.")}
     try:
-        stored: StoredSteps = StoredSteps(**measure_steps(steps, is_rollout=is_rollout))
+        stored: StoredSteps = StoredSteps(**fill_memories(steps, is_rollout=is_rollout))
     except Exception as error:
         return {"notes": (*notes, f"The steps could not be stored in a memory of holdall: {error!r}.")}
     return {"stored": stored, "notes": notes}

@@ -152,6 +152,8 @@ class FoundEnvironment:
     """Plain attributes of all wrappers, such as `n_stack`; outer wrappers have precedence."""
     start_method: str = ""
     """How worker processes start; empty if there are none."""
+    nbytes_each: int = 0
+    """Python objects and arrays of one environment in this process; 0 if environments have processes."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ class Snapshot:
     resident_bytes: int = 0
     """Resident set of the process that reported, before it looked at its objects."""
     peak_bytes: int = 0
+    probe_bytes: int = 0
+    """Bytes of the resident set that the probe itself took, for copies of added steps."""
     update: MeasuredUpdate | None = None
     stored: StoredSteps | None = None
     notes: tuple[str, ...] = ()

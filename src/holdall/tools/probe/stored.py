@@ -8,13 +8,12 @@ probed command, never in a training.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from holdall.machine import held_bytes
 from holdall.memory import ReplayMemory
@@ -27,8 +26,6 @@ _SEGMENTS = 4
 _SEGMENTS_OF_A_CAPACITY = 16
 _TRIALS = 2
 _SETTLE_S = 30.0
-_NOISE_BYTES = 48 * 2**20
-_NOISE_TICKS = 256
 
 StepArrays = tuple[Any, Any, Any, Any, Any, Any]
 """obs, action, reward, next_obs, terminated, truncated; leading axis: environments."""
@@ -42,7 +39,7 @@ class _Filled(NamedTuple):
     findings: dict[str, str]
 
 
-def measure_steps(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
+def fill_memories(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
     """Fill memories with `steps`. Return the fields of a `StoredSteps`."""
     lanes = len(np.asarray(steps[0][2]).reshape(-1))
     steps = [_with_lanes(step, lanes) for step in steps]
@@ -66,31 +63,6 @@ def measure_steps(steps: Sequence[StepArrays], *, is_rollout: bool = False, pref
         findings=raw.findings | (compressed[0].findings if compressed else {}),
     )
     return asdict(found)
-
-
-def measure_spaces(
-    observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int = 1, frame_stack: int = 1, *, is_rollout: bool
-) -> StoredSteps:
-    """Fill a memory with noise that overlaps as stacked frames do. Noise cannot be compressed: an upper bound."""
-    row_bytes = sum(array.nbytes for array in _leaves(_sample(np.random.default_rng(0), observation, lanes)))
-    ticks = int(np.clip(_NOISE_BYTES // max(row_bytes, 1), 16, _NOISE_TICKS))
-    steps = make_noise(observation, action, lanes, frame_stack)
-    found = measure_steps([next(steps) for _ in range(ticks)], is_rollout=is_rollout)
-    found |= {"steps": 0, "compressed_bytes": None, "worst_bytes": None}
-    return StoredSteps(**found)
-
-
-def make_noise(
-    observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int, frame_stack: int = 1
-) -> Iterator[StepArrays]:
-    """Yield made-up steps without end. Every new frame is noise, and the older frames of a stack are repeated."""
-    rng = np.random.default_rng(0)
-    obs = _sample(rng, observation, lanes)
-    while True:
-        next_obs = _shift(rng, observation, obs, frame_stack)
-        flags = np.zeros(lanes, np.bool_)
-        yield obs, _sample(rng, action, lanes), np.zeros(lanes, np.float32), next_obs, flags, flags
-        obs = next_obs
 
 
 def _fill_replay(
@@ -194,34 +166,3 @@ def _read_space(value: Any) -> spaces.Space[Any]:
         return spaces.Box(0, 1, array.shape[1:], array.dtype.type)
     limits = np.iinfo(array.dtype)
     return spaces.Box(limits.min, limits.max, array.shape[1:], array.dtype.type)
-
-
-def _leaves(value: Any) -> list[NDArray[Any]]:
-    return list(value.values()) if isinstance(value, dict) else [value]
-
-
-def _sample(rng: np.random.Generator, space: Any, lanes: int) -> Any:
-    """Return random values of a space, one per environment."""
-    if isinstance(space, spaces.Dict):
-        return {key: _sample(rng, child, lanes) for key, child in space.spaces.items()}
-    dtype = np.dtype(space.dtype)
-    shape = (lanes, *(space.shape or ()))
-    bits: NDArray[Any] = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), np.uint8)
-    if dtype.kind == "b":
-        bits = bits & 1
-    return np.asarray(bits.view(dtype).reshape(shape))
-
-
-def _shift(rng: np.random.Generator, space: Any, old: Any, frames: int) -> Any:
-    """Return the next observations: the oldest frame is dropped, and a new one follows."""
-    if isinstance(space, spaces.Dict):
-        return {key: _shift(rng, child, old[key], frames) for key, child in space.spaces.items()}
-    fresh = _sample(rng, space, len(old))
-    if frames == 1 or old.ndim < 2:
-        return fresh
-    axis = 1 if old.ndim == 4 and old.shape[1] < old.shape[-1] else old.ndim - 1
-    width = old.shape[axis] // frames
-    moved = np.roll(old, -width, axis)
-    newest = (slice(None),) * axis + (slice(-width, None),)
-    moved[newest] = fresh[newest]
-    return moved
