@@ -418,6 +418,108 @@ def test_a_loaded_buffer_draws_the_next_batches(tmp_path: Path) -> None:
     loaded.close()
 
 
+def draw_mixed(iterators: list[Iterator[Any]], count: int) -> list[Any]:
+    """Return the next batches of iterators in turn. Other code draws from torch's generator in between."""
+    batches: list[Any] = []
+    for _ in range(count):
+        batches += [next(iterator) for iterator in iterators]
+        torch.rand(3)
+    return batches
+
+
+@pytest.mark.parametrize("use_drq", [False, True])
+@pytest.mark.parametrize("rows_after_draw", [0, 30])
+@pytest.mark.parametrize("queue_size", [0, 1, 2, 5])
+def test_a_loaded_buffer_continues_an_iterator(
+    queue_size: int, rows_after_draw: int, use_drq: bool, tmp_path: Path
+) -> None:
+    """Rows that were evicted after they were drawn are in the batches all the same."""
+
+    def augment(images: torch.Tensor) -> torch.Tensor:
+        return images + torch.rand(1)
+
+    settings: dict[str, Any] = {"image_augmentation_function": augment}
+    ahead: dict[str, Any] = {"queue_size": queue_size} if queue_size else {"async_prefetch": False}
+    buffer = fill(make(80, use_drq=use_drq, **settings), [*play(60), *play(40, 1, is_resized=True)])
+    torch.manual_seed(5)
+    iterator = buffer.get_iterator(16, **ahead)
+    draw_mixed([iterator], 3)
+    fill(buffer, list(play(rows_after_draw, 2)))
+    buffer.save(tmp_path / "run").result()
+    wanted = draw_mixed([iterator], 7)
+    for _ in range(2):
+        loaded = ReplayBuffer.load(tmp_path / "run", "cpu", **settings)
+        fill(loaded, list(play(100, 3)))  # Evicts everything that was loaded.
+        loaded.close()
+    loaded = ReplayBuffer.load(tmp_path / "run", "cpu", **settings)
+    for batch, expected in zip(draw_mixed([loaded.get_iterator(16, **ahead)], 7), wanted, strict=True):
+        require_same(batch, expected)
+    loaded.close()
+    buffer.close()
+
+
+def test_batches_that_were_restored_are_saved_again(tmp_path: Path) -> None:
+    """Here they are saved before an iterator continues them, and again after it returned one of them."""
+    buffer = fill(make(40), list(play(50)))
+    torch.manual_seed(1)
+    iterator = buffer.get_iterator(8, queue_size=4)
+    next(iterator)
+    wanted = draw_mixed([iterator], 6)
+    buffer.close()
+
+    buffer = fill(make(40), list(play(50)))
+    torch.manual_seed(1)
+    iterator = buffer.get_iterator(8, queue_size=4)
+    next(iterator)
+    buffer.save(tmp_path).result()
+    buffer.close()
+    buffer = ReplayBuffer.load(tmp_path, "cpu")
+    generator = torch.get_rng_state()
+    fill(buffer, list(play(35, 1)))
+    buffer.save(tmp_path).result()
+    buffer.close()
+    buffer = ReplayBuffer.load(tmp_path, "cpu")
+    assert torch.equal(torch.get_rng_state(), generator)
+    iterator = buffer.get_iterator(8, queue_size=4)
+    require_same(draw_mixed([iterator], 1)[0], wanted[0])
+    buffer.save(tmp_path).result()
+    buffer.close()
+    buffer = ReplayBuffer.load(tmp_path, "cpu")
+    # The two batches that are drawn now see the rows that were added above.
+    for batch, expected in zip(draw_mixed([buffer.get_iterator(8, queue_size=4)], 3), wanted[1:4], strict=True):
+        require_same(batch, expected)
+    buffer.close()
+
+
+def test_each_iterator_continues_the_one_of_its_batch_size(tmp_path: Path) -> None:
+    buffer = fill(make(), list(play(40)))
+    iterators = [buffer.get_iterator(size) for size in (4, 8, 4)]
+    dropped = buffer.get_iterator(8)
+    draw_mixed([*iterators, dropped], 2)
+    del dropped
+    buffer.save(tmp_path).result()
+    wanted = draw_mixed(iterators, 4)
+    loaded = ReplayBuffer.load(tmp_path, "cpu")
+    resumed = [loaded.get_iterator(size) for size in (4, 8, 4)]
+    for batch, expected in zip(draw_mixed(resumed, 4), wanted, strict=True):
+        require_same(batch, expected)
+    loaded.close()
+    buffer.close()
+
+
+def test_a_smaller_buffer_draws_new_batches(tmp_path: Path) -> None:
+    """Rows of the batches that were drawn ahead are not loaded."""
+    buffer = fill(make(60), list(play(60)))
+    iterator = buffer.get_iterator(32)
+    next(iterator)
+    buffer.save(tmp_path).result()
+    buffer.close()
+    loaded = ReplayBuffer.load(tmp_path, "cpu", capacity=10)
+    batch = next(loaded.get_iterator(32))
+    assert len(batch["reward"]) == len(loaded) == 10
+    loaded.close()
+
+
 def test_load_keeps_the_generator_if_asked(tmp_path: Path) -> None:
     fill(make(), list(play(9))).save(tmp_path).result()
     torch.manual_seed(9)
@@ -615,6 +717,55 @@ def test_a_learner_resumes_from_checkpoints(learner: Any, tmp_path: Path) -> Non
     assert (len(resumed_offline), resumed_offline.capacity) == (6, 20)
     for buffer in (online, offline, resumed, resumed_offline):
         buffer.close()
+
+
+@pytest.mark.parametrize("is_cut_between", [False, True])
+def test_both_buffers_of_a_learner_resume_as_they_were_at_one_moment(
+    learner: Any, tmp_path: Path, is_cut_between: bool
+) -> None:
+    """If a run is killed between the checkpoints of the two buffers, both resume from the ones before."""
+    policy = SimpleNamespace(online_buffer_capacity=30, offline_buffer_capacity=20)
+    cfg = SimpleNamespace(output_dir=tmp_path, resume=False, policy=policy)
+    install(budget=None)
+
+    def start() -> tuple[list[Any], list[Any]]:
+        online = learner.initialize_replay_buffer(cfg, "cpu", "cpu")
+        offline = learner.initialize_offline_replay_buffer(cfg, "cpu", "cpu")
+        return [online, offline], [buffer.get_iterator(8) for buffer in (online, offline)]
+
+    def learn(buffers: list[Any], iterators: list[Any], seed: int) -> list[Any]:
+        for buffer in buffers:
+            for transition in play(12, seed):
+                info = {"penalty": transition["complementary_info"]["discrete_penalty"]}
+                buffer.add(**{**transition, "action": transition["action"][:, :2], "complementary_info": info})
+        return draw_mixed(iterators, 5)
+
+    def save(buffers: list[Any]) -> None:
+        for buffer, name in zip(buffers, ("dataset", "dataset_offline"), strict=True):
+            assert buffer.to_lerobot_dataset("name", fps=10, root=str(tmp_path / name)) is None
+
+    torch.manual_seed(2)
+    buffers, iterators = start()
+    learn(buffers, iterators, 1)
+    save(buffers)
+    learn(buffers, iterators, 2)
+    save(buffers)
+    wanted = learn(buffers, iterators, 3)
+    rows = [len(buffer) for buffer in buffers]
+    if is_cut_between:
+        buffers[1].save(tmp_path / "holdall" / "dataset_offline").result()
+    for buffer in buffers:
+        buffer.close()
+    cfg.resume = True
+    for _ in range(2):
+        buffers, iterators = start()
+        for batch, expected in zip(learn(buffers, iterators, 3), wanted, strict=True):
+            require_same(batch, expected)
+        assert [len(buffer) for buffer in buffers] == rows
+        if is_cut_between:
+            buffers[1].save(tmp_path / "holdall" / "dataset_offline").result()
+        for buffer in buffers:
+            buffer.close()
 
 
 def test_a_run_without_checkpoints_of_holdall_resumes_as_lerobot_does(learner: Any, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from holdall.checkpoint.load import Restored, load_memory, load_newest, read_che
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.read_only import find_writer, open_read_only
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, open_reader, require_whole
-from holdall.checkpoint.retention import collect_all
+from holdall.checkpoint.retention import collect_all, remove_newer
 from holdall.checkpoint.save import MemorySnapshot
 from holdall.checkpoint.savers import Checkpoint, Progress, SaveHandle, Savers
 from holdall.checkpoint.streams import (

@@ -90,6 +90,22 @@ def collect_all(reader: CheckpointReader, keep: int, on_progress: OnProgress = l
     return freed
 
 
+def remove_newer(reader: CheckpointReader, number: int) -> None:
+    """Lock a place and remove its checkpoints after `number`. Do nothing if checkpoint `number` does not exist.
+
+    Files that no checkpoint names any more are removed by the next save.
+    """
+    numbers = reader.numbers()
+    if number not in numbers or number == numbers[0]:
+        return
+    lease = reader.blobs.lock(f"roll back to checkpoint {number}, {describe_process()}")
+    try:
+        for newer in numbers[: numbers.index(number)]:
+            reader.blobs.delete(MANIFESTS + manifest_name(newer))
+    finally:
+        lease.release()
+
+
 def _list_named(above: CheckpointReader, folder: str | None) -> set[int]:
     """Return the numbers of a shard's checkpoints that the manifests of the whole memory name."""
     shards = [shard for number in above.numbers() for shard in above.manifest(number).shards]

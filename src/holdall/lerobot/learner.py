@@ -2,16 +2,23 @@
 
 `install` replaces names of the module `lerobot.rl.learner`. Where the learner would delete its last data set and write
 another one, a `LearnerBuffer` writes a checkpoint: incremental, and complete or absent after a crash.
+
+Guarantee: the learner's two buffers resume as they were at one moment. The checkpoint of the offline buffer is written
+first, and that of the online buffer names it. A newer one of the offline buffer belongs to a checkpoint that was never
+complete, and is removed when the learner resumes.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from functools import partial
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from holdall.checkpoint import open_reader, remove_newer
 from holdall.errors import MissingPackageError
 from holdall.lerobot.replay_buffer import ReplayBuffer
 
@@ -20,13 +27,24 @@ _FOLDER = "holdall"
 _ONLINE = "dataset"
 _OFFLINE = "dataset_offline"
 """Names that the learner gives to the datasets of its two buffers."""
+_OFFLINE_FILE = "lerobot/offline.json"
+"""Attached to a checkpoint of the online buffer: the number of the checkpoint of the offline buffer."""
+_KEEP = 3
+"""Number of checkpoints to keep."""
 
 
 class LearnerBuffer(ReplayBuffer):
-    """The buffer of LeRobot's learner. `to_lerobot_dataset` writes a checkpoint."""
+    """A buffer of LeRobot's learner. `to_lerobot_dataset` writes a checkpoint.
+
+    Attributes:
+        export_datasets: Whether `to_lerobot_dataset` writes a dataset, too.
+        offline: The learner's offline buffer. It is saved together with this one.
+        is_saved_by_other: Whether another buffer saves this one.
+    """
 
     export_datasets = False
-    """Whether `to_lerobot_dataset` writes a dataset, too."""
+    offline: LearnerBuffer | None = None
+    is_saved_by_other = False
 
     def to_lerobot_dataset(
         self,
@@ -39,10 +57,28 @@ class LearnerBuffer(ReplayBuffer):
     ) -> Any:
         """Write a checkpoint beside `root`, and wait until it is safe. Return the dataset if one is written."""
         if root is not None:
-            self.save(find_checkpoint(root)).result()
+            if not self.is_saved_by_other:
+                self._save_with_offline(find_checkpoint(root))
             if not self.export_datasets:
                 return None
         return super().to_lerobot_dataset(repo_id, fps, root, task_name, split_segments=split_segments)
+
+    def _save_with_offline(self, place: Path) -> None:
+        """Write the checkpoint of the offline buffer, and then that of this buffer, which names it.
+
+        A run that is killed in between has the earlier checkpoints of both.
+        """
+        attach: dict[str, bytes] = {}
+        if self.offline is not None:
+            # The earlier checkpoints of this buffer name as many of the offline buffer, besides this one.
+            saved = self.offline.save(place.parent / _OFFLINE, keep=_KEEP + 1).result()
+            attach[_OFFLINE_FILE] = json.dumps({"number": saved.number}).encode()
+        self._save(place, attach, _KEEP, None).result()
+
+    def find_offline_number(self) -> int | None:
+        """Return the number of the offline buffer's checkpoint of the moment at which this buffer was saved."""
+        named = self.memory.attached.get(_OFFLINE_FILE) if self.initialized else None
+        return None if named is None else int(json.loads(named)["number"])
 
 
 def find_checkpoint(root: str | os.PathLike[str]) -> Path:
@@ -61,8 +97,9 @@ def install(
 ) -> None:
     """Make LeRobot's learner use holdall's buffers from now on. Call it before `lerobot.rl.learner.train_cli()`.
 
-    With `resume=true`, the learner loads the checkpoints in the folder `holdall` of its output folder. If there are
-    none, it loads LeRobot's datasets.
+    The learner's two buffers, online and offline, are saved together to the folder `holdall` of its output folder. With
+    `resume=true`, the learner loads both as they were at one moment. If there is no checkpoint, it loads LeRobot's
+    datasets.
 
     Args:
         budget: RAM of each of the two buffers, online and offline; see `holdall.ReplayMemory`.
@@ -85,16 +122,61 @@ def install(
     make_online = _get_replaced(learner, "initialize_replay_buffer")
     make_offline = _get_replaced(learner, "initialize_offline_replay_buffer")
 
-    def load(name: str, make: Any, cfg: Any, device: Any, storage_device: Any) -> Any:
-        place = find_checkpoint(Path(cfg.output_dir) / name)
-        if not cfg.resume or not place.exists():
-            return make(cfg, device, storage_device)
-        capacities = {_ONLINE: cfg.policy.online_buffer_capacity, _OFFLINE: cfg.policy.offline_buffer_capacity}
-        return InstalledBuffer.load(place, device, capacities[name], **tiers)
-
+    buffers = _BufferPair(
+        lambda place, device, capacity: InstalledBuffer.load(place, device, capacity, **tiers),
+        make_online,
+        make_offline,
+    )
     learner.ReplayBuffer = InstalledBuffer
-    learner.initialize_replay_buffer = _replace(make_online, partial(load, _ONLINE, make_online))
-    learner.initialize_offline_replay_buffer = _replace(make_offline, partial(load, _OFFLINE, make_offline))
+    learner.initialize_replay_buffer = _mark_replaced(buffers.initialize_online, make_online)
+    learner.initialize_offline_replay_buffer = _mark_replaced(buffers.initialize_offline, make_offline)
+
+
+class _BufferPair:
+    """Makes or loads the learner's two buffers. Its methods replace the learner's functions.
+
+    Args:
+        load: Loads a buffer from a place, for a device and with a capacity.
+        make_online: The learner's own function.
+        make_offline: The learner's own function.
+    """
+
+    def __init__(self, load: Callable[[Path, Any, int], LearnerBuffer], make_online: Any, make_offline: Any) -> None:
+        self._load = load
+        self._make_online = make_online
+        self._make_offline = make_offline
+        self._online: LearnerBuffer | None = None
+
+    def initialize_online(self, cfg: Any, device: Any, storage_device: Any) -> LearnerBuffer:
+        """Return the online buffer. The learner makes it first."""
+        place = _find_resumed(cfg, _ONLINE)
+        if place is None:
+            self._online = self._make_online(cfg, device, storage_device)
+        else:
+            self._online = self._load(place, device, cfg.policy.online_buffer_capacity)
+        return self._online
+
+    def initialize_offline(self, cfg: Any, device: Any, storage_device: Any) -> LearnerBuffer:
+        """Return the offline buffer, as it was when the online buffer was saved."""
+        place = _find_resumed(cfg, _OFFLINE)
+        offline: LearnerBuffer
+        if place is None:
+            offline = self._make_offline(cfg, device, storage_device)
+        else:
+            number = None if self._online is None else self._online.find_offline_number()
+            if number is not None:
+                remove_newer(open_reader(place), number)
+            offline = self._load(place, device, cfg.policy.offline_buffer_capacity)
+        if self._online is not None:
+            self._online.offline = offline
+            offline.is_saved_by_other = True
+        return offline
+
+
+def _find_resumed(cfg: Any, name: str) -> Path | None:
+    """Return the place of a buffer's checkpoint, or None if it is not loaded."""
+    place = find_checkpoint(Path(cfg.output_dir) / name)
+    return place if cfg.resume and place.exists() else None
 
 
 def run_learner() -> None:
@@ -118,9 +200,9 @@ def _get_replaced(learner: Any, name: str) -> Any:
     return getattr(function, "__wrapped__", function)
 
 
-def _replace(original: Any, replacement: Any) -> Any:
+def _mark_replaced(replacement: Callable[[Any, Any, Any], LearnerBuffer], original: Any) -> Any:
+    @wraps(original)
     def initialize(cfg: Any, device: Any, storage_device: Any) -> Any:
         return replacement(cfg, device, storage_device)
 
-    initialize.__wrapped__ = original  # type: ignore[attr-defined]
     return initialize

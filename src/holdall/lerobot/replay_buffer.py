@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NotRequired, Self, TypedDict
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,6 +27,14 @@ from holdall.checks import require_count, require_flag, to_whole
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, MissingPackageError
 from holdall.lerobot import datasets
+from holdall.lerobot.drawn_batches import (
+    BatchTransition,
+    DrawnBatch,
+    DrawnQueue,
+    SavedQueue,
+    pack_queues,
+    unpack_queues,
+)
 from holdall.lerobot.images import ImageForm, decode
 from holdall.lerobot.layout import StoredRows, TransitionLayout
 from holdall.lerobot.slot_tensor import SlotTensor
@@ -36,23 +45,12 @@ from holdall.store.view import View
 
 _LAYOUT_FILE = "lerobot/layout.json"
 _GENERATOR_FILE = "lerobot/generator"
+_DRAWN_FILE = "lerobot/drawn.npz"
 _FORMAT = 1
 _DATASET_ROWS = 64
 """Transitions that are read at once while they are written to a dataset."""
 
 Ids = NDArray[np.int64]
-
-
-class BatchTransition(TypedDict):
-    """A batch, with the keys of LeRobot's own type. All tensors are float32 and on the buffer's device."""
-
-    state: dict[str, torch.Tensor]
-    action: torch.Tensor
-    reward: torch.Tensor
-    next_state: dict[str, torch.Tensor]
-    done: torch.Tensor
-    truncated: torch.Tensor
-    complementary_info: NotRequired[dict[str, torch.Tensor] | None]
 
 
 class ReplayBuffer:
@@ -114,6 +112,10 @@ class ReplayBuffer:
         self._memory: ReplayMemory | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # Guards the layout and the order of `add`.
+        self._draw_lock = threading.Lock()  # Guards the order of draws, and the queues of iterators.
+        # The loader and the queue of each iterator. Weak, because an iterator that nobody uses is not saved.
+        self._iterators: list[tuple[weakref.ref[Any], weakref.ref[DrawnQueue]]] = []
+        self._restored: list[SavedQueue] = []  # Queues of saved iterators that no iterator has continued yet.
 
     # ---------------------------------------------------------------- size and fields
 
@@ -257,7 +259,7 @@ class ReplayBuffer:
         Raises:
             ClosedError: The buffer is empty or closed. It is a RuntimeError.
         """
-        return self._augment(self._draw(batch_size)())
+        return self._augment(self._draw(batch_size).read())
 
     def get_iterator(
         self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
@@ -265,19 +267,42 @@ class ReplayBuffer:
         """Return an endless iterator over batches.
 
         Every `next` draws a batch from torch's generator, and returns the one that was drawn `queue_size` calls before.
-        So one seed gives one sequence of batches. An error in the background is raised by `next`.
+        So one seed gives one sequence of batches. An error in the background is raised by `next`. In a loaded buffer,
+        an iterator continues a saved iterator of the same batch size: it first returns the batches that this one had
+        drawn and not returned.
 
         Args:
             async_prefetch: Read batches ahead in a thread. False reads them when they are requested.
             queue_size: Batches that are read ahead.
         """
         ahead = require_count("queue_size", queue_size, 1) if async_prefetch else 0
-        augment: Any = self._augment  # The batches of other loaders have another type.
-        loader: Any = Loader(partial(self._draw, batch_size), augment, ahead)
+        with self._draw_lock:
+            queue = DrawnQueue(batch_size, self._draw, self._augment, self._draw_lock, self._take_restored(batch_size))
+            receive: Any = queue.receive  # The batches of other loaders have another type.
+            loader: Any = Loader(queue.draw, receive, ahead)
+            self._iterators = [references for references in self._iterators if references[0]() is not None]
+            self._iterators.append((weakref.ref(loader), weakref.ref(queue)))
         return iter(loader)
 
-    def _draw(self, batch_size: int) -> Callable[[], BatchTransition]:
-        """Draw a batch now, and return the function that reads it."""
+    def _take_restored(self, batch_size: int) -> list[DrawnBatch]:
+        """Return the undelivered batches of the first saved iterator of this batch size. Called with the draw lock."""
+        for number, queue in enumerate(self._restored):
+            if queue.batch_size == batch_size:
+                return self._restored.pop(number).batches
+        return []
+
+    def _list_queues(self) -> list[SavedQueue]:
+        """Return the undelivered batches of all iterators that are in use. Called with the draw lock."""
+        queues: list[SavedQueue] = []
+        for loader_reference, queue_reference in self._iterators:
+            loader = loader_reference()
+            queue = queue_reference()
+            if loader is not None and queue is not None and not loader.is_closed:
+                queues.append(SavedQueue(queue.batch_size, list(queue.undelivered)))
+        return [*queues, *self._restored]
+
+    def _draw(self, batch_size: int) -> DrawnBatch:
+        """Draw a batch now, and return it before its rows are read."""
         batch_size = require_count("batch_size", batch_size, 0)
         if self._is_closed:
             raise ClosedError("The buffer was closed. Make a new one.")
@@ -285,7 +310,7 @@ class ReplayBuffer:
             raise ClosedError("Cannot sample from an empty buffer. Add transitions first.")
         view = self._memory.store.view()
         ids = self._draw_ids(view, min(batch_size, view.next_id - view.first_id))
-        return partial(self._read, view, ids)
+        return DrawnBatch(ids, lambda rows: self._read(view, ids[rows]))
 
     def _draw_ids(self, view: View, count: int) -> Ids:
         """Draw slots as LeRobot does, and return the ids of their transitions."""
@@ -502,9 +527,17 @@ class ReplayBuffer:
     def save(self, url: str | os.PathLike[str], *, keep: int = 3, mirror: str | None = None) -> SaveHandle:
         """Write a checkpoint of this moment in the background. Only new data is written, see `ReplayMemory.save`.
 
-        The checkpoint contains the state of torch's generator, so that a loaded buffer draws the same batches.
+        The checkpoint contains the state of torch's generator, and the batches that iterators have drawn and not
+        returned yet. So a loaded buffer returns the same batches as this one. Iterators that were closed or deleted are
+        not saved.
         """
-        with self._lock:
+        return self._save(url, {}, keep, mirror)
+
+    def _save(
+        self, url: str | os.PathLike[str], attach: Mapping[str, bytes], keep: int, mirror: str | None
+    ) -> SaveHandle:
+        """Save with further files. No transition is added and no batch is drawn before the state is recorded."""
+        with self._lock, self._draw_lock:
             memory = self.memory
             description = {
                 "format": _FORMAT,
@@ -515,13 +548,15 @@ class ReplayBuffer:
                 "optimize_memory": self.optimize_memory,
                 "lossy_8bit_images": self.lossy_8bit_images,
             }
-            attach = {
+            files = {
+                **attach,
                 _LAYOUT_FILE: json.dumps(description).encode(),
                 _GENERATOR_FILE: torch.get_rng_state().numpy().tobytes(),
+                _DRAWN_FILE: pack_queues(self._list_queues(), memory.first_id),
             }
             if self.device.type == "cuda":
-                attach[f"{_GENERATOR_FILE}-cuda"] = torch.cuda.get_rng_state(self.device).numpy().tobytes()
-            return memory.save(url, attach=attach, keep=keep, mirror=mirror)
+                files[f"{_GENERATOR_FILE}-cuda"] = torch.cuda.get_rng_state(self.device).numpy().tobytes()
+            return memory.save(url, attach=files, keep=keep, mirror=mirror)
 
     @classmethod
     def load(
@@ -541,8 +576,9 @@ class ReplayBuffer:
 
         Args:
             capacity: Maximum number of transitions; the saved one by default. The newest are kept.
-            restore_generator: Set torch's generator to its saved state, so that the next batches are those that the
-                saved buffer would have drawn.
+            restore_generator: Set torch's generator to its saved state, and continue the saved iterators. The next
+                batches are then those that the saved buffer would have returned, unless `capacity` or `budget` is so
+                small that rows are missing.
         """
         tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "_tuning": _tuning}
         memory = ReplayMemory.load(url, capacity, **tiers)
@@ -563,14 +599,19 @@ class ReplayBuffer:
             buffer._layout = layout
             buffer._memory = memory
             if restore_generator:
-                buffer._restore_generators()
+                buffer._restore_draws()
         except BaseException:
             memory.close()
             raise
         return buffer
 
-    def _restore_generators(self) -> None:
+    def _restore_draws(self) -> None:
+        """Continue the saved iterators and torch's generators."""
         attached = self.memory.attached
+        view = self.memory.store.view()
+        self._restored = unpack_queues(
+            attached[_DRAWN_FILE], partial(self._read, view), range(view.first_id, view.next_id), self.device
+        )
         torch.set_rng_state(_as_state(attached[_GENERATOR_FILE]))
         name = f"{_GENERATOR_FILE}-cuda"
         if self.device.type == "cuda" and name in attached:
