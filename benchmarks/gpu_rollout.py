@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("84x84x3 frames", (84, 84, 3), torch.uint8, 2.0),
+    Case("84x84x3 frames", (84, 84, 3), torch.uint8, 3.0),
     Case("12x144x160 frames", (12, 144, 160), torch.uint8, 32.0),
     Case("71 floats", (71,), torch.float32, 0.15),
 )

@@ -166,18 +166,12 @@ class ReplayBuffer:
         """Draw transitions, in the order of CleanRL's own buffer."""
         require_count("batch_size", batch_size)
         ids = self._replace_evicted(self._draw_ids(batch_size))
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             batch = self.memory.batch_source.deliver(Draw.from_ids(ids), device=str(self.device))
             ended = (batch.terminated > batch.truncated).to(torch.float32)
             return self._make_samples(batch.obs, batch.action, batch.next_obs, ended, batch.reward)
         samples = self._make_samples(*self.memory.store.view().read(ids, self._outputs))
-        tensors = map(torch.from_numpy, samples)
-        if self.device.type != "cpu":
-            tensors = map(self._move, tensors)
-        return ReplayBufferSamples(*tensors)
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+        return ReplayBufferSamples(*map(torch.from_numpy, samples))
 
     def _make_samples(self, obs: Any, action: Any, next_obs: Any, ended: Any, reward: Any) -> ReplayBufferSamples:
         """Return arrays or tensors in the shapes that CleanRL's have."""

@@ -65,11 +65,13 @@ class TrajectoryBuffer(list[torch.Tensor]):
         try:
             self.device = torch.device(device)
         except RuntimeError as error:
-            raise ArgumentError(f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda'") from error
+            raise ArgumentError(
+                f"device ({device}) is not a device of torch ({error}). Use 'cpu' or 'cuda'."
+            ) from error
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ArgumentError(f"device ({device}): torch finds no CUDA device here; use 'cpu'")
+            raise ArgumentError(f"device ({device}): torch finds no CUDA device here. Use 'cpu'.")
         if slot_bytes < 1:
-            raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1; pass some MiB")
+            raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1. Pass some MiB.")
         self._staging = None if self.device.type == "cpu" else Staging(self.device, slot_bytes)
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         # Shapes, dtypes and devices of the last update, which was checked.

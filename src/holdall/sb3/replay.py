@@ -442,8 +442,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
     # ---------------------------------------------------------------- batches on a GPU
 
     def _can_deliver(self, env: VecNormalize | None) -> bool:
-        """Return whether batches are made on the GPU. What is normalized is copied there from the host."""
-        return env is None and self.device.type == "cuda" and self._replaced_hooks <= _ONLY_SAMPLES
+        """Return whether batches are made on the device. Normalized observations are copied there from the host."""
+        return env is None and not self._is_on_cpu() and self._replaced_hooks <= _ONLY_SAMPLES
 
     def _deliver_next(self, batch_size: int) -> Any:
         """Return the next samples on the GPU. With `prefetch`, others are drawn and made in the background."""
