@@ -473,7 +473,7 @@ class ReplayMemory:
         saved = restored.state["sampler"]
         self.batch_source.generator = restore_generator(restored.state["generator"])
         chosen = choose_sampler(sampler, saved, has_same_ids=restored.keeps_ids)
-        self.batch_source.sampler = chosen
+        self.batch_source.replace_sampler(chosen)
         if restored.keeps_ids:
             resume_sampler(chosen, saved, self.capacity, self.store.first_id)
         self._savers.adopt(restored)

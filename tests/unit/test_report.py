@@ -12,11 +12,15 @@ import pytest
 from gymnasium import spaces
 
 from holdall import FieldReport, MemoryReport, ReplayMemory
+from holdall.report import clear_pressure_check, set_pressure_check
+from holdall.store.tuning import Tuning
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
 
 IMAGE = FieldReport("obs.image", slice_bytes=700, log_bytes=40, row_bytes=0, plain_bytes=8000, finding="a window")
 ACTION = FieldReport("action", slice_bytes=0, log_bytes=0, row_bytes=160, plain_bytes=160, finding="flat rows")
+TINY = Tuning(max_segment_ticks=16, min_segment_ticks=8)
+"""A few ticks fill a segment."""
 
 
 def report_of(*fields: FieldReport, transitions: int = 20) -> MemoryReport:
@@ -177,3 +181,23 @@ def test_reports_of_several_memories_add_up_field_by_field() -> None:
     assert both.fields[0].slice_bytes == 2 * IMAGE.slice_bytes
     assert both.fields[0].finding == IMAGE.finding
     assert MemoryReport.added_up([]).fields == ()
+
+
+def test_a_pressure_check_reaches_open_memories_and_passes_by_closed_ones() -> None:
+    memories = [ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 4000, _tuning=TINY) for _ in range(2)]
+    memories[0].close()
+    grown: list[int] = []
+
+    def record(nbytes: int) -> bool:
+        grown.append(nbytes)
+        return False
+
+    set_pressure_check(record)
+    try:
+        zeros = np.zeros(1, np.int64)
+        for _ in range(100):
+            memories[1].add(zeros, zeros, np.zeros(1), zeros, np.zeros(1, np.bool_), np.zeros(1, np.bool_))
+        assert grown
+    finally:
+        clear_pressure_check(record)
+        memories[1].close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from holdall.store.columns import Columns
 from holdall.store.format import ROW_KINDS, pack_segment, unpack_segment
 from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
 from holdall.store.records import pack_record, read_record, reader_of
+from holdall.store.snapshot import Layout
 from holdall.store.step import Step, check_step
 from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
@@ -136,7 +138,7 @@ class SegmentBuilder:
         # One lane of shared rows is one lane of shared rows in the shard. Of several lanes, the next observation would
         # not be in the next row, so each row stores both observations.
         self._layouts = LayoutSearch(schema, tuning, SHARED if schema.num_envs == 1 else PAIRED)
-        self._codecs: dict[int, WriterCodec] = {}
+        self._codecs: dict[tuple[int, Layout], WriterCodec] = {}  # By observation leaf and layout.
         self._writer = self._new_writer(0)
 
     def _new_writer(self, first_tick: int) -> Writer:
@@ -226,8 +228,7 @@ class SegmentBuilder:
         """
         segment = self._writer.snapshot().segments[-1]
         payload = self._pack(segment)
-        for column in self._layouts.adapt(segment):
-            self._codecs.pop(column, None)
+        self._layouts.adapt(segment)
         self._writer = self._new_writer(self._writer.next_tick)
         return payload
 
@@ -235,13 +236,14 @@ class SegmentBuilder:
         if self.reward_dtype is None:
             raise AssertionError("A segment with ticks has rewards.")
         head = pack_record(_HEAD, {"reward_dtype": dtype_to_json(self.reward_dtype)}, {})
-        return b"".join([*head, pack_segment(segment, encode=self._encode)])
+        return b"".join([*head, pack_segment(segment, encode=partial(self._encode, segment))])
 
-    def _encode(self, column: int, block: Block) -> Coded:
-        if column not in self._codecs:
+    def _encode(self, segment: Segment, column: int, block: Block) -> Coded:
+        key = (column, segment.parts[column].layout)
+        if key not in self._codecs:
             leaf = self._schema.observation.leaves[column]
-            self._codecs[column] = WriterCodec(leaf, self._layouts.windows[column], self._prefer)
-        return self._codecs[column].encode(block)
+            self._codecs[key] = WriterCodec(leaf, Window.from_layout(leaf, key[1]), self._prefer)
+        return self._codecs[key].encode(block)
 
 
 def _cut_steps(steps: Step, end: int) -> Step:

@@ -58,6 +58,12 @@ class BatchSource(ABC):
         self.sampler = sampler
         self.generator = generator
         self.lock = threading.RLock()
+        self._draws_once = draws_once(sampler)
+
+    def replace_sampler(self, sampler: Sampler) -> None:
+        """Draw with another sampler from now on."""
+        self.sampler = sampler
+        self._draws_once = draws_once(sampler)
 
     @abstractmethod
     def sample(self, count: int) -> Batch:
@@ -212,7 +218,7 @@ class HostBatchSource(BatchSource):
         If the draw fails or is interrupted, the generator is as before.
         """
         held = self._describe_held(view)
-        if view.all_valid and draws_once(self.sampler):
+        if self._draws_once and view.all_valid:
             require_enough(count, view.next_id - view.first_id, min_transitions)
             return self.sampler.draw(held, count, self.generator)
         require_enough(count, len(view), min_transitions)

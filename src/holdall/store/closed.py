@@ -28,6 +28,9 @@ class ClosedStore:
     def __init__(self, reason: str = CLOSED) -> None:
         self._reason = reason
 
+    def set_pressure_check(self, check: Any) -> None:
+        """Do nothing: a closed memory does not grow, but is registered until it is freed."""
+
     def close(self) -> None:
         """Do nothing: a memory may be closed twice."""
 

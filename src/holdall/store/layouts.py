@@ -71,14 +71,13 @@ class LayoutSearch:
         self._update()
         return self.has_new_window
 
-    def adapt(self, closed: Segment) -> list[int]:
-        """Choose the layouts of the segment that follows `closed`. Return the leaves that have another window now.
+    def adapt(self, closed: Segment) -> None:
+        """Choose the layouts of the segment that follows `closed`. A call that was interrupted can be repeated.
 
         New windows are used. A layout that did not fit most of the transitions of `closed` is given up, or searched for
         again.
         """
         transitions = closed.ticks * closed.lanes
-        changed = []
         for i, part in enumerate(closed.parts[: len(self.layouts)]):
             if part.kind == "shared" and part.exceptions > _MAX_EXCEPTION_SHARE * transitions:
                 self.layouts[i] = PAIRED
@@ -86,13 +85,12 @@ class LayoutSearch:
             if detector is None:
                 continue
             if detector.window is not None and detector.window != self.windows[i]:
-                self.windows[i] = detector.window
+                # The window is assigned last, because it decides whether a repeated call assigns the layout again.
                 self.layouts[i] = detector.window.layout()
-                changed.append(i)
+                self.windows[i] = detector.window
             elif self.windows[i].count == 1 or part.broken > _MAX_BROKEN_SHARE * transitions:
                 detector.end_segment()
         self._update()
-        return changed
 
     def restore(self, layouts: tuple[Layout, ...], windows: tuple[Window, ...]) -> None:
         """Continue with the layouts of a snapshot. Windows that it has are not searched for."""

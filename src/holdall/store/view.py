@@ -71,9 +71,11 @@ class View:
         before_read: BeforeRead | None = None,
     ) -> None:
         self.columns = columns
-        self.first_tick = catalog.first_tick
-        self.first_id = self.first_tick * catalog.lanes
-        self.next_id = catalog.next_tick * catalog.lanes
+        lanes = catalog.lanes
+        first_tick = catalog.first_tick
+        self.first_tick = first_tick
+        self.first_id = first_tick * lanes
+        self.next_id = catalog.next_tick * lanes
         self.flags_changed = catalog.flags_changed  # Counted before any flag is read here.
         self._catalog = catalog
         self._reader = reader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ class Run:
         no = np.zeros(1, np.bool_)
         self.writer.append(obs, np.zeros(1, np.int64), np.zeros(1), next_obs, no, no)
 
-    def close_segment(self) -> list[int]:
-        return self.search.adapt(self.writer.catalog.last_segment)
+    def close_segment(self) -> None:
+        self.search.adapt(self.writer.catalog.last_segment)
 
 
 def make_stacks(count: int, first: int = 0) -> list[Any]:
@@ -53,10 +54,48 @@ def test_a_window_is_used_from_the_next_segment_on() -> None:
         found.append(run.search.is_searching and run.search.look(obs, next_obs))
     assert found == [False, True, False, False]
     assert run.search.layouts == [whole]
-    assert run.close_segment() == [0]
+    run.close_segment()
     assert run.search.windows[0].count == 4
     assert run.search.layouts == [run.search.windows[0].layout()]
-    assert run.close_segment() == []
+
+
+def test_an_interrupted_change_of_layouts_can_be_repeated() -> None:
+    def close_until(run: Run, line: int) -> bool:
+        """Raise at this line of `adapt`. Return whether there was one."""
+        passed = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal passed
+            if frame.f_code is not LayoutSearch.adapt.__code__:
+                return None
+            passed += event == "line"
+            if passed == line:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            run.close_segment()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    stacks = make_stacks(4)
+    for line in itertools.count(1):
+        run = Run(STACK)
+        for obs, next_obs in itertools.pairwise(stacks):
+            run.add(obs, next_obs)
+            if run.search.is_searching:
+                run.search.look(obs, next_obs)
+        is_interrupted = close_until(run, line)
+        run.close_segment()
+        assert run.search.windows[0].count == 4, line
+        assert run.search.layouts == [run.search.windows[0].layout()], line
+        if not is_interrupted:
+            assert line > 5
+            return
 
 
 def test_a_window_that_most_transitions_break_is_searched_for_again() -> None:
