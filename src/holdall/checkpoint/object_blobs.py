@@ -217,10 +217,10 @@ class ObjectBlobs:
             raise BlobMissingError(errno.ENOENT, f"{self.url}/{name} does not exist. Check the URL.") from error
 
     def _run(self, request: Request) -> Any:
-        """Send a request, and wait until it is answered or cancelled. Send it again if the body of its answer broke off.
+        """Send a request, and wait until it is answered or cancelled. Repeat it if the body of its answer broke off.
 
-        obstore does not repeat a request whose answer has begun. Every request may be repeated: a put is conditional, so
-        the second one finds what the first one wrote, and the others have the same effect twice.
+        obstore does not repeat a request whose answer has begun. Every request may be repeated: a put is conditional,
+        so the second one finds what the first one wrote, and the others have the same effect twice.
         """
         try:
             return self._send_once(request)
