@@ -254,7 +254,7 @@ def test_losses_with_one_reason_are_logged_once(tmp_path: Path, caplog: pytest.L
     assert f": {lost} transitions of ticks " in caplog.text
 
 
-def test_a_reason_that_several_checkpoints_share_is_given_once(saved: Path, tmp_path: Path) -> None:
+def test_a_reason_that_several_checkpoints_share_is_given_once(tmp_path: Path) -> None:
     """All three checkpoints name the first segment."""
     with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1, _tuning=TUNING) as memory:
         for tick in range(TICKS):

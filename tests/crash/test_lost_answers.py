@@ -97,7 +97,7 @@ def test_a_request_whose_answer_is_lost_is_done_once(harming: Proxy, harm: str, 
     with ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1) as memory:
         for number in range(1, 4):
             grow(memory, 11)
-            if number == 3:
+            if number == (1 if kind == KINDS["the lock"] else 3):  # The first save takes the lock.
                 harming.arm(harm, 0, kind)
             assert memory.save(url, keep=2, attach={"agent": LARGE}).result(60).number == number
         assert harming.harmed

@@ -71,7 +71,7 @@ def find_damage(
 class _LostTransitions(NamedTuple):
     """Transitions of one segment that are lost."""
 
-    count: int
+    transitions: int
     first_tick: int
     last_tick: int
     reason: str
@@ -208,7 +208,7 @@ class Salvage(Restored):
                 "%s, checkpoint %d: %d transitions of ticks %d to %d are lost: %s",
                 self.url,
                 self.manifest.number,
-                sum(loss.count for loss in together),
+                sum(loss.transitions for loss in together),
                 together[0].first_tick,
                 together[-1].last_tick,
                 reason,

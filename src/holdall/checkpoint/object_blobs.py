@@ -135,7 +135,7 @@ class ObjectBlobs:
             return await _track(self._obstore.list(self._store, folder or None).collect_async())
 
         try:
-            found = self._run_twice(collect)
+            found = self._run(collect)
         except self._missing as error:
             raise self._explain_bucket(error) from error
         for entry in found:
@@ -212,23 +212,24 @@ class ObjectBlobs:
     def _run_on(self, name: str, request: Request) -> Any:
         """Run a request that needs an existing blob."""
         try:
-            return self._run_twice(request)
+            return self._run(request)
         except self._missing as error:
             raise BlobMissingError(errno.ENOENT, f"{self.url}/{name} does not exist. Check the URL.") from error
 
-    def _run_twice(self, request: Request) -> Any:
-        """Run a request that changes nothing. Run it again if the body of its answer broke off.
+    def _run(self, request: Request) -> Any:
+        """Send a request, and wait until it is answered or cancelled. Repeat it if the body of its answer broke off.
 
-        obstore repeats a request whose connection fails before the answer begins, and no other one.
+        obstore does not repeat a request whose answer has begun. Every request may be repeated: a put is conditional,
+        so the second one finds what the first one wrote, and the others have the same effect twice.
         """
         try:
-            return self._run(request)
+            return self._send_once(request)
         except CheckpointError as error:
             if "body error" not in str(error):
                 raise
-        return self._run(request)
+        return self._send_once(request)
 
-    def _run(self, request: Request) -> Any:
+    def _send_once(self, request: Request) -> Any:
         """Send a request, and wait until it is answered or cancelled."""
         self.waiting.check()
         self.waiting.record_progress()  # The request before this one was answered, however long ago.

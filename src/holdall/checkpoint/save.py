@@ -2,9 +2,9 @@
 
 A closed segment or block that an earlier checkpoint wrote is named again and not written. Parts and blocks are
 recognised by their serial numbers, so that nothing large is kept alive for the comparison. Closed segments go to
-lasting files. The last segment (mostly still open), the dictionaries, the state and attached files go to
-files that the next checkpoint replaces. Thousands of blocks need one dictionary, so every checkpoint has its own copy:
-damage to it affects one checkpoint and not all.
+lasting files. The last segment (mostly still open), the dictionaries, the state and attached files go to files that the
+next checkpoint replaces. Every checkpoint has its own copy of a dictionary, because thousands of blocks need it: damage
+to a copy affects one checkpoint and not all.
 
 Blocks that the memory holds uncompressed are compressed here, on the thread of the caller. The memory takes over the
 compressed forms of those blocks that its budget wants compressed.
@@ -51,8 +51,9 @@ from holdall.store.windows import Window
 
 _BLOB_BYTES = 8 * 2**20
 """Bytes after which a blob is complete. It exceeds them by less than one record."""
-_CORE_SHARE = 0.5
-"""Share of one core that compression takes while nobody waits for the save."""
+_CORE_SHARE = 1 / 3
+"""Share of one core that compression takes while nobody waits for the save. On two cores, half of one costs training
+more than a tenth of its speed."""
 
 Report = Callable[[str, int, int], None]
 """Called with the phase, the bytes written so far, and the approximate total of bytes. Raises to end the save."""

@@ -67,7 +67,7 @@ class PlaceholderSampler(Uniform):
 
 @checkpoint.command()
 def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
-    """List checkpoints, newest first. The state says whether all files exist; `verify` reads them."""
+    """List checkpoints, newest first. The state says whether all files exist. `verify` reads them."""
     reader = open_reader(url)
     reader.require()
     sizes = reader.file_sizes()
