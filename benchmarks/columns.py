@@ -4,10 +4,10 @@
 
 There are three sides: Stable-Baselines3's buffer, the drop-in as it is by default, and the drop-in with `budget=None`,
 which packs vectors. Every side of every round is a fresh process, and the sides take turns. A process fills a buffer of
-60,000 steps and draws 800 batches of 256. Bytes are what its anonymous memory grew by until the buffer was full, a step: whole pages,
-and all that is fixed, counted. (A slope would not count small arrays that huge pages bring in at once.) Times are CPU
-time of the thread: the mean of all blocks of 50 adds, since packing ticks is work of some of them, and the median of
-all blocks of 20 draws. Shown is the best round of each side.
+60,000 steps and draws 800 batches of 256. Bytes per transition are the growth of its anonymous memory until the buffer
+is full: whole pages, and all fixed costs. (A slope would not count small arrays that huge pages bring in at once.)
+Times are CPU time of the thread: the mean of all blocks of 50 adds, because some of them also pack ticks, and the
+median of all blocks of 20 draws. The table shows the best round of each side.
 
 `ant` makes vectors up that repeat as those of Gymnasium-Robotics' AntMaze do (105 float64: 24 never change, 54 are
 contact forces of 9 bodies, most often 0; a goal an episode). Where that package is installed, its own environment is
