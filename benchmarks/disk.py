@@ -147,13 +147,10 @@ def sample_from_disk(stream: Stream, transitions: int, place: Path) -> dict[str,
 
 def table(under: dict[str, Any], drawn: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    budget, most = under["budget_bytes"], under["most_over_start_bytes"]
+    filling = f"{under['transitions']:,} transitions under {format_bytes(under['budget_bytes'])}"
+    growth = f"most that the process (USS) was over its start, of {under['readings']:,} readings"
     rows = [
-        (
-            f"{under['transitions']:,} transitions under {format_bytes(budget)}: most that the process (USS) was over its "
-            f"start, of {under['readings']:,} readings",
-            format_bytes(most),
-        ),
+        (f"{filling}: {growth}", format_bytes(under["most_over_start_bytes"])),
         ("on disk then", format_bytes(under["on_disk_bytes"])),
         (
             f"`sample({BATCH})`, {drawn['share_on_disk']:.0%} on disk: warm, cold, all in memory",
