@@ -1,11 +1,11 @@
 """The budget and the disk tier: does the process stay under its limit, and what does sampling from disk cost?
 
-    python benchmarks/disk.py [--transitions 300000] [--budget 512MiB] [--spill-dir DIR] [--json FILE]
+    python benchmarks/disk.py [--transitions 300000] [--budget 512MiB] [--spill-dir DIR] [--json FILE] [--docs FILE]
 
 Two measurements on the camera case with some noise. The process's unique set size is read 20 times a second, by another
 process, while transitions are added under a limit with a disk tier and batches are drawn in between. Then two memories
 with the same content, one compressed in memory, one with nine tenths of it on disk, are drawn from turn by turn: warm,
-and after the page cache was dropped.
+and after the page cache was dropped. `--docs` writes the table to a page.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -144,6 +145,27 @@ def sample_from_disk(stream: Stream, transitions: int, place: Path) -> dict[str,
     }
 
 
+def table(under: dict[str, Any], drawn: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+
+    def times_of(statistic: str) -> str:
+        return ", ".join(f"{drawn['times'][name][statistic]:.2f}" for name in ("disk", "cold", "memory")) + " ms"
+
+    filling = f"{under['transitions']:,} transitions under {format_bytes(under['budget_bytes'])}"
+    growth = f"most that the process (USS) was over its start, of {under['readings']:,} readings"
+    rows = [
+        (f"{filling}: {growth}", format_bytes(under["most_over_start_bytes"])),
+        ("on disk then", format_bytes(under["on_disk_bytes"])),
+        (
+            f"`sample({BATCH})`, {drawn['share_on_disk']:.1%} on disk: median warm, cold, all in memory",
+            times_of("median_ms"),
+        ),
+        ("the same, least", times_of("min_ms")),
+        ("warm over memory, by median and minimum", f"{drawn['ratio_median']:.2f}, {drawn['ratio_min']:.2f}"),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {figure} |" for name, figure in rows)])
+
+
 def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,6 +174,7 @@ def main() -> None:
     parser.add_argument("--budget", default="512MiB")
     parser.add_argument("--spill-dir", type=Path, help="on the disk that is meant; a temporary folder if not given")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path, help="a page with the marks <!-- disk --> and <!-- end of disk -->")
     wanted = parser.parse_args()
     stream = looped(camera.stream(noisy=True), LAP)
     with tempfile.TemporaryDirectory(dir=wanted.spill_dir) as place:
@@ -178,6 +201,11 @@ def main() -> None:
     }
     if wanted.json is not None:
         wanted.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    if wanted.docs is not None:
+        text = wanted.docs.read_text(encoding="utf-8")
+        pattern = r"(<!-- disk -->\n).*?(<!-- end of disk -->)"
+        shown = re.sub(pattern, lambda found: f"{found[1]}{table(under, drawn)}\n{found[2]}", text, flags=re.DOTALL)
+        wanted.docs.write_text(shown, encoding="utf-8")
     sys.exit(0 if under["met"] and drawn["met"] else 1)
 
 

@@ -53,7 +53,7 @@ def kinds() -> list[Kind]:
         found = [slices[f"{name} {prefer}"] for prefer in ("balanced", "memory")]
         images.append(Kind(label, found[0]["plain_bytes"], [each["bytes"] for each in found]))
     vectors = [
-        Kind(label, columns[name]["sb3"]["bytes"], [columns[name]["holdall"]["bytes"]])
+        Kind(label, columns[name]["sb3"]["bytes"], [columns[name]["packed"]["bytes"]])
         for name, label in VECTORS.items()
     ]
     return [*sorted(images, key=_times_less), *sorted(vectors, key=_times_less)]

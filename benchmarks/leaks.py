@@ -727,7 +727,7 @@ def main() -> int:
             kept = [figures for figures in stored if arguments.only not in " ".join(figures["names"])]
         cases = kept + results
         found = {"summary": summarize(cases, names_with_case), "cases": cases}
-        found |= {"commit": source, "versions": versions(), "machine": machine()}
+        found |= {"versions": versions(), "machine": machine()}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(bool(summary["leaking"] or summary["without_case"]))
 

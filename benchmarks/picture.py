@@ -1,7 +1,7 @@
 """Draw memory over transitions for the README: `python benchmarks/picture.py`.
 
 In:  results/buffers.jsonl (`holdall bench buffers`: every library with 20,000 transitions of Atari), replay.jsonl
-     (replay.py: Stable-Baselines3 and holdall, up to 100,000) and growth.jsonl (growth.py: holdall, up to a million).
+     (replay.py: Stable-Baselines3 and holdall, up to 100,000) and growth.jsonl (growth.py: holdall, the same).
 Out: docs/memory-light.svg and docs/memory-dark.svg. Measured points are dots. A dashed line goes on with the same bytes
      per transition. tests/test_readme.py fails where the pictures and the results disagree.
 """
