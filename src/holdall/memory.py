@@ -35,7 +35,8 @@ from holdall.codec.choice import PREFERENCES
 from holdall.delivery import Delivery, Loader, new_delivery
 from holdall.device.store import DeviceStore
 from holdall.errors import ArgumentError, CheckpointError
-from holdall.report import MemoryReport, PressureCheck, register
+from holdall.memory_registry import MEMORIES, PressureCheck
+from holdall.report import MemoryReport
 from holdall.reset_check import (
     FIRST_CHECK_TICK,
     RecentTransitions,
@@ -151,7 +152,7 @@ class ReplayMemory:
         self._deliveries: dict[str | None, Delivery] = {}
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         self.store: Any = self._new_store()
-        register(self)
+        MEMORIES.add(self)
 
     def _new_store(self) -> Store | DeviceStore:
         """Return the empty store that the settings describe."""

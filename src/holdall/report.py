@@ -6,10 +6,9 @@ compare the counts with the USS that the operating system measures.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from holdall.units import format_bytes
 
@@ -145,51 +144,3 @@ class MemoryReport:
         elif self.failure:
             lines.append(f"the last failure: {self.failure}")
         return "\n".join(lines)
-
-
-PressureCheck = Callable[[int], bool]
-"""Gets the bytes by which a memory grew. If it returns True, RAM is short, and the thread that adds waits until the
-memory has compressed and spilled what it was asked to."""
-
-
-class Tracked(Protocol):
-    """A memory, as a watch and a fork see it."""
-
-    def after_fork(self) -> None:
-        """Close the memory. Called in a forked child, by its only thread."""
-
-    @property
-    def fill(self) -> float:
-        """Fraction of the capacity that is filled, from 0 to 1."""
-        ...
-
-    def report(self) -> MemoryReport:
-        """Account for the bytes held, field by field. Raise ClosedError after `close`."""
-
-    def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Call `check` each time the memory grew by a segment."""
-
-
-LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
-"""The memories of this process. Each adds itself with `register`, and is removed when it is freed."""
-_pressure_check: PressureCheck | None = None
-
-
-def register(memory: Tracked) -> None:
-    """Add a new memory to `LIVING`, and give it the pressure check of this process."""
-    LIVING.add(memory)
-    memory.set_pressure_check(_pressure_check)
-
-
-def set_pressure_check(check: PressureCheck | None) -> None:
-    """Give `check` to every memory of this process, and to every later one, in place of the one before."""
-    global _pressure_check  # noqa: PLW0603  A process has one limit on its RAM, so it has one check.
-    _pressure_check = check
-    for memory in list(LIVING):
-        memory.set_pressure_check(check)
-
-
-def clear_pressure_check(check: PressureCheck) -> None:
-    """Remove `check`. Do nothing if another check is in its place."""
-    if _pressure_check == check:
-        set_pressure_check(None)
