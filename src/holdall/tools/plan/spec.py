@@ -149,11 +149,16 @@ def leaves_of(space: spaces.Space[Any], argument: str) -> tuple[Leaf, ...]:
 
 
 def replay_buffer(
-    observation: Sequence[Leaf], action: Leaf, buffer_size: int, n_envs: int = 1,
+    observation: Sequence[Leaf],
+    action: Leaf,
+    buffer_size: int,
+    n_envs: int = 1,
     *,
-    buffer_class: str = "ReplayBuffer", optimize_memory_usage: bool = False, handle_timeout_termination: bool = True,
+    buffer_class: str = "ReplayBuffer",
+    optimize_memory_usage: bool = False,
+    handle_timeout_termination: bool = True,
     sb3: Version | None = None,
-) -> BufferLayout:  # fmt: skip
+) -> BufferLayout:
     """Lay out a replay buffer.
 
     Args:
@@ -280,10 +285,17 @@ class Algorithm:
 
 
 _OFF_POLICY = {
-    "buffer_size": 1_000_000, "learning_starts": 100, "batch_size": 256, "train_freq": 1, "gradient_steps": 1,
-    "replay_buffer_class": None, "replay_buffer_kwargs": None, "optimize_memory_usage": False, "n_steps": 1,
+    "buffer_size": 1_000_000,
+    "learning_starts": 100,
+    "batch_size": 256,
+    "train_freq": 1,
+    "gradient_steps": 1,
+    "replay_buffer_class": None,
+    "replay_buffer_kwargs": None,
+    "optimize_memory_usage": False,
+    "n_steps": 1,
     "device": "auto",
-}  # fmt: skip
+}
 
 
 def _off_policy(name: str, package: str = "stable_baselines3", **defaults: Any) -> Algorithm:

@@ -217,10 +217,20 @@ class Plot:
         drawing = tag("svg", *shapes, viewBox=box, preserveAspectRatio="none", aria_hidden="true", focusable="false")
         last = len(self.heads) - 1
         surface = tag(
-            "div", drawing, label, *names, tag("span", class_="cross", hidden=True),
-            class_="plot", tabindex="0", role="slider", aria_label=f"{self.label}. Arrow keys move through it.",
-            aria_valuemin="0", aria_valuemax=last, aria_valuenow=last, aria_valuetext=self._spoken(last),
-        )  # fmt: skip
+            "div",
+            drawing,
+            label,
+            *names,
+            tag("span", class_="cross", hidden=True),
+            class_="plot",
+            tabindex="0",
+            role="slider",
+            aria_label=f"{self.label}. Arrow keys move through it.",
+            aria_valuemin="0",
+            aria_valuemax=last,
+            aria_valuenow=last,
+            aria_valuetext=self._spoken(last),
+        )
         return tag(
             "div",
             axis_title(self.y_title),
@@ -276,10 +286,17 @@ class Plot:
 
     def _flags(self) -> list[Markup]:
         return [
-            tag("span", SEVERITY_SIGNS[severity], class_=f"flag mark {severity}", data_tip=text, role="img",
-                aria_label=text, style=f"left:{percent(share)}")
+            tag(
+                "span",
+                SEVERITY_SIGNS[severity],
+                class_=f"flag mark {severity}",
+                data_tip=text,
+                role="img",
+                aria_label=text,
+                style=f"left:{percent(share)}",
+            )
             for share, severity, text in self.flags
-        ]  # fmt: skip
+        ]
 
     def _legend(self) -> Markup | None:
         shown = self.layers[::-1] if self.stacked else self.layers

@@ -31,10 +31,21 @@ _PHASES_LEAD = (
     "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
     "and in proportion above."
 )
-_SIZES = frozenset({
-    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
-    "stacks_virtual",
-})  # fmt: skip
+_SIZES = frozenset(
+    {
+        "bytes",
+        "final",
+        "final_pss",
+        "grown",
+        "high",
+        "left",
+        "low",
+        "resident",
+        "retained",
+        "stacks_resident",
+        "stacks_virtual",
+    }
+)
 _RATES = frozenset({"slope", "low", "high"})
 _COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
 
@@ -60,21 +71,36 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
             name: sum(int(part.resident) for part in recording.parts if part.group == name) for name in recording.groups
         },
         "buffers": [
-            {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
-             "fill": part.fill}
-            for part in recording.parts if part.group == "buffers"
+            {
+                "name": part.name,
+                "resident_bytes": int(part.resident),
+                "allocated_bytes": _whole(part.allocated),
+                "fill": part.fill,
+            }
+            for part in recording.parts
+            if part.group == "buffers"
         ],
         "phases": [
-            {"name": phase.name, "peak_bytes": _whole(phase.peak), "count": _whole(phase.count),
-             "seconds": phase.seconds}
+            {
+                "name": phase.name,
+                "peak_bytes": _whole(phase.peak),
+                "count": _whole(phase.count),
+                "seconds": phase.seconds,
+            }
             for phase in recording.phases.values()
         ],
         "verdicts": [
-            {"name": verdict.name, "severity": verdict.severity, "text": verdict.text, "remedy": verdict.remedy,
-             "evidence": dict(verdict.evidence), "times": verdict.times}
+            {
+                "name": verdict.name,
+                "severity": verdict.severity,
+                "text": verdict.text,
+                "remedy": verdict.remedy,
+                "evidence": dict(verdict.evidence),
+                "times": verdict.times,
+            }
             for verdict in recording.graded()
         ],
-    }  # fmt: skip
+    }
 
 
 def _whole(value: float | None) -> int | None:
@@ -188,11 +214,16 @@ def _memory(recording: Recording) -> Markup | None:
 
 
 def _stacked_bytes(
-    recording: Recording, total: charts.Floats, bands: dict[str, tuple[str, charts.Floats]],
-    limit: tuple[float, str] | None, caption: str, label: str,
+    recording: Recording,
+    total: charts.Floats,
+    bands: dict[str, tuple[str, charts.Floats]],
+    limit: tuple[float, str] | None,
+    caption: str,
+    label: str,
     *,
-    flags: bool = False, sight: float = charts.LIMIT_IN_SIGHT,
-) -> Markup:  # fmt: skip
+    flags: bool = False,
+    sight: float = charts.LIMIT_IN_SIGHT,
+) -> Markup:
     """Plot what adds up to a total of bytes, and write some of it as a table, the first and the last among it."""
     chosen = charts.thinned_positions(total, _MOST_POINTS)
     layers = [charts.PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
@@ -209,11 +240,16 @@ def _stacked_bytes(
 
 
 def _over_time(
-    recording: Recording, chosen: NDArray[np.int64], layers: Sequence[charts.PlotLayer], scale: charts.Scale,
+    recording: Recording,
+    chosen: NDArray[np.int64],
+    layers: Sequence[charts.PlotLayer],
+    scale: charts.Scale,
     label: str,
     *,
-    limit: tuple[float, str] | None = None, flags: bool = False, stacked: bool = True,
-) -> Markup:  # fmt: skip
+    limit: tuple[float, str] | None = None,
+    flags: bool = False,
+    stacked: bool = True,
+) -> Markup:
     times = recording.times
     axis = charts.seconds_scale(max(float(times[-1]), 1e-9))
     steps = [recording.series["step"][at] for at in chosen]

@@ -21,10 +21,17 @@ from holdall.tools.report import JsonLine
 from holdall.tools.report.charts import SEVERITY_SIGNS, Floats
 
 GROUP_TITLES = {
-    "buffers": "buffers", "torch": "torch's heap", "python": "Python objects", "heap_retained": "heap, kept but free",
-    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "environment workers",
-    "other": "other", "unattributed": "not attributed",
-}  # fmt: skip
+    "buffers": "buffers",
+    "torch": "torch's heap",
+    "python": "Python objects",
+    "heap_retained": "heap, kept but free",
+    "stacks": "thread stacks",
+    "libraries": "libraries",
+    "shared": "shared memory",
+    "workers": "environment workers",
+    "other": "other",
+    "unattributed": "not attributed",
+}
 """Groups in the order in which they are stacked, and what they are called."""
 _MEASURED = ("step", "steps_per_second", "pressure")
 NAMED_LIMIT = "named for this run"

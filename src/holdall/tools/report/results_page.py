@@ -33,8 +33,12 @@ _NOT_MEASURED = "not measured"
 _SPEED_LEAD = (
     "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
 )
-_POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5.5Z", "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
-           "M0,-7 7,5.5H-7Z")  # fmt: skip
+_POINT_SHAPES = (
+    "M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z",
+    "M-5.5,-5.5H5.5V5.5H-5.5Z",
+    "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
+    "M0,-7 7,5.5H-7Z",
+)
 
 
 def write_bench_page(results: Results) -> str:
@@ -262,10 +266,18 @@ def _memory_and_speed(results: Results) -> Markup | None:
         sign = f"{numbers.index(one.profile) + 1}"
         signs.append(tag("span", sign, class_="point-name", aria_hidden="true", style=style))
     keys = [
-        tag("li", tag("svg", tag("path", d=_point_shape(results, buffer), class_=colour), viewBox="-8 -8 16 16",
-                      class_="shape"), buffer)
+        tag(
+            "li",
+            tag(
+                "svg",
+                tag("path", d=_point_shape(results, buffer), class_=colour),
+                viewBox="-8 -8 16 16",
+                class_="shape",
+            ),
+            buffer,
+        )
         for buffer, colour in _legend(results)
-    ]  # fmt: skip
+    ]
     keys += [tag("li", tag("strong", f"{at}"), name) for at, name in enumerate(numbers, 1)]
     heights = [percent(1 - up.share(value)) for value in up.ticks]
     lines = [tag("line", x1="0", x2="100%", y1=height, y2=height, class_="grid") for height in heights]
@@ -320,13 +332,19 @@ def _all(results: Results) -> Markup:
     heads = ["profile", "buffer", "runs", "peak", "a transition", "steps a second", "reward", "saved", "in", "extra"]
     rows = [
         [
-            one.profile, one.buffer, f"{len(one.done)} of {len(one.runs)}", or_dash(one.peak, format_bytes),
-            or_dash(one.bytes_per_transition, "{:,.0f} B".format), or_dash(one.speed, _written),
-            or_dash(one.reward, _written), or_dash(one.checkpoint("bytes"), format_bytes),
-            or_dash(one.checkpoint("seconds"), format_seconds), or_dash(one.checkpoint("extra"), format_bytes),
+            one.profile,
+            one.buffer,
+            f"{len(one.done)} of {len(one.runs)}",
+            or_dash(one.peak, format_bytes),
+            or_dash(one.bytes_per_transition, "{:,.0f} B".format),
+            or_dash(one.speed, _written),
+            or_dash(one.reward, _written),
+            or_dash(one.checkpoint("bytes"), format_bytes),
+            or_dash(one.checkpoint("seconds"), format_seconds),
+            or_dash(one.checkpoint("extra"), format_bytes),
         ]
         for one in results.summaries
-    ]  # fmt: skip
+    ]
     lead = "Medians, or means with the half width of their 95 % interval. Extra: memory that saving took for a while."
     return section("All figures", table(heads, rows, "All figures", words=2), lead=lead)
 
@@ -365,9 +383,12 @@ def write_buffers_page(results: BufferResults) -> str:
     ]
     libraries = {one.library for one in results.measured}
     facts = [counted(len(results.cases), "case"), counted(len(libraries), "library", "libraries")]
-    return document("Replay buffers alone", "bench buffers", facts, (
-        part for part in [*sections, machine_section(results.header)] if part
-    ))  # fmt: skip
+    return document(
+        "Replay buffers alone",
+        "bench buffers",
+        facts,
+        (part for part in [*sections, machine_section(results.header)] if part),
+    )
 
 
 def summarize_buffers(results: BufferResults) -> dict[str, Any]:
