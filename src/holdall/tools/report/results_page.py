@@ -1,4 +1,4 @@
-"""The pages of a bench and of a comparison of buffers: memory, speed, reward, what can be ranked, and what is exact.
+"""The pages of a bench and of a comparison of buffers: memory, speed, reward, rankings and exactness.
 
 In:  `Results` or `BufferResults`.  Out: the page, and a summary as plain data.
 """
@@ -77,7 +77,8 @@ def _plain(interval: Interval | None) -> dict[str, float | None] | None:
 
 
 def _title(results: Results) -> str:
-    algo, env = results.header.text("algo"), results.header.text("env")
+    algo = results.header.text("algo")
+    env = results.header.text("env")
     return f"{algo.upper() if algo else 'A bench'} on {env}" if env else "A bench"
 
 
@@ -133,8 +134,10 @@ def _tiles(results: Results) -> Markup:
 def _figure(by: str, found: SeedsSummary | None) -> str:
     if found is None or by == "memory":
         return _bytes(None if found is None else found.peak)
-    interval, unit = (found.speed, " steps/s") if by == "speed" else (found.reward, "")
-    return _NOT_MEASURED if interval is None else f"{number(interval.mean)}{unit}"
+    interval = found.speed if by == "speed" else found.reward
+    if interval is None:
+        return _NOT_MEASURED
+    return f"{number(interval.mean)} steps/s" if by == "speed" else number(interval.mean)
 
 
 def _bytes(value: float | None) -> str:
@@ -145,7 +148,7 @@ def _rankings(results: Results) -> Markup | None:
     if not results.rankings:
         return None
     shown = tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns")
-    lead = "The best first. What was not exercised, or does not differ clearly, is not ranked."
+    lead = "The best first. Nothing is ranked by a figure that was not measured, or that does not differ clearly."
     return section("Rankings", shown, lead=lead)
 
 
@@ -198,7 +201,7 @@ def _speed(results: Results) -> Markup | None:
     if not known:
         return None
     most = max(interval.mean for interval in known)
-    # Two seeds that differ give whiskers that reach far beyond any bar; they are cut off at twice the longest.
+    # Whiskers of two very different seeds are much longer than any bar, so they are cut off at twice the longest bar.
     scale = charts.number_scale(min(max(interval.high for interval in known), 2 * most))
     chart = _intervals(results, scale, lambda one: one.speed, dots=False)
     return section("Speed", chart, lead=_SPEED_LEAD)
@@ -208,10 +211,12 @@ def _reward(results: Results) -> Markup | None:
     known = [one.reward for one in results.summaries if one.reward is not None]
     if not known:
         return None
-    low, high = min(interval.low for interval in known), max(interval.high for interval in known)
+    low = min(interval.low for interval in known)
+    high = max(interval.high for interval in known)
     room = (high - low or abs(high) or 1.0) * 0.08
-    begin, end = low - room, high + room
-    # Rewards have no zero that means anything: the scale begins where the values do.
+    begin = low - room
+    end = high + room
+    # The zero of rewards has no meaning, so the scale begins just below the lowest value.
     scale = charts.Scale(end - begin, (), number, "number")
     chart = _intervals(results, scale, lambda one: one.reward, dots=True, begin=begin)
     lead = (
@@ -231,7 +236,8 @@ def _intervals(
 ) -> Markup:
     rows = []
     for one in results.summaries:
-        interval, name = figure(one), _display_name(one.name)
+        interval = figure(one)
+        name = _display_name(one.name)
         if interval is None:
             rows.append(charts.BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
@@ -248,17 +254,19 @@ def _written(interval: Interval) -> str:
 
 
 def _memory_and_speed(results: Results) -> Markup | None:
-    """Show every profile and buffer by what it takes and how fast it is."""
+    """Plot every profile and buffer by peak memory and speed."""
     known = [(one, one.peak, one.speed) for one in results.summaries if one.peak is not None and one.speed is not None]
     if len(known) < 2:
         return None
     across = charts.bytes_scale(max(peak for _, peak, _ in known))
     up = charts.number_scale(max(speed.mean for _, _, speed in known))
-    # A number over each point: names would lie over each other wherever points are near.
+    # Points have numbers, because the names of near points would overlap.
     numbers = list(dict.fromkeys(one.profile for one, _, _ in known))
-    marks, signs = [], []
+    marks = []
+    signs = []
     for one, peak, speed in known:
-        x, y = across.share(peak), up.share(speed.mean)
+        x = across.share(peak)
+        y = up.share(speed.mean)
         tip = f"{_display_name(one.name)}\npeak {format_bytes(peak)}\n{_written(speed)} steps a second"
         point = charts.mark("path", tip, _colour(results, one.buffer), d=_point_shape(results, one.buffer))
         marks.append(tag("svg", point, x=percent(x), y=percent(1 - y), overflow="visible"))
@@ -313,7 +321,7 @@ def _buffer_comparison(results: Results) -> Markup | None:
             if base is not None and other is not None:
                 rows.append([profile, f"{buffer} against {first}", *_compared(base, other)])
     heads = ["profile", "", "peak memory", "a transition", "steps a second", "reward"]
-    lead = f"What a profile takes and gives with another buffer, as a share of what it does with {first}."
+    lead = f"Figures of a profile with another buffer, in percent of its figures with {first}."
     return section("Buffer against buffer", table(heads, rows, "Buffers compared", words=2), lead=lead)
 
 
@@ -440,7 +448,9 @@ def _buffer_chart(
     rows = []
     for one, value in zip(known, values, strict=True):
         text = or_dash(value, written)
-        colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
+        colour = "c0" if one.library.startswith(_OURS) else "c5"
+        if one.exact is False:
+            colour = "unused"
         tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
         rows.append(charts.BarRow(one.library, [] if value is None else [charts.BarPiece(value, colour, tip)], text))
     return tag("div", tag("h4", name.capitalize()), charts.bars(rows, scale, name))
