@@ -1,6 +1,6 @@
 """Report: one self-contained HTML page from a file that holdall wrote. No requests, no frameworks, light and dark.
 
-file -> lines -> results -> *_page -> charts, document
+file -> lines -> recording, results -> *_page -> charts, document
 
 In:  a path to JSON lines, whose header names the kind of file.  Out: the text of a page, and a summary as plain data.
 A file may have any origin, so every line and every value is checked before it is used.

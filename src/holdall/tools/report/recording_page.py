@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from holdall.tools.report import RECORDING_FORMAT, charts
 from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import card, cards, details, document, section, sentence, table, tile, tiles
-from holdall.tools.report.results import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
+from holdall.tools.report.recording import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
 from holdall.units import counted, format_bytes, format_seconds
 
 _MOST_POINTS = 600
