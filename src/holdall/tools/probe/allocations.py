@@ -16,7 +16,7 @@ _TORCH_CUDA = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
 
 
 def read_allocation(error: BaseException | None) -> FailedAllocation | None:
-    """Return the allocation that an error is about; None if the error is about something else."""
+    """Return the failed allocation of an error, or None if the error has another cause."""
     while error is not None:
         found = _read_one_allocation(error)
         if found is not None:

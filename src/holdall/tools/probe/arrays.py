@@ -65,7 +65,7 @@ def describe_array(name: str, array: Any) -> FoundArray:
 
 
 def _count_resident(address: int, nbytes: int) -> int:
-    """Return the bytes of a range of this process that are in RAM; all of them where the system does not tell."""
+    """Return the bytes of a range of this process that are in RAM, or all bytes if the system does not report them."""
     page = mmap.PAGESIZE
     first = address // page
     count = (address + nbytes + page - 1) // page - first
@@ -110,7 +110,7 @@ def count_new_bytes(items: list[Any]) -> float:
 
 
 def count_deep(value: Any, seen: set[int], depth: int = 0) -> int:
-    """Return the bytes of a value and everything that it contains, without what was seen before."""
+    """Return the bytes of a value and its content, except objects in `seen`."""
     if classify(type(value)) == "array":
         root = find_root(value)
         is_new = find_address(root) not in seen

@@ -97,7 +97,7 @@ def _get_space(attributes: Mapping[str, Any], name: str) -> Any:
 
 
 def describe_space(space: Any) -> Plain | None:
-    """Describe a space of gymnasium as plain data; None if it is no known space."""
+    """Describe a space of gymnasium as plain data. Return None for an unknown space."""
     kind = type(space).__name__.lower()
     if space is None:
         return None

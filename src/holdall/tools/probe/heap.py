@@ -194,7 +194,7 @@ class LiveHeap:
         return None, ""
 
     def find_holder_of_attributes(self, attributes: dict[str, Any]) -> Any:
-        """Return the object whose attributes are the dict `attributes`; None if there is none."""
+        """Return the object whose attributes are the dict `attributes`, or None."""
         for referrer in gc.get_referrers(attributes):
             if not isinstance(referrer, dict) and get_attributes(referrer) is attributes:
                 return referrer

@@ -225,7 +225,7 @@ class Hook:
             self._is_reported = True
         resident = read_status("VmRSS")
         peak = read_status("VmHWM")
-        # The copies of the probe are no buffer of the command, so no object that is inspected refers to them.
+        # The inspection must not count the probe's copies as a buffer of the command.
         steps = self._recorded
         self._recorded = []
         facts: dict[str, Any] = {

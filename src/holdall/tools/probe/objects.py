@@ -17,7 +17,7 @@ NOT_OWNERS = (FunctionType, ModuleType, type, FrameType)
 
 
 def classify(cls: type) -> str:
-    """Return the kind of the instances of a class; empty for all that are not of interest."""
+    """Return the kind of the instances of a class, or an empty text for other classes."""
     if issubclass(cls, (deque, list)):
         return "sequence"
     for base in cls.__mro__:
@@ -136,7 +136,7 @@ def name_class(value: Any) -> str:
 
 
 def name_class_itself(cls: Any) -> str:
-    """Return the name of a class, with its module; empty for None."""
+    """Return the name of a class with its module, or an empty text for None."""
     if not isinstance(cls, type):
         return "" if cls is None else str(cls)
     return f"{cls.__module__}.{cls.__qualname__}"

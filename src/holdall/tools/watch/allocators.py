@@ -57,7 +57,7 @@ def read_python_use() -> PythonUse | None:
 
 
 def _describe_python_heap() -> bytes:
-    """Return the report of Python's allocator; empty while it is unknown.
+    """Return the report of Python's allocator, which is empty while it is unknown.
 
     The native module imports NumPy, and a script may still set how many threads NumPy gets. So the report is unknown
     until the script itself has imported NumPy.
