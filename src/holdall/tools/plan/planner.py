@@ -488,7 +488,7 @@ def _make_table(needs: RunNeeds, limits: MachineLimits) -> Iterator[CapacityRow]
 
 
 def largest_batch(needs: RunNeeds, limits: MachineLimits) -> int | None:
-    """Return the largest batch that fits if nothing else changes; None if no update was measured."""
+    """Return the largest batch that fits if nothing else changes, or None if no update was measured."""
     if not needs.batch_size or not needs.measured_batch_size or not needs.update_bytes:
         return None
     top = needs.experience.transitions
