@@ -409,6 +409,8 @@ def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapsh
         rows=rows,
         n_envs=memory.n_envs,
         row_bytes=each * memory.n_envs,
+        # A plain replay buffer has two arrays of observations.
+        largest_array_share=1.0 if is_rollout else 0.5,
         is_rollout=is_rollout,
         is_exact=model is not None,
         max_rows=None if total is None else -(-total // memory.n_envs),
