@@ -260,6 +260,9 @@ class Catalog:
 def get_heap_bytes() -> int:
     """Return the bytes of stored data that the C library's allocator was asked for, in this process."""
 
+def describe_python_heap() -> bytes | None:
+    """Return the text that `sys._debugmallocstats()` prints, or None where Python cannot provide it."""
+
 class Writer:
     """Owner of everything that `add` changes: the open segment and the catalog."""
 

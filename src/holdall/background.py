@@ -17,7 +17,7 @@ from multiprocessing import util
 from typing import Any
 
 from holdall.errors import CheckpointError
-from holdall.report import LIVING
+from holdall.memory_registry import MEMORIES
 
 _LOG = logging.getLogger("holdall")
 
@@ -27,8 +27,7 @@ _LOG = logging.getLogger("holdall")
 
 def _after_fork_in_child() -> None:
     """Close the parent's memories in a forked child, whose only thread calls this."""
-    for memory, hooks in list(LIVING.items()):
-        hooks.close_in_child(memory)
+    MEMORIES.close_in_child()
     JOBS.clear()
     _watch_exit()
 

@@ -34,7 +34,8 @@ from holdall.delivery.batch_source import BatchSource, HostBatchSource
 from holdall.device.batch_source import DeviceBatchSource
 from holdall.device.store import DeviceStore
 from holdall.errors import ArgumentError, CheckpointError
-from holdall.report import Hooks, MemoryReport, PressureCheck, register
+from holdall.memory_registry import MEMORIES, Hooks, PressureCheck
+from holdall.report import MemoryReport
 from holdall.sampling import (
     Sampler,
     check_sampler,
@@ -134,7 +135,7 @@ class ReplayMemory:
         self.store: Any
         self.batch_source: BatchSource
         self.store, self.batch_source = self._new_store(check_sampler(sampler), new_generator(seed))
-        register(self, _HOOKS)
+        MEMORIES.add(self, _HOOKS)
 
     def _new_store(self, sampler: Sampler, generator: np.random.Generator) -> tuple[MemoryStore, BatchSource]:
         """Return the empty store that the settings describe, and the source of its batches."""

@@ -7,10 +7,9 @@ compare the counts with the USS that the operating system measures.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from holdall.units import format_bytes
 
@@ -152,52 +151,3 @@ class MemoryReport:
             return ""
         on_disk = f" with {format_bytes(self.disk_bytes)} more on disk" if self.disk_bytes else ""
         return f", {self.ratio:.1f} times smaller{on_disk}"
-
-
-PressureCheck = Callable[[int], bool]
-"""Gets the bytes by which a memory grew. If it returns True, RAM is short, and the thread that adds waits until the
-memory has compressed and spilled what it was asked to."""
-
-
-class Tracked(Protocol):
-    """A memory, as a watch sees it."""
-
-    @property
-    def fill(self) -> float:
-        """Fraction of the capacity that is filled, from 0 to 1."""
-        ...
-
-    def report(self) -> MemoryReport:
-        """Account for the bytes held, field by field. Raise ClosedError after `close`."""
-
-
-class Hooks(NamedTuple):
-    """Functions of one kind of memory that only this package calls. Their first argument is the memory."""
-
-    set_pressure_check: Callable[[Any, PressureCheck | None], None]  # Calls the check each time the memory grew.
-    close_in_child: Callable[[Any], None]  # Closes the memory in a forked child. Called there, by its only thread.
-
-
-LIVING: weakref.WeakKeyDictionary[Tracked, Hooks] = weakref.WeakKeyDictionary()
-"""The memories of this process, with their hooks. Each adds itself with `register`, and is removed when it is freed."""
-_pressure_check: PressureCheck | None = None
-
-
-def register(memory: Tracked, hooks: Hooks) -> None:
-    """Add a new memory to `LIVING`, and give it the pressure check of this process."""
-    LIVING[memory] = hooks
-    hooks.set_pressure_check(memory, _pressure_check)
-
-
-def set_pressure_check(check: PressureCheck | None) -> None:
-    """Give `check` to every memory of this process, and to every later one, in place of the one before."""
-    global _pressure_check  # noqa: PLW0603  A process has one limit on its RAM, so it has one check.
-    _pressure_check = check
-    for memory, hooks in list(LIVING.items()):
-        hooks.set_pressure_check(memory, check)
-
-
-def clear_pressure_check(check: PressureCheck) -> None:
-    """Remove `check`. Do nothing if another check is in its place."""
-    if _pressure_check == check:
-        set_pressure_check(None)

@@ -19,7 +19,8 @@ from holdall.batch import RolloutBatch
 from holdall.checks import require_count, require_number
 from holdall.delivery.minibatches import new_minibatches
 from holdall.errors import ArgumentError, ClosedError
-from holdall.report import FieldReport, Hooks, MemoryReport, PressureCheck, register
+from holdall.memory_registry import MEMORIES, Hooks, PressureCheck
+from holdall.report import FieldReport, MemoryReport
 from holdall.rollout_host import ESTIMATES, HostRollout
 from holdall.rollout_sequences import RolloutSequences
 from holdall.sampling import new_generator
@@ -117,7 +118,7 @@ class RolloutMemory:
         self._steps: _Steps = self._host
         self._now = _Progress()
         self._closed_reason = ""
-        register(self, _HOOKS)
+        MEMORIES.add(self, _HOOKS)
 
     def observe(self, obs: Any) -> None:
         """Write the observations of the next step. `add` then takes None for them.

@@ -1,7 +1,7 @@
-"""The command line: `holdall COMMAND`, and what all commands share: -v, --json, how errors end.
+"""The command line `holdall COMMAND`, and the options and errors that all commands share.
 
 The module of a command is imported when it is called. Results go to stdout, progress and errors to stderr. An error
-that holdall raises becomes one line on stderr; after -v, before or after the command's name, it keeps its traceback.
+that holdall raises becomes one line on stderr. With -v, before or after the command's name, it keeps its traceback.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 the command ran and its check
 failed.
 """
@@ -27,9 +27,9 @@ __all__ = ["app", "main"]
 
 _VERBOSE = "holdall.verbose"
 ERROR_CODE = "holdall.error_code"
-"""A command sets it in its context's `meta` where 1, the exit code of errors, means something else."""
+"""Key in a context's `meta` for the exit code of errors, for commands that use 1 for something else."""
 _USAGE_CODES = {"plan": 64}
-"""Exit codes of mistakes on the command line, of commands whose 2 means something else."""
+"""Exit codes for mistakes on the command line, for commands that use 2 for something else."""
 # The types of options that may be left out.
 OptBool = bool | None
 OptInt = int | None
@@ -39,7 +39,7 @@ OptTexts = list[str] | None
 
 
 def option(meaning: str, *names: str, **limits: Any) -> Any:
-    """Describe an option; without names it is called like the parameter."""
+    """Describe an option. Without names, the option has the name of the parameter."""
     return typer.Option(*names, help=meaning, **limits)
 
 
@@ -58,10 +58,10 @@ Verbose = Annotated[
 
 
 class OneLineErrors(TyperGroup):
-    """A group of commands whose own errors end with one line and exit code 1."""
+    """A group of commands. An error that holdall raises ends with one line and exit code 1."""
 
-    def invoke(self, ctx: Any) -> Any:  # typer brings its own click in some versions, and depends on it in others
-        """Run the command; without -v, turn an error of holdall into one line."""
+    def invoke(self, ctx: Any) -> Any:  # Some versions of typer contain click, and others depend on it.
+        """Run the command. Without -v, turn an error of holdall into one line."""
         try:
             return super().invoke(ctx)
         except HoldallError as error:
@@ -71,13 +71,13 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(ctx.meta.get(ERROR_CODE, 1)) from error
         except Exception as error:
             code = _USAGE_CODES.get(str(ctx.invoked_subcommand))
-            if code is not None and hasattr(error, "show"):  # a mistake on the command line knows how to show itself
+            if code is not None and hasattr(error, "show"):  # click shows mistakes on the command line by this method.
                 error.exit_code = code  # type: ignore[attr-defined]  # of typer's own click, which has no public name
             raise
 
 
 class PipeWriter:
-    """Standard output that goes on silently when who reads it is gone (`holdall plan ... | head`)."""
+    """Standard output that ignores a reader that has closed the pipe (`holdall plan ... | head`)."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -86,34 +86,34 @@ class PipeWriter:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, as long as somebody reads it."""
+        """Write text, unless the reader has closed the pipe."""
         try:
             return int(self._stream.write(text))
         except BrokenPipeError:
-            self._let_go()
+            self._discard_rest()
             return len(text)
 
     def flush(self) -> None:
-        """Flush, as long as somebody reads it."""
+        """Flush, unless the reader has closed the pipe."""
         try:
             self._stream.flush()
         except BrokenPipeError:
-            self._let_go()
+            self._discard_rest()
 
-    def _let_go(self) -> None:
+    def _discard_rest(self) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there
+        os.dup2(nowhere, self._stream.fileno())  # The rest of the stream's buffer is written there.
         os.close(nowhere)
 
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Name the option and the file in the error, if the file cannot be written."""
+    """Turn a failed write into an error that names the option and the file."""
     try:
         yield
     except OSError as error:
         raise ArgumentError(
-            f"{option} ({path}) cannot be written: {error.strerror}; name a file in a directory that exists"
+            f"{option} ({path}) cannot be written: {error.strerror}. Name a file in a directory that exists."
         ) from error
 
 
@@ -129,7 +129,7 @@ class LazyCommands(OneLineErrors):
         return sorted({*COMMANDS, *super().list_commands(ctx)})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command; None if there is none of that name."""
+        """Import a command. Return None for an unknown name."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"holdall.cli.{cmd_name}")
@@ -163,9 +163,9 @@ def holdall(verbose: Verbose = False, version: Version = False) -> None:
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `holdall` script.
+    """Run the command line. This is the entry point of the `holdall` script.
 
-    A terminal that knows ASCII alone gets "?" for other signs, and a file name that is no Unicode is printed as it is.
+    On a terminal without Unicode, other characters are printed as "?". Bytes of a file name are printed unchanged.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

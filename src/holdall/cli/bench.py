@@ -1,7 +1,7 @@
-"""`holdall bench profiles`: which profile is best here; `bench buffers`: which buffer is; `bench search`: a study.
+"""`holdall bench`: `profiles` finds the best profile here, `buffers` the best buffer, and `search` the best settings.
 
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 some runs failed, 130 stopped
-with Ctrl-C: finished runs are kept, and `--resume` runs the rest.
+with Ctrl-C. Finished runs are kept then, and `--resume` makes the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, 
 from holdall.tools.report.results import TrainingRun
 from holdall.units import counted, format_bytes, format_seconds
 
-FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
+FAILED_EXIT_CODE = 3
+STOPPED_EXIT_CODE = 130
 _LONG_S = 3_600
 _MOST_TRIALS_SHOWN = 12
 
@@ -66,7 +67,7 @@ class ListCommand(TyperCommand):
 
 @contextmanager
 def _bar(console: Console, total: float, *columns: progress.ProgressColumn) -> Iterator[OnProgress]:
-    """Show a bar that is gone when the work is done; yield what moves it."""
+    """Show a progress bar that disappears at the end. Yield the function that moves it."""
     shown = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), *columns)
     with progress.Progress(*shown, console=console, transient=True) as bars:
         task = bars.add_task("", total=total)
@@ -84,13 +85,15 @@ def buffers(
     wrapper: Annotated[str, option("atari: Stable-Baselines3's AtariWrapper.")] = "",
     frame_stack: Annotated[int, option("Frames that are stacked.", min=1)] = 1,
     libraries: Annotated[OptTexts, option("sb3, sb3-extra-buffers, cpprb, torchrl, tianshou, holdall, or all.")] = None,
-    transitions: Annotated[OptInt, option("Held at the end; 20,000, or all of a trace.", min=512)] = None,
-    rounds: Annotated[int, option("Processes per library; figures are medians over them.", min=1)] = 3,
+    transitions: Annotated[
+        OptInt, option("Transitions held at the end. Default: 20,000, or all of a trace.", min=512)
+    ] = None,
+    rounds: Annotated[int, option("Processes per library. Figures are medians over them.", min=1)] = 3,
     out: Annotated[OptPath, option("Write the results there, a JSON object a line.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure replay buffers alone: memory, add, sample, save, load, and whether the data came back right."""
+    """Measure replay buffers alone: memory, add, sample, save, load, and whether the data is returned unchanged."""
     cases = _chosen_cases(case, trace, env, wrapper, frame_stack)
     ways = setups_named(libraries or ["all"])
     records: list[dict[str, Any]] = []
@@ -112,7 +115,7 @@ def buffers(
     if not json:
         _show_buffers(records)
     if stopped:
-        console.print("Stopped; the rounds that were done are kept.", style="yellow")
+        console.print("Stopped. Finished rounds are kept.", style="yellow")
         raise typer.Exit(STOPPED_EXIT_CODE)
 
 
@@ -120,11 +123,13 @@ def _chosen_cases(
     names: list[str] | None, traces: list[Path] | None, env: str | None, wrapper: str, stack: int
 ) -> list[BufferCase]:
     if sum(bool(given) for given in (names, traces, env)) > 1:
-        raise ArgumentError("case, trace and env are three ways to say what is played; give one of them")
+        raise ArgumentError(
+            "case, trace and env were given together. Each of them names the experience. Pass one of them."
+        )
     if traces:
         for file in traces:
             if not file.is_file():
-                raise ArgumentError(f"trace ({file}) is no file; name an .npz file, or record one with --env")
+                raise ArgumentError(f"trace ({file}) is not a file. Name an .npz file, or record one with --env.")
         return [BufferCase(file.stem, file=file) for file in traces]
     if env:
         return [BufferCase(env, env, wrapper, stack)]
@@ -195,7 +200,8 @@ def _show_search(study: Search) -> None:
 
 def _search_cells(one: SearchTrial) -> tuple[str, ...]:
     counts = (one.settings[name] for name in ("capacity", "batch_size", "num_envs", "threads"))
-    samples, steps = one.samples_per_second or 0.0, one.steps_per_second or 0.0
+    samples = one.samples_per_second or 0.0
+    steps = one.steps_per_second or 0.0
     return (*(f"{count:,}" for count in counts), f"{samples:,.0f}", f"{steps:.1f}", format_bytes(one.peak_bytes or 0))
 
 
@@ -206,25 +212,29 @@ def profiles(
     timesteps: Annotated[OptInt, option("Steps to train, once the buffer is full.", min=50)] = None,
     seeds: Annotated[int, option("Trainings per profile and buffer.", min=1)] = 3,
     buffers: Annotated[OptTexts, option("sb3 holdall: either or both.")] = None,
-    limit: Annotated[OptText, option('What the profiles are shares of: "2GiB", or machine; for demo 2GiB.')] = None,
-    threads: Annotated[OptInt, option("torch's threads; for demo 1, else its own number.", min=1)] = None,
-    fill: Annotated[bool, option("Fill buffers before training; without, memory is not ranked.")] = True,
-    out: Annotated[Path, option("Results, a JSON object a line.")] = Path("results.jsonl"),
-    resume: Annotated[OptPath, option("Finish a bench that was stopped: its results.")] = None,
+    limit: Annotated[
+        OptText, option('Limit of which profiles take a share: "2GiB", or machine. Default for demo: 2GiB.')
+    ] = None,
+    threads: Annotated[OptInt, option("Threads of torch. Default for demo: 1, otherwise torch's own.", min=1)] = None,
+    fill: Annotated[bool, option("Fill buffers before training. Without this, memory is not ranked.")] = True,
+    out: Annotated[Path, option("File of the results, one JSON object per line.")] = Path("results.jsonl"),
+    resume: Annotated[OptPath, option("Results of a stopped bench, which is continued.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train every profile with every buffer, each in a fresh process, and rank them where the figures allow it."""
+    """Train every profile with every buffer, each in a fresh process, and rank them if the figures differ clearly."""
     console = Console(stderr=True, highlight=False, markup=False)
     _require_sb3()
     if resume is not None:
         settings, calibration, done, first = _resumed(resume)
         out = resume
     else:
-        which, kinds = profiles or ["all"], buffers or ["sb3", "holdall"]
+        which = profiles or ["all"]
+        kinds = buffers or ["sb3", "holdall"]
         settings = make_settings(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
         with _bar(console, 1.0) as on_progress:
-            calibration, done = calibrate(settings, on_progress), []
+            calibration = calibrate(settings, on_progress)
+        done = []
         first = trainings.header(settings, calibration, trainings.expected_seconds(settings, calibration))
     _announce(settings, calibration, done, console)
     with ExitStack() as stack:
@@ -240,7 +250,7 @@ def profiles(
     _show_results(json, first, runs, found, out)
     if stopped:
         console.print(
-            f"Stopped; {counted(len(runs), 'run')} kept. Go on with `holdall bench profiles --resume {out}`.",
+            f"Stopped. {counted(len(runs), 'run')} kept. Continue with `holdall bench profiles --resume {out}`.",
             style="yellow",
         )
         raise typer.Exit(STOPPED_EXIT_CODE)
@@ -259,7 +269,7 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
     seconds = trainings.expected_seconds(settings, calibration, done)
     console.print(f"{counted(count, 'run')}, about {format_seconds(round(seconds))} in all.", style="bold")
     if seconds > _LONG_S:
-        console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
+        console.print("Filling the buffers takes long. A lower --limit, fewer --profiles or fewer --seeds shorten it.")
 
 
 def _run_all(
@@ -277,17 +287,20 @@ def _run_all(
             return runs, True
     took = time.perf_counter() - start
     trainings.write_line(file, {"kind": "time", "announced_seconds": total, "seconds": took})
-    console.print(f"Took {format_seconds(round(took))}; {format_seconds(round(total))} was announced.")
+    console.print(f"Took {format_seconds(round(took))}. {format_seconds(round(total))} was announced.")
     return runs, False
 
 
 def _resumed(path: Path) -> tuple[BenchSettings, Calibration, list[TrainingRun], dict[str, Any]]:
     first, records = trainings.read_results(path)
     try:
-        settings, calibration = BenchSettings.from_dict(first["settings"]), Calibration.from_dict(first["calibration"])
+        settings = BenchSettings.from_dict(first["settings"])
+        calibration = Calibration.from_dict(first["calibration"])
         done = [run for run in trainings.runs_of(records) if run.status in {"done", "does not fit"}]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"resume ({path}) holds no bench that can go on ({error!r}); begin a new one") from error
+        raise ArgumentError(
+            f"resume ({path}) has no bench that can be continued ({error!r}). Start a new one without --resume."
+        ) from error
     return settings, calibration, done, first
 
 
@@ -304,7 +317,9 @@ def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun],
 
 def _require_sb3() -> None:
     if find_spec("stable_baselines3") is None:
-        raise MissingPackageError("holdall bench trains with stable-baselines3; run `pip install 'holdall[sb3]'`")
+        raise MissingPackageError(
+            "holdall bench trains with stable-baselines3, which is not installed. Run `pip install 'holdall[sb3]'`."
+        )
 
 
 bench = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

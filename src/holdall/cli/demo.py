@@ -1,7 +1,7 @@
-"""`holdall demo`: plan, train, watch, checkpoint, kill and resume on the shipped environment; a table at the end.
+"""`holdall demo`: plan, train, watch, checkpoint, kill and resume on the shipped environment, with a table at the end.
 
-Only the replay buffer differs between the two trainings, and the second one is killed half-way. So any difference in
-the end comes from the buffer or from the crash.
+Only the replay buffer differs between the two trainings, and the second one is killed half-way. So the buffer or the
+crash is the cause of any difference at the end.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 a promise does not hold.
 """
 
@@ -32,7 +32,7 @@ from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 
-DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
+DIFFERENT = 3  # Exit code of a demo that was completed and found a difference.
 
 
 def demo(
@@ -61,17 +61,18 @@ def demo(
 BUDGET = "48MiB"
 A_MILLION = 1_000_000
 MIN_STEPS = 240
-MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
+MIN_TRANSITIONS = 2_000  # Fewer transitions give too few memory readings for a line through them.
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _TAIL_BYTES = 65_536
-_LEFT_FOLDERS, _LEFT_FILES = ("checkpoint", "spilled"), ("watch.jsonl", "report.html")
-_MARK = ".holdall-demo"  # in a folder whose contents a demo may write over
+_LEFT_FOLDERS = ("checkpoint", "spilled")
+_LEFT_FILES = ("watch.jsonl", "report.html")
+_MARK = ".holdall-demo"  # In a folder whose contents a demo may overwrite.
 _SHOWN = ("buffers", "torch", "python", "libraries")
 TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
 
 
 def _clear(folder: Path) -> None:
-    """Make the folder, and remove what an earlier demo left in it; refuse what no demo wrote."""
+    """Make the folder, and remove the files of an earlier demo. Refuse a folder with other files."""
     with writing("out", folder):
         folder.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in folder.iterdir()}
@@ -83,11 +84,12 @@ def _clear(folder: Path) -> None:
 
 
 def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
-    """Run all steps of the demo, and return what they came to."""
+    """Run all steps of the demo, and return the comparison."""
     _check(steps, transitions)
     begun = time.perf_counter()
     _clear(folder)
-    checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
+    checkpoint = folder / "checkpoint"
+    record = folder / "watch.jsonl"
 
     def heading(number: int, title: str) -> None:
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
@@ -136,19 +138,19 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
 
 
 def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -> dict[str, Any]:
-    """Run one training behind a bar, to its end or until it has gone past its checkpoint; return messages by kind."""
+    """Run one training with a progress bar, to its end or past its checkpoint. Return messages by kind."""
     messages_by_kind: dict[str, Any] = {}
     columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
     shown = Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
     command = module_command("tools.demo.training", json.dumps(task))
-    with shown as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
+    with shown as bars, closing(messages(command)) as lines:  # Closing ends the child with SIGKILL.
         bar = bars.add_task(TITLES[task["buffer"]], total=1.0, memory="")
         for message in lines:
             if "done" not in message:
                 messages_by_kind |= message
                 continue
             if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
-                break  # it has learnt something that is not in the checkpoint
+                break  # The training has passed its checkpoint.
             memory = latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
             bars.update(bar, completed=message["done"] / message["total"], memory=memory)
     return messages_by_kind
@@ -166,7 +168,7 @@ def _check(steps: int, transitions: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DemoFit:
-    """What the plan says."""
+    """Needs and verdicts of both buffers."""
 
     limit_bytes: int
     sb3_bytes: int
@@ -199,7 +201,7 @@ def count_transition_bytes() -> int:
 
 
 def plan_fit(transitions: int, limit_bytes: int | None, library_bytes: int) -> DemoFit:
-    """Compare the needs of both buffers with a limit: half-way between them if there is none."""
+    """Compare the needs of both buffers with `limit`. Without a limit, the middle between both needs is used."""
     sb3_bytes = library_bytes + transitions * count_transition_bytes()
     holdall_bytes = library_bytes + parse_bytes(BUDGET)
     if limit_bytes is None:
@@ -224,7 +226,7 @@ def latest_reading(record: Path) -> str:
     except OSError:
         return ""
     for line in reversed(lines):
-        with suppress(ValueError):  # it is being written
+        with suppress(ValueError):  # The watch is still writing this line.
             reading = json.loads(line)
             if reading["kind"] == "reading":
                 groups = ((name, [one for one in reading["parts"] if one["group"] == name]) for name in _SHOWN)
@@ -236,7 +238,7 @@ def latest_reading(record: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The same training with either buffer; the second one was killed half-way and resumed."""
+    """The same training with either buffer. The second one was killed half-way and resumed."""
 
     fit: DemoFit
     sb3: DemoResult
@@ -268,7 +270,7 @@ class Comparison:
 
 
 def table(comparison: Comparison) -> Table:
-    """Lay the two trainings out as a table for people."""
+    """Return a table of the two trainings."""
     drawn = Table(title=f"SAC on a camera and a vector, {comparison.sb3.transitions:,} transitions held")
     drawn.add_column("replay buffer")
     for heading in ("bytes/transition", "peak memory", "within limit", "steps/s"):
@@ -285,7 +287,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Say whether the two policies are the same, and what the memory came to."""
+    """Return a sentence about the weights and the memory of both trainings."""
     ratio = comparison.sb3.bytes_per_transition / comparison.holdall.bytes_per_transition
     before, after = (one.batches_sha256[:12] for one in (comparison.saved, comparison.resumed))
     plain, own = (one.weights_sha256[:12] for one in (comparison.sb3, comparison.holdall))

@@ -4,7 +4,7 @@
     holdall plan --algo sac --obs ... --action 8  does the same with a stand-in for the run that options describe
     holdall plan run.toml                         likewise, for a file
 
-Exit codes: 0 fits, 1 tight, 2 does not fit, 64 whatever was wrong with the command, or cannot be measured.
+Exit codes: 0 fits, 1 tight, 2 does not fit, 64 any other failure, such as a misspelt option or a failing command.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from holdall.codec.choice import FieldCodec
 from holdall.codec.codec import Codec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
-from holdall.report import FieldReport, PressureCheck
+from holdall.memory_registry import PressureCheck
+from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema, on_host
 from holdall.store import placement
 from holdall.store.budget import Budget

@@ -82,7 +82,7 @@ def test_reward_is_the_mean_of_the_later_half_of_the_episodes() -> None:
 
 def test_nothing_is_ranked_while_runs_are_missing() -> None:
     assert [ranking.refused for ranking in rankings([run("fast")], missing=3)] == [
-        "3 runs are missing; --resume makes them"
+        "3 runs are missing. --resume makes them"
     ] * 3
 
 

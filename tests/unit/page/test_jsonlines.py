@@ -34,11 +34,11 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b'{"kind":"one"}\n{"kind":\n', "line 2: is no JSON"),
+        (b'{"kind":"one"}\n{"kind":\n', "line 2: is not JSON"),
         (b"[1, 2]\n", "line 1: must be a JSON object"),
-        (b'{"pss": NaN}\n', "line 1: is no JSON"),
-        (b"\xff\xfe{}\n", "line 1: is no JSON"),
-        (b"[" * 100_000 + b"\n", "line 1: is no JSON"),
+        (b'{"pss": NaN}\n', "line 1: is not JSON"),
+        (b"\xff\xfe{}\n", "line 1: is not JSON"),
+        (b"[" * 100_000 + b"\n", "line 1: is not JSON"),
         (b'{"a":"' + b"x" * (8 << 20) + b'"}\n', "line 1: is longer than"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.tools.report import read_lines, read_report
+from holdall.tools.report.recording import GROUP_TITLES, Recording
 from holdall.tools.report.recording_page import summarize_recording, write_recording_page
-from holdall.tools.report.results import GROUP_TITLES, Recording
 from holdall.tools.watch.reading import GROUPS as WATCHED
 
 HEADER = {"kind": "header", "format": "holdall-watch-1", "command": ["python", "train.py"], "limits": {"memory": 1000}}

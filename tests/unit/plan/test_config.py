@@ -162,7 +162,7 @@ def test_settings_that_make_no_run_say_what_is_wrong(settings: dict[str, Any], n
 def test_a_file_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.toml")
     for path in (tmp_path / "run.toml", tmp_path):
-        with pytest.raises(ArgumentError, match="no regular file"):
+        with pytest.raises(ArgumentError, match="not a regular file"):
             read_config_file(path)
 
 

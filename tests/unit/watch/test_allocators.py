@@ -42,21 +42,3 @@ assert heap().used - before.used < 100_000, (before, heap())
 """
     # A heap of its own: in one that has room for it, a large block is not mapped.
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-_MAPPED = """
-import ctypes
-from holdall.tools.malloc import map_blocks_from
-from holdall.tools.watch.allocators import read_heap_use as heap
-allocate, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
-allocate.argtypes, allocate.restype, free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
-assert map_blocks_from(2**20)
-before = heap().mapped
-free(allocate(2**21))  # by itself the C library would now take blocks of this size from its heap
-large, small = allocate(2**21), allocate(2**19)
-assert 2**21 <= heap().mapped - before < 2**21 + 2**19
-"""
-
-
-def test_the_size_from_which_on_blocks_are_mapped_stays_where_it_was_put() -> None:
-    subprocess.run([sys.executable, "-c", _MAPPED], check=True)

@@ -9,8 +9,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory, RolloutMemory
-from holdall import report as tracked
 from holdall._native import get_heap_bytes
+from holdall.memory_registry import MEMORIES
 from holdall.tools.watch.agent import (
     array_regions,
     buffer_regions,
@@ -81,11 +81,11 @@ def test_bytes_that_malloc_gave_to_a_memory_are_counted_until_they_are_freed() -
 
 def test_memories_are_listed_as_long_as_they_live() -> None:
     memory = ReplayMemory(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), 10)
-    assert any(one is memory for one in list(tracked.LIVING))
+    assert any(one is memory for one in MEMORIES)
     memory.close()
     del memory
     gc.collect()
-    assert not any(isinstance(one, ReplayMemory) and one.capacity == 10 for one in list(tracked.LIVING))
+    assert not any(isinstance(one, ReplayMemory) and one.capacity == 10 for one in MEMORIES)
 
 
 def test_plain_buffers_are_named_by_their_attributes_and_filled_by_their_position() -> None:

@@ -1,10 +1,16 @@
 """Bench: which settings and which buffers are best on this machine, measured in fresh processes.
 
-Memory that one measurement leaves behind cannot affect the next. A child prints one JSON object a line; the parent
-reads them as they come. A child never outlives its reader, and its last error message is in the error that is raised.
-settings.py says what is measured; run.py measures and ranks whole trainings, of which training.py is one; search.py
-looks for the best settings. compare_buffers.py compares replay buffers alone; trace.py is the experience that they are
-given. A measured process must load nothing that it does not use, so only what all of them share is here.
+Memory that one measurement still holds cannot affect the next one. A child prints one JSON object per line, and the
+parent reads each one at once. A child never outlives its reader. The error about a failed child has its last message.
+
+    settings          what is measured
+    run               measures and ranks whole trainings
+    training          one training, in a process of its own
+    search            searches for the best settings
+    compare_buffers   compares replay buffers alone
+    trace             the experience that these buffers get
+
+A measured process must load nothing that it does not use, so this module has only the functions that all of them share.
 """
 
 from __future__ import annotations
@@ -32,18 +38,18 @@ from holdall.threads import usable_cores
 _CHANNEL: dict[str, TextIO] = {}
 
 OnProgress = Callable[[str, float], None]
-"""Gets what is being done, and how much of it is done: a share, or the seconds that it was expected to take."""
+"""Gets the name of the current work, and its progress: a share, or seconds of the expected time."""
 _DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
 
 
 class ChildError(HoldallError, RuntimeError):
-    """A measurement in a process of its own did not end well."""
+    """A measurement in a process of its own failed."""
 
 
 def emit(message: Mapping[str, Any]) -> None:
-    """Write one JSON line and push it out at once: the parent's progress bar waits for it.
+    """Write one JSON line and flush it, because the parent's progress bar waits for it.
 
-    Libraries print greetings on stdout; from the first line on, whatever else is printed goes to stderr.
+    Libraries print greetings on stdout. After the first line, all other output goes to stderr.
     """
     if not _CHANNEL:
         sys.stdout.flush()
@@ -53,7 +59,7 @@ def emit(message: Mapping[str, Any]) -> None:
 
 
 def messages(command: list[str]) -> Generator[dict[str, Any], None, None]:
-    """Yield the JSON lines that `command` prints; raise ChildError with its last error line if it fails."""
+    """Yield the JSON lines that `command` prints. Raise ChildError with its last error line if it fails."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8") as child,
@@ -61,21 +67,21 @@ def messages(command: list[str]) -> Generator[dict[str, Any], None, None]:
         try:
             for line in child.stdout or ():
                 yield json.loads(line)
-        except BaseException:  # Ctrl-C, or nobody reads on: the child must not outlive its parent
+        except BaseException:  # After Ctrl-C, or if the reader stops, the child must not outlive its parent.
             child.kill()
             raise
         if child.wait() != 0:
             complaints.seek(0)
             last = (complaints.read().strip().splitlines() or ["it printed nothing"])[-1]
             ended = f"was killed by signal {-child.returncode}" if child.returncode < 0 else "ended"
-            msg = f"The process {ended} with exit code {child.returncode} ({last}); run `{shlex.join(command)}` alone."
+            msg = f"The process {ended} with exit code {child.returncode} ({last}). Run `{shlex.join(command)}` alone."
             raise ChildError(msg)
 
 
 def read_result(
     lines: Iterable[dict[str, Any]], on_message: Callable[[dict[str, Any]], None] = lambda _message: None
 ) -> dict[str, Any]:
-    """Pass on what a child prints as it comes; return its result, which is the last line."""
+    """Pass every message of a child to `on_message`. Return the result, which is the last message."""
     found: dict[str, Any] = {}
     for message in lines:
         found = message.get("result", found)
@@ -84,30 +90,33 @@ def read_result(
 
 
 def module_command(name: str, *arguments: object) -> list[str]:
-    """Return the command that runs a module of holdall with this Python; -P: no module of the working directory."""
+    """Return the command that runs a module of holdall with this Python.
+
+    With -P, modules of the working directory cannot replace others.
+    """
     return [sys.executable, "-P", "-m", f"holdall.{name}", *map(str, arguments)]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process trains."""
+    """Settings of the training of one process."""
 
     env_id: str
     algo: str
     buffer: str
-    size: int  # capacity of a replay buffer, or steps of a rollout
+    size: int  # Capacity of a replay buffer, or steps of a rollout.
     batch_size: int
     timesteps: int
     seed: int
     fills: bool
     features: str
     policy_kwargs: dict[str, Any]
-    threads: int  # of torch; 0: as many as it takes by itself
+    threads: int  # Threads of torch. 0: torch's default.
     num_envs: int = 1
 
 
 def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
-    """Run one training in a process of its own; yield its messages."""
+    """Run one training in a process of its own. Yield its messages."""
     return messages(module_command("tools.bench.training", json.dumps(asdict(task))))
 
 
@@ -117,7 +126,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def measured_save(save: Callable[[Path], None], folder: Path) -> dict[str, Any]:
-    """Save into an empty folder; return the seconds, the bytes, and the extra memory, None if it cannot be known."""
+    """Save into an empty folder. Return the seconds, the bytes, and the extra memory, which is None if unknown."""
     before = held_bytes().resident
     has_peak = begin_peak()
     start = time.perf_counter()
@@ -145,7 +154,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*more: str) -> dict[str, str | None]:
-    """Return the versions of everything whose speed or memory is in the figures; None: not installed."""
+    """Return the versions of Python and of the measured packages. The version of a missing package is None."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     return found | {name: version_of(name) for name in (*_DISTRIBUTIONS, *more)}
 
@@ -159,7 +168,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def _processor() -> str:
-    if not (text := read_text(Path("/proc/cpuinfo"))):
+    text = read_text(Path("/proc/cpuinfo"))
+    if not text:
         return platform.processor()
     return next(
         (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"

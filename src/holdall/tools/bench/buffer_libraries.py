@@ -1,7 +1,7 @@
-"""The replay buffers that are compared: how each library is used, and which setups of it are measured.
+"""The replay buffers that are compared: the use of each library, and its measured setups.
 
-A library is imported when one of its buffers is opened, never before: any of them may be missing. A setup that cannot
-be measured here reports why. Nothing is left out silently.
+A library is imported when one of its buffers is made, because any library may be missing. A setup that cannot be
+measured here reports the reason, so that no setup is silently skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIANSHOU_NAMES = {"obs": "obs", "action": "act", "reward": "rew", "next_obs": "
 _TIANSHOU_NAMES |= {name: name for name in _FLAGS}
 _SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
 LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
-"""A library's name on the command line selects all of its setups."""
+"""Names of libraries on the command line. Each selects all setups of its library."""
 
 
 class BufferAdapter(ABC):
@@ -37,7 +37,7 @@ class BufferAdapter(ABC):
 
     @abstractmethod
     def prepare(self, step: TraceStep) -> Any:
-        """Return a step in the form that `add` takes; not timed."""
+        """Return a step in the form that `add` takes. This is not timed."""
 
     def add(self, prepared: Any) -> None:
         """Add one transition."""
@@ -60,20 +60,20 @@ class BufferAdapter(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> BufferAdapter:
-        """Return a buffer with what was saved there."""
+        """Return a buffer with the saved content of `folder`."""
 
-    def wait(self) -> None:  # noqa: B027 most have no background work
+    def wait(self) -> None:  # noqa: B027  Most libraries have no background work.
         """Wait for background work."""
 
     def close(self) -> None:
-        """Free the content; what `load` needs stays."""
+        """Free the content, but keep the settings that `load` needs."""
         vars(self).pop("buffer", None)
 
 
 def open_sb3(
     observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int, *, optimize_memory_usage: bool = False
 ) -> Sb3Adapter:
-    """Make a buffer of Stable-Baselines3; with `optimize_memory_usage`, it allows no time limits."""
+    """Make a buffer of Stable-Baselines3. With `optimize_memory_usage`, it cannot record time limits."""
     from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer  # noqa: PLC0415 may be missing
 
     cls: Any = DictReplayBuffer if isinstance(observation, spaces.Dict) else ReplayBuffer
@@ -104,7 +104,7 @@ class Sb3Adapter(BufferAdapter):
     """A buffer of Stable-Baselines3, or one with the same interface."""
 
     def prepare(self, step: TraceStep) -> Any:
-        """Both kinds of ending are `done` to Stable-Baselines3."""
+        """Return the arguments of `add`. Stable-Baselines3 calls both kinds of ending `done`."""
         infos = [{"TimeLimit.truncated": bool(step.truncated[0])}]
         return step.obs, step.next_obs, step.action, step.reward, step.terminated | step.truncated, infos
 
@@ -122,7 +122,7 @@ class Sb3Adapter(BufferAdapter):
         return found | ({"terminated": ended & ~cut, "truncated": cut} if told_apart else {"done": ended})
 
     def save(self, folder: Path) -> None:
-        """Pickle it, as `model.save_replay_buffer` does."""
+        """Pickle the buffer, as `model.save_replay_buffer` does."""
         from stable_baselines3.common.save_util import save_to_pkl  # noqa: PLC0415 loaded with the buffer
 
         save_to_pkl(folder / "buffer.pkl", self.buffer)
@@ -135,7 +135,7 @@ class Sb3Adapter(BufferAdapter):
 
 
 class CpprbAdapter(BufferAdapter):
-    """A buffer of cpprb that stores every observation once (`next_of`); the keys of a Dict are separate fields."""
+    """A buffer of cpprb that stores every observation once (`next_of`). The keys of a Dict are separate fields."""
 
     def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> None:
         from cpprb import ReplayBuffer  # noqa: PLC0415 may be missing
@@ -150,7 +150,7 @@ class CpprbAdapter(BufferAdapter):
         super().__init__(ReplayBuffer(capacity, fields, next_of=self._observed))
 
     def prepare(self, step: TraceStep) -> Any:
-        """Name every field; the flag beside them says whether the episode ends."""
+        """Return the fields by name, and whether the episode ends."""
         given = {name: getattr(step, name)[0] for name in ("action", *_OUTCOMES)}
         for name in self._observed:
             given[name] = self._part(step.obs, name)
@@ -166,7 +166,7 @@ class CpprbAdapter(BufferAdapter):
 
     def sample(self, batch_size: int) -> Any:
         """Draw a batch."""
-        import torch  # noqa: PLC0415 heavy; loaded before anything is timed
+        import torch  # noqa: PLC0415  It is heavy, and is loaded before anything is timed.
 
         return {name: torch.as_tensor(array) for name, array in self.buffer.sample(batch_size).items()}
 
@@ -180,7 +180,7 @@ class CpprbAdapter(BufferAdapter):
         return found
 
     def save(self, folder: Path) -> None:
-        """Write what it calls safe: whole transitions."""
+        """Write whole transitions, which is the safe mode of cpprb."""
         self.buffer.save_transitions(str(folder / "buffer.npz"), safe=True)
 
     def load(self, folder: Path) -> CpprbAdapter:
@@ -194,7 +194,7 @@ class CpprbAdapter(BufferAdapter):
 
 
 class TorchrlAdapter(BufferAdapter):
-    """TorchRL's TensorDictReplayBuffer over a LazyTensorStorage; it learns the spaces from the first transition."""
+    """TorchRL's TensorDictReplayBuffer over a LazyTensorStorage, which reads the spaces from the first transition."""
 
     def __init__(self, _observation: Any, _action: Any, capacity: int) -> None:
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: PLC0415 may be missing
@@ -280,7 +280,7 @@ class TianshouAdapter(BufferAdapter):
         self.buffer.save_hdf5(str(folder / "buffer.h5"))
 
     def load(self, folder: Path) -> TianshouAdapter:
-        """Read it."""
+        """Read the file into a new buffer."""
         from tianshou.data import ReplayBuffer  # noqa: PLC0415 loaded with the buffer
 
         return TianshouAdapter(ReplayBuffer.load_hdf5(str(folder / "buffer.h5")))
@@ -291,10 +291,10 @@ def _first_env(rows: Any) -> Any:
 
 
 def _as_dict(observed: Any) -> Any:
-    """Return a Batch of Tianshou or a TensorDict, which iterate over rows, as a dict; leave arrays as they are."""
+    """Return a Batch of Tianshou or a TensorDict as a dict. Return arrays unchanged."""
     if not hasattr(observed, "keys"):
         return observed
-    return {key: observed[key] for key in observed.keys()}  # noqa: SIM118 iterating gives rows
+    return {key: observed[key] for key in observed.keys()}  # noqa: SIM118  Iterating yields rows.
 
 
 def open_holdall(
@@ -350,7 +350,7 @@ class BufferSetup:
     opener: Callable[..., BufferAdapter]
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_box_only: bool = False
-    needs: str = ""  # a further distribution
+    needs: str = ""  # A further distribution that must be installed.
 
     @property
     def version(self) -> str | None:
@@ -358,7 +358,7 @@ class BufferSetup:
         return version_of(self.distribution)
 
     def missing(self, space: spaces.Space[Any] | None = None) -> str | None:
-        """Return why it cannot be measured; None if it can."""
+        """Return why the setup cannot be measured, or None if it can."""
         for distribution in (self.distribution, self.needs):
             if distribution and version_of(distribution) is None:
                 return f"{distribution} is not installed"

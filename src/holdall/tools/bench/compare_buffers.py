@@ -1,13 +1,13 @@
 """Compare replay buffers: cases, rounds of fresh processes, results, and their table.
 
 Live environments are recorded first, so that every library gets the same bytes. The order of the libraries changes
-from round to round. The file has a header, {"kind": "round"} for every process, {"kind": "buffer"} for every setup
-whose rounds are done, {"kind": "absent"} for what could not be measured; docs/bench.md describes the fields.
+from round to round. The file has a header, then {"kind": "round"} for every process, {"kind": "buffer"} for every
+measured setup, and {"kind": "absent"} for every setup that could not be measured. docs/bench.md describes the fields.
 
 `python -m holdall.tools.bench.compare_buffers TASK`, the task as JSON, measures one buffer in its own process. It
 prints {"done", "total"} while it runs and {"result"} last. Bytes are the growth of the process's unique memory, from
-before the buffer is made until it is full; libraries are imported and used before. Adding is timed by blocks, sampling
-by batch, loading up to the first batch. Every row is compared with the oracle afterwards.
+the time before the buffer is made until it is full. Libraries are imported and used before that. Adding is timed by
+blocks, sampling by batch, loading up to the first batch. Every row is compared with the oracle afterwards.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class BufferCase:
     env: str = ""
     wrapper: str = ""
     stack: int = 1
-    needs: str = ""  # a distribution
+    needs: str = ""  # Distribution that must be installed.
     file: Path | None = None
 
     @property
     def missing(self) -> str | None:
-        """Say why it cannot be played; None: it can."""
+        """Return why the case cannot be played, or None if it can."""
         return f"{self.needs} is not installed" if self.needs and bench.version_of(self.needs) is None else None
 
 
@@ -66,11 +66,11 @@ CASES = {
     "camera": BufferCase("camera", "holdall.tools.demo:CameraRover"),
     "vector": BufferCase("vector", "Pendulum-v1"),
 }
-"""Seaquest's screens in stacks of four, as Stable-Baselines3 prepares them; the demo's rover; a few floats."""
+"""Seaquest's screens in stacks of four, as Stable-Baselines3 prepares them, the rover of the demo, and a few floats."""
 
 
 def case_named(name: str) -> BufferCase:
-    """Return one of the cases that are shipped."""
+    """Return a case of `CASES`."""
     if name not in CASES:
         raise ArgumentError(f"case ({name!r}) must be one of {', '.join(CASES)}; or name a --trace or an --env")
     return CASES[name]
@@ -79,7 +79,7 @@ def case_named(name: str) -> BufferCase:
 def record_case(
     case: BufferCase, transitions: int | None, folder: Path, on_progress: Callable[[float], None]
 ) -> tuple[Path, int]:
-    """Return the case as a trace, and how many of its transitions to hold."""
+    """Return the file of the case's trace, and the number of transitions to hold."""
     if case.file is not None:
         return case.file, transitions or len(Trace.load(case.file))
     count = transitions or 20_000
@@ -93,7 +93,7 @@ def record_case(
 def measure_buffers(
     cases: list[BufferCase], setups: list[BufferSetup], transitions: int | None, rounds: int, on_progress: OnProgress
 ) -> Iterator[Any]:
-    """Measure everything; yield the header, then records as they come."""
+    """Measure all setups in all cases. Yield the header, then every record at once."""
     distributions = sorted({setup.distribution for setup in setups if setup.distribution != "holdall"})
     yield bench.header_of(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
@@ -114,7 +114,8 @@ def _compare_on_trace(
     file: Path, count: int, setups: list[BufferSetup], rounds: int, on_progress: OnProgress
 ) -> Iterator[dict[str, Any]]:
     trace = Trace.load(file)
-    space, laps = trace.observation_space, count / len(trace)
+    space = trace.observation_space
+    laps = count / len(trace)
     del trace
     measured: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     here = [setup for setup in setups if setup.missing(space) is None]
@@ -147,11 +148,12 @@ def _measure_round(
 
 
 def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians over rounds, each in a process of its own; the first one compared the rows.
+    """Return the medians over rounds, each in a process of its own. The first round compared the rows.
 
     A row is wrong if any of its fields is, before saving or after loading. docs/bench.md describes the keys.
     """
-    rows, loaded = rounds[0]["rows"], rounds[0]["loaded_rows"]
+    rows = rounds[0]["rows"]
+    loaded = rounds[0]["loaded_rows"]
     figures = {
         "add_us": [1e6 * one["add_s"] for one in rounds],
         "sample_ms": [1e3 * one["sample_s"] for one in rounds],
@@ -185,7 +187,7 @@ def _note(rows: dict[str, Any], loaded: dict[str, Any]) -> str:
 
 
 def table_rows(records: Iterable[dict[str, Any]], case: str) -> Sequence[tuple[str, ...]]:
-    """Lay one case out, a row a library."""
+    """Return the table of one case, with one row per library."""
     return [
         (
             f"{record['library']} {record['version'] or ''}".strip(),
@@ -215,7 +217,7 @@ def case_table(records: Sequence[dict[str, Any]], case: str) -> Table:
     table = Table(title=f"{case}: {count:,} transitions", title_justify="left", title_style="bold", box=None)
     for number, heading in enumerate(HEADINGS):
         is_text = number in {0, len(HEADINGS) - 1}
-        # A narrow terminal breaks names and pairs of figures, and never a figure.
+        # In a narrow terminal, names and pairs of figures may be broken, and a single figure may not.
         is_figure = not is_text and heading != "save"
         table.add_column(heading.strip("`"), justify="left" if is_text else "right", no_wrap=is_figure, overflow="fold")
     for row in table_rows(records, case):
@@ -229,10 +231,13 @@ def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Return what was not measured, and why; and which figures need care."""
-    played, noted, absent = [], [], []
+    """Return notes: setups that were not measured with the reason, and figures that need care."""
+    played = []
+    noted = []
+    absent = []
     for record in records:
-        case, library = record.get("case"), record.get("library")
+        case = record.get("case")
+        library = record.get("library")
         if record["kind"] == "buffer" and "laps" in record:
             times = f"{record['laps']:.1f} times over"
             played.append(f"{case} was played {times}: a buffer that shares what repeats gains by that")
@@ -247,18 +252,18 @@ _AT_ONCE_BYTES = 32 * 2**20
 BATCH = 256
 _BLOCK = 50
 _EMIT_EVERY = 20 * _BLOCK
-_WARM_UP_STEPS = 64  # transitions of a first buffer, which is thrown away
+_WARM_UP_STEPS = 64  # Transitions of a first buffer, which is not measured.
 _BATCHES = 60
 
 
 @dataclass(slots=True)
 class RowDifferences:
-    """What was compared."""
+    """Result of comparing rows with the oracle."""
 
     compared: int = 0
     wrong: int = 0
-    fields: set[str] = field(default_factory=set)  # in which rows differ
-    dtypes: set[str] = field(default_factory=set)  # fields that came back as another dtype
+    fields: set[str] = field(default_factory=set)  # Fields in which rows differ.
+    dtypes: set[str] = field(default_factory=set)  # Fields that were returned with another dtype.
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -266,8 +271,8 @@ class RowDifferences:
 
 
 def compare_rows(buffer: BufferAdapter, steps: Iterator[TraceStep], count: int) -> RowDifferences:
-    """Compare the first `count` transitions, all of them."""
-    from holdall.testing import OracleMemory  # noqa: PLC0415  only a measured process compares
+    """Compare every one of the first `count` transitions."""
+    from holdall.testing import OracleMemory  # noqa: PLC0415  Only a measured process compares.
 
     found = RowDifferences()
     first = next(steps)
@@ -302,7 +307,8 @@ def _differing(got: NDArray[Any], want: NDArray[Any], path: str, found: RowDiffe
     count = len(want)
     if got.size != want.size:
         return np.ones(count, np.bool_)
-    got, want = got.reshape(count, -1), want.reshape(count, -1)
+    got = got.reshape(count, -1)
+    want = want.reshape(count, -1)
     if got.dtype == want.dtype:
         got, want = (np.ascontiguousarray(rows).view(np.uint8) for rows in (got, want))
     else:
@@ -313,7 +319,7 @@ def _differing(got: NDArray[Any], want: NDArray[Any], path: str, found: RowDiffe
 def measure(setup_name: str, file: str, transitions: int, *, checks: bool) -> dict[str, Any]:
     """Fill, sample, save, load, and compare."""
     setup = BUFFER_SETUPS[setup_name]
-    importlib.import_module("torch")  # batches of every side are its tensors
+    importlib.import_module("torch")  # Every library returns batches of its tensors.
     trace = Trace.load(Path(file))
     _warm_up(setup, trace)
     before = held_bytes().unique
@@ -335,7 +341,7 @@ def measure(setup_name: str, file: str, transitions: int, *, checks: bool) -> di
 
 
 def _warm_up(setup: BufferSetup, trace: Trace) -> None:
-    """Use a small buffer once: whatever the library loads late is loaded then."""
+    """Use a small buffer once, so that the library loads all of its modules before anything is measured."""
     buffer = setup.open(trace.observation_space, trace.action_space, _WARM_UP_STEPS)
     for step in islice(trace.repeated(), _WARM_UP_STEPS // 2):
         buffer.add(buffer.prepare(step))
@@ -346,7 +352,7 @@ def _warm_up(setup: BufferSetup, trace: Trace) -> None:
 
 
 def _time_adds(buffer: BufferAdapter, steps: Iterator[TraceStep], transitions: int) -> float:
-    """Add everything; return the median over blocks of the seconds that one `add` takes."""
+    """Add all transitions. Return the median over blocks of the seconds per `add`."""
     blocks = []
     for begin in range(0, transitions, _BLOCK):
         prepared = [buffer.prepare(step) for step in islice(steps, min(_BLOCK, transitions - begin))]
@@ -364,7 +370,7 @@ def _time_adds(buffer: BufferAdapter, steps: Iterator[TraceStep], transitions: i
 
 def _time_samples(buffer: BufferAdapter) -> float:
     seconds = []
-    batch = None  # as in training, the last batch is held until the next one was drawn
+    batch = None  # As in training, the last batch is held until the next one is drawn.
     for _ in range(_BATCHES):
         start = time.perf_counter()
         batch = buffer.sample(BATCH)
@@ -387,7 +393,7 @@ def main() -> None:
     """Read the task, measure, and print the result."""
     task = json.loads(sys.argv[1])
     bench.emit({"done": 0, "total": task["transitions"]})
-    warnings.simplefilter("ignore")  # what other libraries warn of is no figure
+    warnings.simplefilter("ignore")  # Warnings of other libraries are not measured.
     bench.emit({"result": measure(**task)})
 
 

@@ -1,8 +1,8 @@
-"""Run a bench: every profile, buffer and seed, each in a fresh process; the file of results, rankings and tables.
+"""Run a bench: every profile, buffer and seed in a fresh process. Write the results, rankings and tables.
 
-Results are JSON lines, flushed one by one: a header, then one record a run. A run that fails is a record, too. Ctrl-C
-keeps what is done; `--resume` runs what the header says and nothing twice. Runs are not ranked by memory if a buffer
-was not full, and not ranked at all where the seeds do not separate them; then the reason is given instead of an order.
+Results are JSON lines, flushed one by one: a header, then one record per run. A failed run is a record, too. Ctrl-C
+keeps finished runs, and `--resume` makes the other runs of the header. Runs are not ranked by memory if a buffer was
+not full, nor by a figure that differs less between them than between seeds. A ranking then has the reason.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdall.tools.report import BENCH_FORMAT, JsonLine, results
 from holdall.units import counted, format_bytes
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
-"""Where a run is when a phase begins, roughly: for the bar alone."""
+"""Rough progress of a run at the beginning of each phase, for the progress bar."""
 MAX_LINES = 100_000
 
 
 class PlannedRun(NamedTuple):
-    """One run of the bench, and what names it in the results."""
+    """Profile, buffer and seed, which identify a run in the results."""
 
     profile: str
     buffer: str
@@ -40,14 +40,14 @@ class PlannedRun(NamedTuple):
 
 
 def header(settings: BenchSettings, calibration: Calibration, seconds: float) -> dict[str, Any]:
-    """Describe what is measured, where, and how long it is expected to take."""
+    """Return the first line of the results: settings, machine, and the expected seconds."""
     measured = {"env": settings.env, "algo": settings.algo, "limit": settings.limit_bytes, "announced_seconds": seconds}
     full = {"settings": asdict(settings), "calibration": asdict(calibration)}
     return header_of(BENCH_FORMAT) | measured | full
 
 
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
-    """Order the runs: which comes first changes with every seed, so that no profile has the quiet hours."""
+    """Return the runs. Their order changes with every seed, so that no profile always runs at the quietest time."""
     found = []
     names = list(product(settings.profiles, settings.buffers))
     for seed in range(settings.seeds):
@@ -59,7 +59,7 @@ def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
 def expected_seconds(
     settings: BenchSettings, calibration: Calibration, done: Sequence[results.TrainingRun] = ()
 ) -> float:
-    """Return the seconds that what is left is expected to take."""
+    """Return the expected seconds of the remaining runs."""
     return sum(_expected(planned, calibration) for planned in _left(settings, done))
 
 
@@ -71,15 +71,15 @@ def _left(settings: BenchSettings, done: Sequence[results.TrainingRun]) -> list[
 def run_bench(
     settings: BenchSettings, calibration: Calibration, done: Sequence[results.TrainingRun], on_progress: OnProgress
 ) -> Iterator[results.TrainingRun]:
-    """Run what is left; yield every run as it ends.
+    """Make the remaining runs. Yield every run when it ends.
 
-    `on_progress` gets the name of the run, and how many of the expected seconds are over.
+    `on_progress` gets the name of the run, and the expected seconds of the work that is done.
     """
     behind = 0.0
     for planned in _left(settings, done):
         expected = _expected(planned, calibration)
         title = f"{planned.profile}, {planned.buffer}, seed {planned.seed}"
-        yield _run(planned, settings, calibration, lambda share: on_progress(title, behind + share * expected))  # noqa: B023 used before the next one
+        yield _run(planned, settings, calibration, lambda share: on_progress(title, behind + share * expected))  # noqa: B023  It is called before the next run begins.
         behind += expected
         on_progress(title, behind)
 
@@ -117,46 +117,48 @@ def _expected(planned: PlannedRun, calibration: Calibration) -> float:
 
 
 def write_line(file: TextIO | None, record: Mapping[str, Any]) -> None:
-    """Write one line of a file of JSON lines, and push it out; None: nowhere."""
+    """Write one JSON line and flush it. Do nothing if `file` is None."""
     if file is not None:
         print(json.dumps(record), file=file, flush=True)
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read a file: its header, and its other records; a last line that was cut off is passed over."""
+    """Return the header and the records of a file. An incomplete last line is ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(
-            f"results ({path}) cannot be read ({error}); name a file that `holdall bench` wrote"
+            f"results ({path}) cannot be read ({error}). Name a file that `holdall bench` wrote."
         ) from error
     records: list[dict[str, Any]] = []
     for line in lines:
-        with suppress(ValueError):  # it was cut off
-            records += [record] if isinstance(record := json.loads(line), dict) else []
+        with suppress(ValueError):  # An incomplete line.
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
     if not records or records[0].get("kind") != "header" or records[0].get("format") != BENCH_FORMAT:
         raise ArgumentError(f"results ({path}) do not begin with a header of {BENCH_FORMAT}; name a file that it wrote")
     return records[0], records[1:]
 
 
 def runs_of(records: Iterable[Mapping[str, Any]]) -> list[results.TrainingRun]:
-    """Return the runs among some records; of those with one name the last."""
+    """Return the runs among some records. The last one of equal runs counts."""
     lines = [JsonLine(dict(record), "a run of the results") for record in records if record.get("kind") == "run"]
     return list({run.key: run for run in map(results.TrainingRun.read, lines)}.values())
 
 
 _SAME_PEAK_SHARE = 0.05
-"""Peaks that differ by less count as the same: two benches of one setting differed by up to 2.6 % in one profile, since
-its size follows from what the trials happened to take."""
+"""Peaks that differ by less count as the same. Two benches of one setting differed by up to 2.6 % in one profile,
+because the size of a profile is computed from trials."""
 _NEARLY_FULL = 0.999
 _HEADS = ("profile", "buffer", "holds", "batch", "peak", "each", "steps/s", "reward", "checkpoint")
 _BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward"}
 
 
 def rankings(runs: Sequence[results.TrainingRun], missing: int = 0) -> list[results.ProfileRanking]:
-    """Rank by memory, speed and reward; nothing, while runs are missing."""
+    """Rank by memory, speed and reward, unless runs are missing."""
     if missing:
-        why = f"{counted(missing, 'run is', 'runs are')} missing; --resume makes them"
+        why = f"{counted(missing, 'run is', 'runs are')} missing. --resume makes them"
         return [results.ProfileRanking(by, (), why) for by in ("memory", "speed", "reward")]
     known = results.summaries(runs)
     measured = [summary for summary in known if summary.done]
@@ -206,12 +208,12 @@ def _by_interval(
     if not known:
         return results.ProfileRanking(by, (), f"no {by} was measured")
     if any(interval.half is None for _, interval in known):
-        return results.ProfileRanking(by, (), "one seed does not show how much seeds differ; give --seeds 3 or more")
+        return results.ProfileRanking(by, (), "one seed does not show how much seeds differ. Pass --seeds 3 or more")
     pairs = list(pairwise(known))
     same = [(one[0], other[0]) for one, other in pairs if one[1].overlaps(other[1])]
     if pairs and len(same) == len(pairs):
         return results.ProfileRanking(
-            by, (), "the intervals of all neighbours overlap; more seeds or steps may separate them"
+            by, (), "the intervals of all neighbours overlap. More seeds or steps may separate them"
         )
     return results.ProfileRanking(by, tuple(name for name, _ in known), None, tuple(same))
 
@@ -219,11 +221,11 @@ def _by_interval(
 def bench_tables(
     header: dict[str, Any], runs: Sequence[results.TrainingRun], rankings: Sequence[results.ProfileRanking]
 ) -> Iterator[RenderableType]:
-    """Yield the table of a bench, its rankings, and what failed."""
+    """Yield the table of a bench, its rankings, and its failed runs."""
     title = f"{header['algo'].upper()} on {header['env']}, profiles of {format_bytes(header['limit'])}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, head in enumerate(_HEADS):
-        # A narrow terminal breaks pairs of figures, and never a figure.
+        # In a narrow terminal, a pair of figures may be broken, and a single figure may not.
         is_pair = head in {"steps/s", "reward", "checkpoint"}
         table.add_column(head, justify="left" if number < 2 else "right", no_wrap=not is_pair)
     for summary in results.summaries(runs):
@@ -241,7 +243,9 @@ def _summary_cells(summary: results.SeedsSummary) -> tuple[str, ...]:
     sizes = (*summary.name, f"{run.size:,}", f"{run.batch_size:,}")
     if not summary.done:
         return *sizes, run.status, "", "", "", ""
-    each, saved, seconds = summary.bytes_per_transition, summary.checkpoint("bytes"), summary.checkpoint("seconds")
+    each = summary.bytes_per_transition
+    saved = summary.checkpoint("bytes")
+    seconds = summary.checkpoint("seconds")
     memory = (format_bytes(summary.peak or 0), "-" if each is None else f"{each:,.0f} B")
     checkpoint = "-" if saved is None or seconds is None else f"{seconds:.1f} s, {format_bytes(saved)}"
     return *sizes, *memory, _interval(summary.speed), _interval(summary.reward), checkpoint

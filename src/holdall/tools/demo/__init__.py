@@ -16,19 +16,19 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-VIEW_PX = 84  # side of the camera image
-FIELD_PX = 256  # side of the field that the rover drives on
+VIEW_PX = 84  # Side of the camera image.
+FIELD_PX = 256  # Side of the field on which the rover drives.
 BEACON_RADIUS_PX = 10
 ROVER_RADIUS_PX = 4
 TOP_SPEED_PX = 6.0
 BEACON_COLOUR = (250, 210, 40)
 ROVER_COLOUR = (40, 90, 250)
 
-Observation = dict[str, Any]  # "camera" and "state", as arrays
+Observation = dict[str, Any]  # Arrays by the keys "camera" and "state".
 
 
 class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
-    """Drive to the beacon; the camera hangs above the rover and sees a third of the field."""
+    """A rover that drives to a beacon. Its camera is above the rover and shows a third of the field."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012 gymnasium declares it this way
 
@@ -43,7 +43,7 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         self.max_steps = max_steps
         self.render_mode = render_mode
         self._ground = _ground()
-        self._position = np.zeros(2)  # row and column in the field, in pixels
+        self._position = np.zeros(2)  # Row and column in the field, in pixels.
         self._velocity = np.zeros(2)
         self._last_action = np.zeros(2)
         self._beacon = np.zeros(2)
@@ -64,12 +64,12 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         return self._observe(), {}
 
     def step(self, action: NDArray[np.float32]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Accelerate, move, and pay for the distance that is left."""
+        """Accelerate and move. The reward falls with the distance to the beacon."""
         self._last_action = np.clip(np.asarray(action, np.float64), -1.0, 1.0)
         self._velocity = np.clip(0.9 * self._velocity + self._last_action, -TOP_SPEED_PX, TOP_SPEED_PX)
         moved = self._position + self._velocity
         self._position = np.clip(moved, 0.0, FIELD_PX - 1.0)
-        self._velocity[moved != self._position] = 0.0  # the fence stops the rover
+        self._velocity[moved != self._position] = 0.0  # The fence stops the rover.
         self._steps += 1
 
         distance_px = float(np.hypot(*(self._beacon - self._position)))
@@ -83,12 +83,12 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         return self._photograph()
 
     def get_state(self) -> list[list[float]]:
-        """Return where everything is, for a checkpoint in the middle of an episode."""
+        """Return the state of the rover and the beacon, for a checkpoint in the middle of an episode."""
         state = (self._position, self._velocity, self._last_action, self._beacon, np.array([self._steps]))
         return [part.tolist() for part in state]
 
     def set_state(self, state: list[list[float]]) -> None:
-        """Put everything back."""
+        """Restore the state that `get_state` returned."""
         self._position, self._velocity, self._last_action, self._beacon, steps = map(np.array, state)
         self._steps = int(steps[0])
 
@@ -98,7 +98,7 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
 
     def _photograph(self) -> NDArray[np.uint8]:
         row, column = self._position.astype(int)
-        # The ground is padded by half a view, so the corner of the view is the rover's own place in the field.
+        # The ground is padded by half a view, so the corner of the view has the position of the rover in the field.
         view = self._ground[row : row + VIEW_PX, column : column + VIEW_PX].copy()
         centre = VIEW_PX // 2
         beacon_row, beacon_column = self._beacon.astype(int) - (row, column) + centre
@@ -108,9 +108,9 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
 
 
 def _ground() -> NDArray[np.uint8]:
-    """Draw the field, the same in every run: coarse hills under a fine grain, dark beyond the fence."""
+    """Return the field, which is equal in every run: coarse hills with a fine grain, dark outside the fence."""
     rng = np.random.default_rng(0)
-    # rows, columns, channels
+    # Rows, columns, channels.
     hills = np.kron(rng.integers(60, 160, (16, 16, 3)), np.ones((FIELD_PX // 16, FIELD_PX // 16, 1), np.int64))
     grain = rng.integers(-12, 13, (FIELD_PX, FIELD_PX, 1))
     margin = VIEW_PX // 2
@@ -119,7 +119,7 @@ def _ground() -> NDArray[np.uint8]:
 
 
 def _paint_disc(view: NDArray[np.uint8], row: int, column: int, radius: int, colour: tuple[int, int, int]) -> None:
-    """Paint a disc into `view`; whatever lies outside is left out."""
+    """Paint the part of a disc that is inside `view`."""
     top, left = max(row - radius, 0), max(column - radius, 0)
     bottom, right = min(row + radius + 1, VIEW_PX), min(column + radius + 1, VIEW_PX)
     if top >= bottom or left >= right:
@@ -131,13 +131,13 @@ def _paint_disc(view: NDArray[np.uint8], row: int, column: int, radius: int, col
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The figures of one training; all of them measured in its own process."""
+    """The figures of one training, all measured in its own process."""
 
     buffer: str
-    bytes_per_transition: float  # growth of the process's unique memory while it filled the buffer, a transition
-    peak_bytes: int  # resident, of the whole process, with all transitions held
-    steps_per_second: float  # median over the steps that train; a step takes the environment, a batch and a gradient
-    transitions: int  # held at the end
+    bytes_per_transition: float  # Growth of the process's unique memory per transition, while the buffer was filled.
+    peak_bytes: int  # Resident set of the whole process, with all transitions held.
+    steps_per_second: float  # Median over training steps, each with an environment step and an update.
+    transitions: int  # Transitions held at the end.
     weights_sha256: str
 
 
@@ -147,5 +147,5 @@ class CheckpointFingerprint:
 
     step: int
     batches_sha256: str
-    seconds: float  # to save, or to load
+    seconds: float  # Seconds to save or to load.
     checkpoint_bytes: int

@@ -68,7 +68,7 @@ def train(
         record: Where readings of this process are written; empty: it is not watched.
         limit: Drawn in the page of what was watched.
         buffer_kwargs: Of a new buffer; a resumed one has those that it was saved with.
-    """  # fmt: skip
+    """
     # Sums over threads depend on how many there are; one thread keeps the runs comparable on any machine.
     torch.set_num_threads(1)
     model = _resumed(checkpoint) if resumes else _new(buffer, steps + transitions, buffer_kwargs)

@@ -27,13 +27,13 @@ from holdall.tools.probe.snapshot import Snapshot
 
 
 def text(source: str, path: str = "train.py", settings: LintSettings | None = None) -> list[Finding]:
-    """Return what is wrong with the text of a script."""
+    """Return the findings in the text of a script."""
     chosen = settings or LintSettings()
     return check_text(source, path, chosen.rules(), chosen.machine())
 
 
 def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[Finding]:
-    """Return what is wrong with scripts, and with the scripts in directories."""
+    """Return the findings in scripts, and in the scripts of directories."""
     chosen = settings or LintSettings()
     rules = chosen.rules()
     machine = chosen.machine()
@@ -47,7 +47,7 @@ def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[F
 def model(
     model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = (), settings: LintSettings | None = None
 ) -> list[Finding]:
-    """Return what is wrong with a model of Stable-Baselines3 that is about to be trained, the worst first.
+    """Return the findings in a model of Stable-Baselines3 that is about to be trained, the worst first.
 
     Args:
         total_timesteps: The argument of `learn`. Without it, rules about the length of the run find nothing.
@@ -60,6 +60,6 @@ def model(
 
 
 def snapshot(snapshot: Snapshot, settings: LintSettings | None = None) -> list[Finding]:
-    """Return what is wrong with the models and buffers of a run, the worst first."""
+    """Return the findings in the models and buffers of a run, the worst first."""
     chosen = settings or LintSettings()
     return check_run(describe_models(snapshot), describe_buffers(snapshot), chosen.rules(), chosen.machine())

@@ -27,7 +27,7 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "node_modules", "s
 
 
 def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
-    """Return what is wrong with a Python file, in the order of its text."""
+    """Return the findings in a Python file, in the order of its text."""
     found = list(_check_source(text, path, rules, machine))
     found = [*_without_ignored(found, text, path, rules)]
     return sorted(found, key=lambda finding: (finding.place, finding.rule))
@@ -82,7 +82,7 @@ def _without_ignored(found: list[Finding], text: str, path: str, rules: Rules) -
 def check_run(
     models: Iterable[TrainedModel], buffers: Iterable[TrainedBuffer], rules: Rules, machine: Machine
 ) -> list[Finding]:
-    """Return what is wrong with the models and buffers of a run, the worst first."""
+    """Return the findings in the models and buffers of a run, the worst first."""
     found = []
     for rule in rules.values():
         for model in models:
@@ -93,7 +93,7 @@ def check_run(
 
 
 def check_file(path: Path, rules: Rules, machine: Machine, *, is_named: bool = True) -> list[Finding]:
-    """Return what is wrong with a file.
+    """Return the findings in a file.
 
     A file that cannot be read raises ArgumentError if the user named it. In a directory, it gives a finding.
     """

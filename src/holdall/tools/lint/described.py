@@ -207,7 +207,7 @@ def _describe_space(space: Plain | None, name: str = "") -> Iterator[StoredField
 
 
 def _parse_dtype(text: str) -> np.dtype[Any] | None:
-    """Return a dtype of NumPy; None for dtypes that only other libraries have."""
+    """Return a dtype of NumPy, or None for dtypes that only other libraries have."""
     try:
         return np.dtype(text)
     except TypeError:

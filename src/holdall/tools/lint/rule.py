@@ -104,15 +104,15 @@ class Rule:
         return has_run_check and own.check_source is Rule.check_source
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
-        """Yield what is wrong with a file."""
+        """Yield the problems of a file."""
         yield from ()
 
     def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
-        """Yield what is wrong with a model that is about to be trained."""
+        """Yield the problems of a model that is about to be trained."""
         yield from ()
 
     def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Yield what is wrong with a buffer, of a model or of a program's own."""
+        """Yield the problems of a buffer, of a model or of a program's own."""
         yield from ()
 
     def finding(self, match: Match) -> Finding:

@@ -234,7 +234,7 @@ class Source:
         return any(name.partition(".")[0] == "torch" for name in self.imports.values())
 
     def dotted(self, node: ast.AST | None) -> str:
-        """Return the full name of an imported thing, or of a class or function of this file; empty if neither."""
+        """Return the full name of an imported object, or of a class or function of this file, else an empty text."""
         if isinstance(node, ast.Attribute):
             base = self.dotted(node.value)
             return f"{base}.{node.attr}" if base else ""
@@ -307,7 +307,7 @@ class Source:
         return node
 
     def constant(self, node: ast.AST | None) -> Any:
-        """Return the value of an expression of literals, arithmetic and assigned names; None if it is another one."""
+        """Return the value of an expression of literals, arithmetic and assigned names, or None for others."""
         try:
             return self._constant(node, 0)
         except (ArithmeticError, TypeError, ValueError):
@@ -344,7 +344,7 @@ class Source:
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
-    """Return the argument of a call by name or by index; None if the call does not pass it."""
+    """Return the argument of a call by name or by index, or None if the call does not pass it."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value

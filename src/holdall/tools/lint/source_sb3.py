@@ -52,7 +52,7 @@ def models(source: Source) -> Iterator[SourceModel]:
 
 
 def _algorithm(source: Source, node: ast.expr) -> str:
-    """Return the name of the algorithm's class; empty if the expression is something else."""
+    """Return the name of the algorithm's class, or an empty text if the expression is something else."""
     full = source.dotted(node)
     name = full.rpartition(".")[2]
     return name if full.startswith(_PACKAGES) and name in ON_POLICY | OFF_POLICY else ""
@@ -71,7 +71,7 @@ def innermost_environment(source: Source, node: ast.expr | None) -> ast.Call | N
 
 
 def environment_count(source: Source, node: ast.expr | None) -> int | None:
-    """Return the number of environments that an expression makes; None if it is unknown."""
+    """Return the number of environments that an expression makes, or None if it is unknown."""
     call = innermost_environment(source, node)
     if call is None:
         return None

@@ -4,7 +4,7 @@
     stand_in     a script for a run that settings describe
     planner      probes a command, and makes a Plan of what was found (`holdall.tools.probe`)
     needs        the arithmetic: parts of the peak, bounds, verdicts
-    spec         algorithms, and the layouts of Stable-Baselines3's buffers in every version
+    spec         algorithms of Stable-Baselines3, and checks of a described run
     environments spaces as text and as data, environments by their name
 
 `holdall.cli.plan` shows a Plan.

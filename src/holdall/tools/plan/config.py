@@ -47,7 +47,7 @@ OPTIONS = {
 }
 _ZOO_NAMES = {"n_envs": "num_envs", "n_timesteps": "total_timesteps", "buffer_size": "capacity"}
 _ZOO_NAMES |= {name: name for name in ("batch_size", "n_steps", "policy", "frame_stack", "optimize_memory_usage")}
-_MOST_BYTES = 4 * 2**20  # of a configuration file
+_MOST_BYTES = 4 * 2**20  # Of a configuration file.
 
 
 def parse_count(value: Any, argument: str) -> int:
@@ -82,7 +82,7 @@ def read_observation(given: Any) -> spaces.Space[Any]:
 
 
 def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
-    """Read either kind of file; `algo` and `env` choose the entry of rl-zoo's."""
+    """Read a file of holdall, or the entry of an rl-zoo file that `algo` and `env` select."""
     data = _load(path)
     if data and all(isinstance(entry, Mapping) for entry in data.values()) and not set(data) <= OPTIONS:
         return _zoo_entry(path, data, algo, env)
@@ -98,9 +98,9 @@ def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         if path.exists() and not path.is_file():
-            raise ArgumentError(f"file ({path}) is no regular file; name a TOML or YAML file")
+            raise ArgumentError(f"file ({path}) is not a regular file. Name a TOML or YAML file.")
         if path.stat().st_size > _MOST_BYTES:
-            raise ArgumentError(f"{path} is larger than {_MOST_BYTES} bytes, which no configuration is")
+            raise ArgumentError(f"{path} is larger than {_MOST_BYTES} bytes. Name a configuration file.")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"file ({path}) cannot be read: {error.strerror}") from error
@@ -129,7 +129,7 @@ def _parsed(path: Path, text: str) -> Any:
 
 
 def _zoo_entry(path: Path, data: Mapping[str, Any], algo: str, env: str) -> dict[str, Any]:
-    """Take one environment's entry of rl-zoo's hyperparameters."""
+    """Return the settings in one environment's entry of rl-zoo's hyperparameters."""
     algo = algo or path.stem.lower()
     if algo not in ALGORITHMS:
         raise ArgumentError(f"algo ({algo!r}) is none of {', '.join(ALGORITHMS)}; name it with --algo")
@@ -158,7 +158,7 @@ def _zoo_entry(path: Path, data: Mapping[str, Any], algo: str, env: str) -> dict
 
 
 def read_literal(text: Any, argument: str) -> Any:
-    """Read a value that is written as Python: numbers, lists, dicts, names; nothing is evaluated."""
+    """Read a value that is written as Python: numbers, lists, dicts and names. Nothing is evaluated."""
     if not isinstance(text, str):
         return text
     try:

@@ -25,7 +25,7 @@ _BOX = re.compile(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>[a-z]+\d*))?")
 _COUNTED_SPACE = re.compile(r"(?P<kind>discrete|multibinary|multidiscrete)\((?P<counts>\d+(?:\s*,\s*\d+)*)\)")
 _FORMS = "84x84x3:uint8, 31 (float32), discrete(4), multibinary(6) or multidiscrete(3,4)"
 _MOST_ELEMENTS = 2**26
-"""Larger shapes are a typing error, and gymnasium allocates four arrays of a box's shape for its bounds."""
+"""Larger shapes are typing errors, for which gymnasium would allocate four arrays of the shape for the bounds."""
 
 
 def parse_space(text: str, argument: str) -> spaces.Space[Any]:
@@ -35,7 +35,7 @@ def parse_space(text: str, argument: str) -> spaces.Space[Any]:
         return _counted_space(found["kind"], counts, f"{argument} ({text!r})")
     found = _BOX.fullmatch(text.strip().lower())
     if not found:
-        raise ArgumentError(f"{argument} ({text!r}) is no space; write it like {_FORMS}")
+        raise ArgumentError(f"{argument} ({text!r}) is not a space. Write it like {_FORMS}.")
     shape = tuple(int(side) for side in found["shape"].split("x"))
     return _box(shape, found["dtype"] or "float32", f"{argument} ({text!r})")
 
@@ -44,7 +44,7 @@ def parse_observation(texts: Sequence[str], argument: str = "obs") -> spaces.Spa
     """Read one unnamed space, or the named spaces of a Dict: `image=84x84x3:uint8`."""
     named = [text.partition("=") for text in texts]
     if not named:
-        raise ArgumentError(f"{argument} is missing; write it like {_FORMS}, or name an environment")
+        raise ArgumentError(f"{argument} is missing. Write it like {_FORMS}, or name an environment.")
     if len(named) == 1 and not named[0][1]:
         return parse_space(texts[0], argument)
     children: dict[str, spaces.Space[Any]] = {}
@@ -72,13 +72,13 @@ def space_to_dict(space: spaces.Space[Any]) -> dict[str, Any]:
     if isinstance(space, spaces.Dict):
         return {"kind": "dict", "spaces": {str(key): space_to_dict(child) for key, child in space.spaces.items()}}
     raise ArgumentError(
-        f"space ({space}) is none that Stable-Baselines3 stores; use Box, Discrete, MultiBinary, MultiDiscrete "
-        "or one Dict of these"
+        f"space ({space}) cannot be stored by Stable-Baselines3. Use Box, Discrete, MultiBinary, MultiDiscrete "
+        "or one Dict of these."
     )
 
 
 def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
-    """Make a space of what `space_to_dict` returned."""
+    """Return the space that `space_to_dict` described."""
     kind = data["kind"]
     if kind == "dict":
         return spaces.Dict({key: space_from_dict(child) for key, child in data["spaces"].items()})
@@ -90,7 +90,7 @@ def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
 
 
 def has_images(space: spaces.Space[Any]) -> bool:
-    """Whether Stable-Baselines3 would give a convolutional network to some part of it."""
+    """Return whether Stable-Baselines3 uses a convolutional network for a part of the space."""
     if isinstance(space, spaces.Dict):
         return any(has_images(child) for child in space.spaces.values())
     return isinstance(space, spaces.Box) and _is_image(space)
@@ -107,7 +107,7 @@ def _box(
     try:
         kind = np.dtype(dtype)
     except TypeError as error:
-        raise ArgumentError(f"{called} has no NumPy dtype {dtype!r}; write uint8, float32 or another") from error
+        raise ArgumentError(f"{called} has no NumPy dtype {dtype!r}. Write uint8, float32 or another one.") from error
     if kind.kind not in "biuf" or 0 in shape or np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS:
         raise ArgumentError(
             f"{called} must have a plain number dtype, sides of at least 1 and at most {_MOST_ELEMENTS:,} elements; "

@@ -249,7 +249,7 @@ class RunNeeds:
         return parts
 
     def _count_further_envs(self) -> int:
-        """Return the environments beyond those that were measured; negative if there are fewer."""
+        """Return the number of environments minus the number that was measured."""
         return self.experience.n_envs - self.measured_envs if self.measured_envs else 0
 
     @property

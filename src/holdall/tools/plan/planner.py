@@ -30,7 +30,7 @@ from holdall.tools.plan.needs import (
     is_unlimited,
     largest_count,
 )
-from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, default_class, leaves_of, parse_version, replay_buffer
+from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, count_transition_bytes, parse_version
 from holdall.tools.probe.launch import probe
 from holdall.tools.probe.snapshot import FoundBuffer, FoundEnvironment, FoundMemory, FoundModel, Snapshot
 from holdall.units import counted, format_bytes, parse_bytes
@@ -409,6 +409,8 @@ def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapsh
         rows=rows,
         n_envs=memory.n_envs,
         row_bytes=each * memory.n_envs,
+        # A plain replay buffer has two arrays of observations.
+        largest_array_share=1.0 if is_rollout else 0.5,
         is_rollout=is_rollout,
         is_exact=model is not None,
         max_rows=None if total is None else -(-total // memory.n_envs),
@@ -425,11 +427,8 @@ def _count_full_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: S
 def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> float:
     """Return the bytes of one transition in the plain layout of the library."""
     if model is not None and model.observation_space and model.action_space and "Rollout" not in memory.class_name:
-        observation = space_from_dict(model.observation_space)
-        leaves = leaves_of(observation, "observation_space")
-        (action,) = leaves_of(space_from_dict(model.action_space), "action_space")
-        kind = default_class(on_policy=False, is_dict=model.observation_space["kind"] == "dict")
-        return replay_buffer(leaves, action, 1000, buffer_class=kind).bytes_per_transition
+        action = space_from_dict(model.action_space)
+        return count_transition_bytes(space_from_dict(model.observation_space), action)
     if memory.transitions:
         return memory.plain_bytes / memory.transitions
     return snapshot.stored.raw_bytes if snapshot.stored else 0.0
@@ -491,7 +490,7 @@ def _make_table(needs: RunNeeds, limits: MachineLimits) -> Iterator[CapacityRow]
 
 
 def largest_batch(needs: RunNeeds, limits: MachineLimits) -> int | None:
-    """Return the largest batch that fits if nothing else changes; None if no update was measured."""
+    """Return the largest batch that fits if nothing else changes, or None if no update was measured."""
     if not needs.batch_size or not needs.measured_batch_size or not needs.update_bytes:
         return None
     top = needs.experience.transitions

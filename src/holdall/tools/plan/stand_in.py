@@ -115,7 +115,7 @@ def _check(arguments: Mapping[str, Any], observation: spaces.Space[Any], action:
         raise ArgumentError(f"policy_kwargs ({given!r}) must be a table, such as net_arch = [256, 256].")
     names = {one.name for one in fields(Spec)}
     chosen = {name: value for name, value in arguments.items() if name in names}
-    Spec(observation=observation, action=action, **chosen).layout()
+    Spec(observation=observation, action=action, **chosen)
 
 
 class NoiseEnv(gym.Env[Any, Any]):

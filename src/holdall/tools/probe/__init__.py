@@ -6,8 +6,9 @@
     snapshot      the report: dataclasses and their JSON                              (both)
     startup/      the `sitecustomize` module that loads the hook
     hook          installs the triggers, writes the report                            (the command's process)
+    import_hook   calls functions right after a module was imported
     triggers      the events that stop the command: add a new one here
-    inspection    finds models, buffers, arrays, environments among the live objects
+    inspection    finds models, buffers, arrays, environments among the live objects; lists the modules that it uses
     measurement   what one real update and a few hundred steps take, for `holdall plan`
     stored        what holdall's memory takes for these steps; the only one of them that imports holdall
 

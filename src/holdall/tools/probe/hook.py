@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib.abc
-import importlib.util
 import os
 import re
 import sys
@@ -25,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .import_hook import AfterImport, call_after_import
 from .measurement import (
     MAX_COPIED_BYTES,
     MAX_STEPS,
@@ -50,7 +49,10 @@ _SERVES = re.compile(r"from multiprocessing\.\w+ import (main|spawn_main)\b")
 def install() -> None:
     """Install all triggers in this process."""
     hook = get_hook()
-    sys.meta_path.insert(0, HookFinder(hook))
+    actions: dict[str, list[AfterImport]] = {}
+    for trigger in TRIGGERS:
+        actions.setdefault(trigger.module, []).append(functools.partial(hook.install_trigger, trigger))
+    call_after_import(actions)
     if _is_worker():
         return
     (hook.folder / f"started-{os.getpid()}").touch()
@@ -111,6 +113,14 @@ class Hook:
         self._has_updated = False
         self._is_measuring = False
         self._resident_before_update = 0
+
+    def install_trigger(self, trigger: Trigger, module: ModuleType) -> None:
+        """Install a trigger in its module. A failure becomes a note of the snapshot."""
+        try:
+            trigger.install(module, self)
+        except Exception as error:
+            note = self.folder / f"note-{os.getpid()}-{trigger.module}"
+            note.write_text(f"The trigger for {trigger.module} could not be installed: {error!r}", encoding="utf-8")
 
     # ---------------------------------------------------------------- called by triggers
 
@@ -215,7 +225,7 @@ class Hook:
             self._is_reported = True
         resident = read_status("VmRSS")
         peak = read_status("VmHWM")
-        # The copies of the probe are no buffer of the command, so no object that is inspected refers to them.
+        # The inspection must not count the probe's copies as a buffer of the command.
         steps = self._recorded
         self._recorded = []
         facts: dict[str, Any] = {
@@ -272,41 +282,3 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return True
     return True
-
-
-class HookFinder(importlib.abc.MetaPathFinder):
-    """Installs the triggers of a module right after the module was imported."""
-
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
-        self._local = threading.local()
-        self._triggers: dict[str, list[Trigger]] = {}
-        for trigger in TRIGGERS:
-            self._triggers.setdefault(trigger.module, []).append(trigger)
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """Find the module with the other finders, and wrap its loader."""
-        triggers = self._triggers.get(name)
-        if triggers is None or getattr(self._local, "is_searching", False):
-            return None
-        self._local.is_searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._local.is_searching = False
-        if spec is None or spec.loader is None:
-            return None
-        run_module = spec.loader.exec_module
-
-        def run_and_install(module: ModuleType) -> None:
-            run_module(module)
-            for trigger in triggers:
-                try:
-                    trigger.install(module, self._hook)
-                except Exception as error:
-                    (self._hook.folder / f"note-{os.getpid()}-{name}").write_text(
-                        f"The trigger for {name} could not be installed: {error!r}", encoding="utf-8"
-                    )
-
-        spec.loader.exec_module = run_and_install  # type: ignore[method-assign]
-        return spec

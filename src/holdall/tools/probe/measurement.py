@@ -242,7 +242,7 @@ def _read_gpu() -> tuple[int, int]:
 
 
 def copy_step(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Step | None:
-    """Return a copy of the step that a call added; None if the call's arguments are not known here."""
+    """Return a copy of the step that a call added, or None if the method's arguments are unknown."""
     if options:
         return None
     import numpy as np  # noqa: PLC0415  Whoever adds experience has imported it.

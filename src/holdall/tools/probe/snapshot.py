@@ -60,7 +60,7 @@ class FoundBuffer:
 
     @property
     def transitions(self) -> int | None:
-        """Return the transitions that fit; None if that is unknown."""
+        """Return the transitions that fit, or None if that is unknown."""
         return None if self.rows is None else self.rows * self.n_envs
 
     @property

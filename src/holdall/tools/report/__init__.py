@@ -1,11 +1,11 @@
-"""Report: one self-contained HTML page from a file that holdall wrote; no requests, no frameworks, light and dark.
+"""Report: one self-contained HTML page from a file that holdall wrote. No requests, no frameworks, light and dark.
 
-file -> lines -> results -> *_page -> charts, document
+file -> lines -> recording, results -> *_page -> charts, document
 
-In:  a path to JSON lines; the header says which kind it is.  Out: the text of a page, and a summary as plain data.
-Files come from any source, so every line and every value is checked before it is used.
-Invariants: a value has the type and size that was asked for, or a HoldallError names file, line and rule. A missing
-value and null are None. An unfinished last line is left out: the writer was stopped there. Text becomes markup only
+In:  a path to JSON lines, whose header names the kind of file.  Out: the text of a page, and a summary as plain data.
+A file may have any origin, so every line and every value is checked before it is used.
+Invariants: a value has the requested type and size, or a HoldallError names file, line and rule. A missing value and
+null are None. An unfinished last line is ignored, because the writer was stopped there. Text becomes markup only
 through `charts.tag`, which escapes it.
 """
 
@@ -37,7 +37,7 @@ class JsonLine:
 
     @property
     def kind(self) -> str:
-        """What the line is; empty if it does not say."""
+        """Return the kind of the line, or an empty text if the line names none."""
         return self.text("kind") or ""
 
     def number(self, name: str) -> float | None:
@@ -45,28 +45,30 @@ class JsonLine:
         value = self._value(name, int | float, "must be a number")
         if value is None:
             return None
-        if abs(value) > _MOST_NUMBER or not math.isfinite(value):  # in this order: a whole number may be no float
+        if abs(value) > _MOST_NUMBER or not math.isfinite(
+            value
+        ):  # In this order, because a large whole number cannot become a float.
             self._refuse(name, value, "must be a finite number, and not above 10^18")
         return float(value)
 
     def size(self, name: str) -> float | None:
-        """Return a number that is not negative: bytes, a count, a time."""
+        """Return a number of at least zero: bytes, a count, a time."""
         value = self.number(name)
         if value is not None and value < 0:
             self._refuse(name, value, "must not be negative")
         return value
 
     def numbers(self, name: str) -> list[float]:
-        """Return a list of numbers; empty if there is none."""
+        """Return a list of numbers. A missing list is empty."""
         return [item.number("item") or 0.0 for item in self._items(name)]
 
     def text(self, name: str) -> str | None:
-        """Return text, cut off where it is longer than anybody would read."""
+        """Return text, cut off after 2,000 characters."""
         value: str | None = self._value(name, str, "must be text")
         return value if value is None or len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + "…"
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of texts; empty if there is none."""
+        """Return a list of texts. A missing list is empty."""
         return [item.text("item") or "" for item in self._items(name)]
 
     def flag(self, name: str) -> bool | None:
@@ -80,26 +82,26 @@ class JsonLine:
         return None if value is None else self._inner(value, name)
 
     def inners(self, name: str) -> list[JsonLine]:
-        """Return a list of objects; empty if there is none."""
+        """Return a list of objects. A missing list is empty."""
         rule = "must hold objects only"
         items = self._list(name)
         return [self._inner(one, name) if isinstance(one, dict) else self._refuse(name, one, rule) for one in items]
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
-        """Return a list of lists of two texts; empty if there is none."""
+        """Return a list of lists of two texts. A missing list is empty."""
         return [self._two(name, item.texts("item")) for item in self._items(name)]
 
     def pair_pairs(self, name: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-        """Return a list of lists of two pairs; empty if there is none."""
+        """Return a list of lists of two pairs. A missing list is empty."""
         return [self._two(name, item.pairs("item")) for item in self._items(name)]
 
     def facts(self, name: str) -> list[tuple[str, Any]]:
-        """Return an object's plain values by name: numbers, texts, truth values; those in it as their own facts."""
+        """Return the names and plain values of an object, including those of objects inside it."""
         inner = self.inner(name)
         return [] if inner is None else list(inner._plain())
 
     def sizes(self, name: str) -> dict[str, float | None] | None:
-        """Return an object's values by name, none of them negative."""
+        """Return the values of an object by name, each of them at least zero."""
         inner = self.inner(name)
         return None if inner is None else {key: inner.size(key) for key in inner._values}
 
@@ -134,7 +136,7 @@ class JsonLine:
         return values[0], values[1]
 
     def _value(self, name: str, kind: Any, rule: str) -> Any:
-        """Return a value of a kind, or None; true and false are no numbers."""
+        """Return a value of a kind, or None. True and false do not count as numbers."""
         value = self._values.get(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             self._refuse(name, value, rule)
@@ -146,11 +148,13 @@ class JsonLine:
     def _refuse(self, name: str, value: Any, rule: str) -> NoReturn:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:60] + "…"
-        raise ArgumentError(f"{self._where}: {name!r} ({shown}) {rule}; the file is damaged, or not holdall's")
+        raise ArgumentError(
+            f"{self._where}: {name!r} ({shown}) {rule}. The file is damaged, or holdall did not write it."
+        )
 
 
 def read_lines(path: Path) -> Iterator[JsonLine]:
-    """Yield the objects of a file, one by one: it is never in memory as a whole."""
+    """Yield the objects of a file one by one, so that the file is never in memory as a whole."""
     try:
         with path.open("rb") as file:
             for count, raw in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), start=1):
@@ -160,7 +164,7 @@ def read_lines(path: Path) -> Iterator[JsonLine]:
                     yield _parse_line(raw, f"file ({path}), line {count}")
     except OSError as error:
         raise ArgumentError(
-            f"file ({path}) cannot be read: {error.strerror}; name what holdall watch or bench wrote"
+            f"file ({path}) cannot be read: {error.strerror}. Name a file that holdall watch or bench wrote."
         ) from error
 
 
@@ -174,16 +178,16 @@ def _is_whole(raw: bytes) -> bool:
 
 def _parse_line(raw: bytes, where: str) -> JsonLine:
     if len(raw) >= _MOST_LINE_BYTES:
-        raise ArgumentError(f"{where}: is longer than {_MOST_LINE_BYTES:,} bytes; this is no file of holdall's")
+        raise ArgumentError(f"{where}: is longer than {_MOST_LINE_BYTES:,} bytes. holdall did not write this file.")
     try:
         values = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ArgumentError(
-            f"{where}: is no JSON ({reason}); the file is damaged, or was written by something else"
+            f"{where}: is not JSON ({reason}). The file is damaged, or holdall did not write it."
         ) from error
     if not isinstance(values, dict):
-        raise ArgumentError(f"{where}: must be a JSON object; this is no file of holdall's")
+        raise ArgumentError(f"{where}: must be a JSON object. holdall did not write this file.")
     return JsonLine(values, where)
 
 
@@ -191,14 +195,16 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-BENCH_FORMAT, BUFFERS_FORMAT, RECORDING_FORMAT = "holdall-bench-1", "holdall-bench-buffers-1", "holdall-watch-1"
+BENCH_FORMAT = "holdall-bench-1"
+BUFFERS_FORMAT = "holdall-bench-buffers-1"
+RECORDING_FORMAT = "holdall-watch-1"
 _PAGE_MODULES = {RECORDING_FORMAT: "recording_page", BENCH_FORMAT: "results_page", BUFFERS_FORMAT: "results_page"}
-"""What knows a kind of file; imported with its first file."""
+"""Modules that read and draw a kind of file. Each is imported with the first file of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A file that was read: its format, and what writes its page and its summary."""
+    """A file that was read: its format, and the functions that write its page and its summary."""
 
     form: str
     page: Callable[[], str]
@@ -211,13 +217,16 @@ def read_report(path: Path) -> Report:
     header = next(lines, None)
     form = "" if header is None or header.kind != "header" else header.text("format") or ""
     if header is None or form not in _PAGE_MODULES:
-        found = (
-            "is empty" if header is None else f"begins with format {form!r}" if form else "does not begin with a header"
-        )
         raise ArgumentError(
-            f"file ({path}) {found}; it must be what `holdall watch --record`, `holdall bench` or `holdall bench "
-            f"buffers` wrote ({', '.join(_PAGE_MODULES)})"
+            f"file ({path}) {_describe_start(header, form)}. Name a file that `holdall watch --record`, `holdall "
+            f"bench` or `holdall bench buffers` wrote ({', '.join(_PAGE_MODULES)})."
         )
     read, write_page, summarize = import_module(f"{__name__}.{_PAGE_MODULES[form]}").KINDS[form]
     found = read(header, lines)
     return Report(form, lambda: write_page(found), lambda: summarize(found))
+
+
+def _describe_start(header: JsonLine | None, form: str) -> str:
+    if header is None:
+        return "is empty"
+    return f"begins with format {form!r}" if form else "does not begin with a header"

@@ -51,8 +51,8 @@ Attribute = str | int | float | bool | None
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     """Write an element: `tag("td", "a < b", class_="wide")`.
 
-    None is left out, as a child and as an attribute; True is an attribute without a value. `class_` stands for `class`,
-    and `data_tip` for `data-tip`.
+    None is ignored, as a child and as an attribute. True becomes an attribute without a value. `class_` becomes
+    `class`, and `data_tip` becomes `data-tip`.
     """
     written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
@@ -61,7 +61,7 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def joined(*children: Child) -> Markup:
-    """Put children one behind the other, escaping what is plain text."""
+    """Join children, and escape plain text."""
     return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children if child))
 
 
@@ -76,7 +76,7 @@ def legend_of(keys: Iterable[tuple[str, str]]) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """Write a long name that may be broken behind its dots, underscores and slashes."""
+    """Write a long name that a browser may break after dots, underscores and slashes."""
     return Markup(re.sub(r"(?<=[._/-])(?=\w)", "<wbr>", escape(name)))
 
 
@@ -94,10 +94,10 @@ class Scale:
     end: float
     ticks: tuple[float, ...]
     text: Callable[[float], str]
-    unit: str  # as the page's script knows it, if it writes values: bytes or number
+    unit: str  # Bytes, number or seconds. The page's script formats the values of a plot by it.
 
     def share(self, value: float) -> float:
-        """Say where a value lies, from 0 to 1; what is beyond the end lies at the end."""
+        """Return the position of a value on the axis, from 0 to 1. Larger values than `end` are at 1."""
         return min(max(value / self.end, 0.0), 1.0)
 
 
@@ -111,7 +111,7 @@ def bytes_scale(largest: float) -> Scale:
 
 
 def limited_scale(largest: float, limit: float | None, sight: float = LIMIT_IN_SIGHT) -> Scale:
-    """Make an axis of bytes that shows a limit, unless the limit is so far away that it would flatten the rest."""
+    """Make an axis of bytes that shows a limit of at most `sight` times the largest value."""
     in_sight = limit is not None and largest <= limit <= sight * largest
     return bytes_scale(limit if limit is not None and in_sight else largest)
 
@@ -125,15 +125,16 @@ def number_scale(largest: float) -> Scale:
 
 
 def seconds_scale(largest: float) -> Scale:
-    """Make an axis of time that ends where the data end."""
+    """Make an axis of time that ends with the data."""
     largest = max(largest, _SMALLEST) if largest else 1.0
     days = [float(_DAY * 2**power) for power in range(1, 12)]
     return _scale(largest, [*_SECONDS, *days], format_seconds, "seconds")
 
 
 def _scale(largest: float, steps: list[float], text: Callable[[float], str], unit: str) -> Scale:
-    """Choose the smallest step with few ticks; an axis ends with a tick, but one of time with the data."""
-    ticks, is_time = (8, True) if unit == "seconds" else (5, False)
+    """Choose the smallest step with few ticks. An axis of time ends with the data, any other one with a tick."""
+    is_time = unit == "seconds"
+    ticks = 8 if is_time else 5
     step = next((step for step in steps if largest / step <= ticks), largest / ticks)
     count = math.floor(largest / step + 1e-9) if is_time else math.ceil(largest / step - 1e-9)
     return Scale(
@@ -142,7 +143,7 @@ def _scale(largest: float, steps: list[float], text: Callable[[float], str], uni
 
 
 def number(value: float) -> str:
-    """Write a number with as many digits as are of use."""
+    """Write a number with about three significant digits."""
     value = float(value)
     if value.is_integer() or abs(value) >= 100:
         return f"{value:,.0f}"
@@ -150,7 +151,7 @@ def number(value: float) -> str:
 
 
 def or_dash(value: _Value | None, text: Callable[[_Value], str]) -> str:
-    """Write a value, or a dash where there is none."""
+    """Write a value, or a dash in place of None."""
     return "-" if value is None else text(value)
 
 
@@ -163,7 +164,7 @@ Floats = NDArray[np.float64]
 
 
 def thinned_positions(values: Floats, most: int) -> NDArray[np.int64]:
-    """Choose at most about `most` positions: of every stretch the smallest and the largest value; both ends."""
+    """Choose about `most` positions: both ends, and the smallest and the largest value of every stretch."""
     count = len(values)
     if count <= most:
         return np.arange(count)
@@ -185,15 +186,15 @@ class PlotLayer:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What a plot shows.
+    """A plot over a horizontal axis.
 
     Args:
-        shares: Where the values lie on the horizontal axis, from 0 to 1, in order.
-        heads: What stands over the reading of every place, as "12 min, step 3,400".
-        stacked: Areas one upon the other, and their sum in the reading; otherwise curves.
-        flags: What happened: where on the axis, from 0 to 1, how severe it is, and the text.
-        x_title: What the horizontal axis counts.
-        y_title: What the vertical axis counts; its ticks have the unit.
+        shares: Positions of the values on the horizontal axis, from 0 to 1, in order.
+        heads: Heading of the reading at every position, such as "12 min, step 3,400".
+        stacked: Whether layers are drawn as stacked areas, with their sum in the reading. Otherwise they are curves.
+        flags: Events: the position on the axis from 0 to 1, the severity and the text.
+        x_title: Quantity on the horizontal axis.
+        y_title: Quantity on the vertical axis, whose ticks have the unit.
     """
 
     label: str
@@ -217,10 +218,20 @@ class Plot:
         drawing = tag("svg", *shapes, viewBox=box, preserveAspectRatio="none", aria_hidden="true", focusable="false")
         last = len(self.heads) - 1
         surface = tag(
-            "div", drawing, label, *names, tag("span", class_="cross", hidden=True),
-            class_="plot", tabindex="0", role="slider", aria_label=f"{self.label}. Arrow keys move through it.",
-            aria_valuemin="0", aria_valuemax=last, aria_valuenow=last, aria_valuetext=self._spoken(last),
-        )  # fmt: skip
+            "div",
+            drawing,
+            label,
+            *names,
+            tag("span", class_="cross", hidden=True),
+            class_="plot",
+            tabindex="0",
+            role="slider",
+            aria_label=f"{self.label}. Arrow keys move through it.",
+            aria_valuemin="0",
+            aria_valuemax=last,
+            aria_valuenow=last,
+            aria_valuetext=self._spoken(last),
+        )
         return tag(
             "div",
             axis_title(self.y_title),
@@ -239,8 +250,10 @@ class Plot:
         return [tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="grid") for y in heights]
 
     def _areas(self) -> tuple[list[Markup], list[Markup]]:
-        """Return the bands, and names of those that are thick at the end: a reader need not go by colour alone."""
-        bands, names, below = [], [], np.zeros(len(self.shares))
+        """Return the bands, and names for thick bands, so that a reader does not depend on colours."""
+        bands = []
+        names = []
+        below = np.zeros(len(self.shares))
         for layer in self.layers:
             top = below + layer.values
             path = f"M{self._path(self.shares, top)} L{self._path(self.shares[::-1], below[::-1])}Z"
@@ -270,16 +283,24 @@ class Plot:
         if self.limit is None or self.limit[0] > self.scale.end:
             return None, None
         share = self.scale.share(self.limit[0])
-        y, side = _down(share), "below" if share > 0.9 else "above"
+        y = _down(share)
+        side = "below" if share > 0.9 else "above"
         label = tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{percent(share)}")
         return tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="limit"), label
 
     def _flags(self) -> list[Markup]:
         return [
-            tag("span", SEVERITY_SIGNS[severity], class_=f"flag mark {severity}", data_tip=text, role="img",
-                aria_label=text, style=f"left:{percent(share)}")
+            tag(
+                "span",
+                SEVERITY_SIGNS[severity],
+                class_=f"flag mark {severity}",
+                data_tip=text,
+                role="img",
+                aria_label=text,
+                style=f"left:{percent(share)}",
+            )
             for share, severity, text in self.flags
-        ]  # fmt: skip
+        ]
 
     def _legend(self) -> Markup | None:
         shown = self.layers[::-1] if self.stacked else self.layers
@@ -317,24 +338,24 @@ def y_axis(scale: Scale) -> Markup:
 
 
 def x_axis(ticks: Iterable[tuple[float, str]]) -> Markup:
-    """Write shares and texts on the horizontal axis; where it is short, some in equal distances."""
+    """Write the ticks of the horizontal axis. On a narrow page, only some of them are shown, at equal distances."""
     known = list(ticks)
     stride = 3 if (len(known) - 1) % 2 and not (len(known) - 1) % 3 else 2
     spans = []
     for at, (share, text) in enumerate(known):
-        end = {0.0: "begin", 1.0: "end"}.get(round(share, 2), "")  # their text stays inside of the plot
+        end = {0.0: "begin", 1.0: "end"}.get(round(share, 2), "")  # The text stays inside the plot.
         kind = f"{end}{' minor' if at % stride else ''}".strip()
         spans.append(tag("span", text, style=f"left:{percent(share)}", class_=kind or None))
     return tag("div", *spans, class_="x-axis", aria_hidden="true")
 
 
 def axis_title(text: str, kind: str = "up") -> Markup | None:
-    """Write what an axis counts, above the vertical or below the horizontal one."""
+    """Write the title of an axis: above a vertical axis, below a horizontal one."""
     return tag("div", text, class_=f"axis-title {kind}") if text else None
 
 
 def percent(share: float) -> str:
-    """Write a share as CSS and SVG take it."""
+    """Write a share as a percentage for CSS and SVG."""
     return f"{100 * share:.2f}%"
 
 
@@ -357,8 +378,8 @@ class BarRow:
 
     name: str
     pieces: Sequence[BarPiece]
-    text: str  # beside the bar
-    note: str = ""  # under the name
+    text: str  # Beside the bar.
+    note: str = ""  # Under the name.
     interval: tuple[float, float] | None = None
     strong: bool = False
 
@@ -376,8 +397,8 @@ def bars(
 
     Args:
         legend: Names and colours of the parts.
-        limit: A line across all rows, and what it is.
-        dots: Points on the scale instead of lengths from zero: for values of which zero means nothing.
+        limit: Value and name of a line across all rows.
+        dots: Draw points instead of bars that begin at zero, for values without a meaningful zero.
     """
     keys = list(legend)
     if limit is not None:
@@ -388,9 +409,11 @@ def bars(
 
 def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool) -> Markup:
     marks: list[Markup] = [tag("rect", width="100%", height=_BAR_HEIGHT, class_="track")]
-    left, middle = 0.0, _BAR_HEIGHT / 2
+    left = 0.0
+    middle = _BAR_HEIGHT / 2
     for piece in row.pieces:
-        begin, end = scale.share(left), scale.share(left + piece.value)
+        begin = scale.share(left)
+        end = scale.share(left + piece.value)
         if dots:
             marks.append(mark("circle", piece.tip, piece.colour, cx=percent(end), cy=_BAR_HEIGHT // 2, r="6"))
             continue
@@ -399,7 +422,8 @@ def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool)
         left += piece.value
     if row.interval is not None:
         low, high = (percent(scale.share(end)) for end in row.interval)
-        top, bottom = middle - 2 * _WHISKER, middle + 2 * _WHISKER
+        top = middle - 2 * _WHISKER
+        bottom = middle + 2 * _WHISKER
         lines = ((low, high, middle, middle), (low, low, top, bottom), (high, high, top, bottom))
         marks += (tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_="interval") for x1, x2, y1, y2 in lines)
     if limit is not None and limit[0] <= scale.end:

@@ -1,7 +1,7 @@
-"""The frame of every page, and what is not a chart: sections, tiles with one figure, cards, tables, code.
+"""The frame of every page, and its elements besides charts: sections, tiles with one figure, cards, tables, code.
 
 In:  a title, text, figures, sections.  Out: the text of one HTML file.
-Invariant: the page may run its own script and nothing else, and may fetch nothing: its content policy says so.
+Invariant: the page's content policy allows its own script only, and no requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def document(title: str, kind: str, facts: Sequence[str], sections: Iterable[Mar
     """Write a page.
 
     Args:
-        kind: What the page is, in two or three words, over the title.
+        kind: Two or three words above the title, such as "memory of a run".
         facts: Short facts under the title.
     """
     script = _asset("page.js")
@@ -40,12 +40,12 @@ def document(title: str, kind: str, facts: Sequence[str], sections: Iterable[Mar
 
 
 def section(title: str, *content: Child, lead: str | None = None) -> Markup:
-    """Write a section with its heading and, under it, what it shows in a sentence."""
+    """Write a section: a heading, a sentence about the content, and the content."""
     return tag("section", tag("h2", title), tag("p", lead, class_="lead") if lead else None, *content)
 
 
 def details(summary: str, *content: Child) -> Markup:
-    """Write something that is folded away until it is asked for."""
+    """Write content that is folded until the reader opens it."""
     return tag("details", tag("summary", summary), *content)
 
 
@@ -54,26 +54,26 @@ def _asset(name: str) -> str:
     return resources.files("holdall.tools.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def tiles(those: Iterable[Markup]) -> Markup:
+def tiles(items: Iterable[Markup]) -> Markup:
     """Put tiles side by side."""
-    return tag("dl", *those, class_="tiles")
+    return tag("dl", *items, class_="tiles")
 
 
 def tile(name: str, value: str, note: str = "", tone: str = "") -> Markup:
-    """Write one figure that a reader should see first; its tone is good, warning, error or none."""
+    """Write one figure that a reader should see first. `tone` is good, warning, error or empty."""
     figure = tag("dd", value, tag("small", note) if note else None)
     return tag("div", tag("dt", name), figure, class_=f"tile {tone}".strip())
 
 
-def cards(*those: Markup) -> Markup:
-    """Put cards one below the other."""
-    return tag("div", *those, class_="cards")
+def cards(*items: Markup) -> Markup:
+    """Put cards below each other."""
+    return tag("div", *items, class_="cards")
 
 
 def card(
     severity: str, name: str, text: str, evidence: Sequence[tuple[str, str]] = (), remedy: str = "", when: str = ""
 ) -> Markup:
-    """Write something that was found: how severe it is (or "good"), what it is, the evidence, and what to do."""
+    """Write a finding: its severity (or "good"), name, text, evidence and remedy."""
     badge = tag("span", tag("span", _SIGNS[severity], aria_hidden="true"), f" {severity}", class_="badge")
     facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in evidence]
     return tag(
@@ -89,11 +89,11 @@ def card(
 def table(
     heads: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str, *, words: int = 1, prose: bool = False
 ) -> Markup:
-    """Write a table; where the page is narrow, a short one is a list of its rows, and a long one scrolls by itself.
+    """Write a table. On a narrow page, a short table becomes a list of its rows, and a long one scrolls.
 
     Args:
-        caption: What it shows, for those who do not see it.
-        words: The first columns, which hold words; those behind hold figures.
+        caption: Description for screen readers.
+        words: Number of first columns that hold words. All further columns hold figures.
         prose: Whether the last column holds sentences.
     """
     kinds = ["words" if at < words else None for at in range(len(heads))]
@@ -124,5 +124,5 @@ def sentence(text: str) -> str:
 
 
 def toned_word(text: str, tone: str) -> Markup:
-    """Write a word whose tone is shown by a sign and a colour: good, warning or error."""
+    """Write a word with the sign and the colour of its tone: good, warning or error."""
     return tag("span", tag("span", _SIGNS[tone], aria_hidden="true"), f" {text}", class_=f"said {tone}")

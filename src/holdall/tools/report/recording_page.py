@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from holdall.tools.report import RECORDING_FORMAT, charts
 from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import card, cards, details, document, section, sentence, table, tile, tiles
-from holdall.tools.report.results import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
+from holdall.tools.report.recording import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
 from holdall.units import counted, format_bytes, format_seconds
 
 _MOST_POINTS = 600
 _MOST_ROWS = 120
 _MOST_BARS = 40
 _NAMED_LIMIT_IN_SIGHT = 6.0
-"""Who names a limit for a run wants to see how far below it the run stays."""
+"""A limit that the user names for a run is drawn up to this many times the peak."""
 _NEAR = 0.9
 _COLOURS = {name: f"c{at}" for at, name in enumerate(GROUP_TITLES)}
 _NOT_MEASURED = "not measured"
@@ -31,10 +31,21 @@ _PHASES_LEAD = (
     "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
     "and in proportion above."
 )
-_SIZES = frozenset({
-    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
-    "stacks_virtual",
-})  # fmt: skip
+_SIZES = frozenset(
+    {
+        "bytes",
+        "final",
+        "final_pss",
+        "grown",
+        "high",
+        "left",
+        "low",
+        "resident",
+        "retained",
+        "stacks_resident",
+        "stacks_virtual",
+    }
+)
 _RATES = frozenset({"slope", "low", "high"})
 _COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
 
@@ -48,7 +59,8 @@ def write_recording_page(recording: Recording) -> str:
 
 def summarize_recording(recording: Recording) -> dict[str, Any]:
     """Return the page in short, as plain data."""
-    pss, limit = recording.pss, recording.limit
+    pss = recording.pss
+    limit = recording.limit
     return {
         "readings": len(pss),
         "seconds": float(recording.times[-1]) if len(pss) else 0.0,
@@ -60,21 +72,36 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
             name: sum(int(part.resident) for part in recording.parts if part.group == name) for name in recording.groups
         },
         "buffers": [
-            {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
-             "fill": part.fill}
-            for part in recording.parts if part.group == "buffers"
+            {
+                "name": part.name,
+                "resident_bytes": int(part.resident),
+                "allocated_bytes": _whole(part.allocated),
+                "fill": part.fill,
+            }
+            for part in recording.parts
+            if part.group == "buffers"
         ],
         "phases": [
-            {"name": phase.name, "peak_bytes": _whole(phase.peak), "count": _whole(phase.count),
-             "seconds": phase.seconds}
+            {
+                "name": phase.name,
+                "peak_bytes": _whole(phase.peak),
+                "count": _whole(phase.count),
+                "seconds": phase.seconds,
+            }
             for phase in recording.phases.values()
         ],
         "verdicts": [
-            {"name": verdict.name, "severity": verdict.severity, "text": verdict.text, "remedy": verdict.remedy,
-             "evidence": dict(verdict.evidence), "times": verdict.times}
+            {
+                "name": verdict.name,
+                "severity": verdict.severity,
+                "text": verdict.text,
+                "remedy": verdict.remedy,
+                "evidence": dict(verdict.evidence),
+                "times": verdict.times,
+            }
             for verdict in recording.graded()
         ],
-    }  # fmt: skip
+    }
 
 
 def _whole(value: float | None) -> int | None:
@@ -94,7 +121,9 @@ def _title(recording: Recording) -> str:
 
 def _facts(recording: Recording) -> list[str]:
     header = recording.header
-    started, pid, interval = header.number("started"), header.size("pid"), header.size("interval")
+    started = header.number("started")
+    pid = header.size("pid")
+    interval = header.size("interval")
     readings = len(recording.pss)
     return [
         shlex.join(header.texts("command")),
@@ -114,7 +143,8 @@ def _moment(time: float) -> str:
 
 
 def _tiles(recording: Recording) -> Markup:
-    pss, limit = recording.pss, recording.limit
+    pss = recording.pss
+    limit = recording.limit
     if not len(pss):
         return tag("p", "No reading was recorded.", class_="lead")
     peak = recording.peak
@@ -129,7 +159,7 @@ def _tiles(recording: Recording) -> Markup:
         if share >= _NEAR:
             tone = "error" if share >= 1 else "warning"
     note = _at_peak(recording)
-    if peak > highest:  # The kernel also counts what happens between two readings.
+    if peak > highest:  # The kernel also counts peaks between two readings.
         note = f"between two readings; {format_bytes(highest)} at the highest one, {note}"
     shown = [
         tile("peak", format_bytes(peak), note, tone),
@@ -160,11 +190,13 @@ def _verdicts(recording: Recording) -> Markup:
 
 
 def _card(recording: Recording, verdict: RecordedVerdict) -> Markup:
-    moment, first = recording.since_start(verdict.time), recording.since_start(verdict.first_time)
+    moment = recording.since_start(verdict.time)
+    first = recording.since_start(verdict.first_time)
     when = "" if moment is None else f"after {format_seconds(moment)}"
     if verdict.times > 1 and first is not None:
         when += f", {verdict.times} times, first after {format_seconds(first)}"
-    name, evidence = verdict.name.replace("_", " ").capitalize(), list(evidence_in_words(verdict.evidence))
+    name = verdict.name.replace("_", " ").capitalize()
+    evidence = list(evidence_in_words(verdict.evidence))
     return card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
 
 
@@ -188,20 +220,27 @@ def _memory(recording: Recording) -> Markup | None:
 
 
 def _stacked_bytes(
-    recording: Recording, total: charts.Floats, bands: dict[str, tuple[str, charts.Floats]],
-    limit: tuple[float, str] | None, caption: str, label: str,
+    recording: Recording,
+    total: charts.Floats,
+    bands: dict[str, tuple[str, charts.Floats]],
+    limit: tuple[float, str] | None,
+    caption: str,
+    label: str,
     *,
-    flags: bool = False, sight: float = charts.LIMIT_IN_SIGHT,
-) -> Markup:  # fmt: skip
-    """Plot what adds up to a total of bytes, and write some of it as a table, the first and the last among it."""
+    flags: bool = False,
+    sight: float = charts.LIMIT_IN_SIGHT,
+) -> Markup:
+    """Plot parts of a total of bytes, and write some readings as a table, always the first and the last one."""
     chosen = charts.thinned_positions(total, _MOST_POINTS)
     layers = [charts.PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
     stacked = np.sum([layer.values for layer in layers], axis=0) if layers else total
     scale = charts.limited_scale(max(float(total.max()), float(stacked.max()), 1.0), limit and limit[0], sight)
     plot = _over_time(recording, chosen, layers, scale, label, limit=limit, flags=flags)
-    times, lines = recording.times, []
+    times = recording.times
+    lines = []
     for row in np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)):
-        at, step = chosen[row], recording.series["step"][chosen[row]]
+        at = chosen[row]
+        step = recording.series["step"][at]
         held = [format_bytes(values[row]) for values in (total[chosen], *(layer.values for layer in layers))]
         lines.append([format_seconds(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
     heads = ["after", "step", "all", *bands]
@@ -209,11 +248,16 @@ def _stacked_bytes(
 
 
 def _over_time(
-    recording: Recording, chosen: NDArray[np.int64], layers: Sequence[charts.PlotLayer], scale: charts.Scale,
+    recording: Recording,
+    chosen: NDArray[np.int64],
+    layers: Sequence[charts.PlotLayer],
+    scale: charts.Scale,
     label: str,
     *,
-    limit: tuple[float, str] | None = None, flags: bool = False, stacked: bool = True,
-) -> Markup:  # fmt: skip
+    limit: tuple[float, str] | None = None,
+    flags: bool = False,
+    stacked: bool = True,
+) -> Markup:
     times = recording.times
     axis = charts.seconds_scale(max(float(times[-1]), 1e-9))
     steps = [recording.series["step"][at] for at in chosen]
@@ -250,7 +294,8 @@ def _phases(recording: Recording) -> Markup | None:
     most = max(peak for _, peak in peaks)
     rows = []
     for phase, peak in peaks[:_MOST_BARS]:
-        text, note = format_bytes(peak), _count_and_time(phase.count, phase.seconds)
+        text = format_bytes(peak)
+        note = _count_and_time(phase.count, phase.seconds)
         piece = charts.BarPiece(peak, "c0", f"{phase.name}\npeak {text}")
         rows.append(charts.BarRow(phase.name, [piece], text, note, strong=peak == most))
     named = limit and (limit[0], f"limit {format_bytes(limit[0])}")
@@ -308,7 +353,7 @@ def _gpu(recording: Recording) -> Markup | None:
     limit = recording.vram
     named = None if limit is None else (limit, f"the GPU's memory, {format_bytes(limit)}")
     plot = _stacked_bytes(recording, total, bands, named, "GPU memory over time", "GPU memory over time")
-    lead = "What tensors asked for, what torch's pool keeps besides that, and what else this process holds on the GPU."
+    lead = "Bytes of tensors, bytes that torch's pool keeps besides them, and the rest of this process on the GPU."
     return section("GPU memory", plot, lead=lead)
 
 
@@ -378,4 +423,4 @@ def _evidence_text(name: str, value: Any, unit: Any, of_a_buffer: bool) -> str:
 
 
 KINDS = {RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording)}
-"""How a file of this format is read, and what writes its page and its summary."""
+"""By format: the functions that read a file, write its page and write its summary."""

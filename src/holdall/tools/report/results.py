@@ -1,203 +1,24 @@
-"""What a page shows, as it was recorded: a run that `holdall watch` recorded, results of `holdall bench` (`buffers`).
+"""Results of `holdall bench`, as the bench and its pages use them.
 
-In:  lines of a file, or runs as they end.  Out: of a recording, series over time, the parts of the highest reading,
-phases, verdicts, events; of a bench, runs, what the seeds of one profile come to, and rankings, which the bench and its
-page share; of buffers one record for each library and case.
-Memory stays small for long records: only the sums of a reading are kept, as numbers in arrays.
+In:  lines of a file, or runs as they end.  Out: runs, summaries over the seeds of a profile, and rankings. For a
+comparison of buffers, one record for each library and case.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
 from statistics import fmean, median, stdev
 from typing import Any
 
-import numpy as np
-
 from holdall.tools.report import JsonLine
-from holdall.tools.report.charts import SEVERITY_SIGNS, Floats
-
-GROUP_TITLES = {
-    "buffers": "buffers", "torch": "torch's heap", "python": "Python objects", "heap_retained": "heap, kept but free",
-    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "environment workers",
-    "other": "other", "unattributed": "not attributed",
-}  # fmt: skip
-"""Groups in the order in which they are stacked, and what they are called."""
-_MEASURED = ("step", "steps_per_second", "pressure")
-NAMED_LIMIT = "named for this run"
-_GPU = ("requested", "allocated", "reserved", "fragmented", "other", "limit")
-_MOST_NOTICES = 500
-_NO_NAME = "without a name"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedPart:
-    """A part of a reading."""
-
-    group: str
-    name: str
-    resident: float
-    allocated: float | None
-    fill: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedPhase:
-    """A phase of the run."""
-
-    name: str
-    peak: float | None
-    count: float | None
-    seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedVerdict:
-    """What was found about the run, the last time that it was."""
-
-    name: str
-    severity: str
-    text: str
-    evidence: tuple[tuple[str, Any], ...]
-    remedy: str
-    time: float | None
-    first_time: float | None
-    times: int
-
-
-class _ReadingColumns(dict[str, "array[float]"]):
-    """Readings, column by column; what is not known is nan."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__({name: array("d") for name in names})
-
-    def append(self, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            self[name].append(np.nan if value is None else value)
-
-
-@dataclass(slots=True)
-class Recording:
-    """Everything of a file that a page shows; what is not known is nan in a series and None elsewhere."""
-
-    header: JsonLine
-    series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_MEASURED)))
-    groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_TITLES))
-    gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU))
-    parts: list[RecordedPart] = field(default_factory=list)  # of the highest reading
-    kernel_peak: float = 0.0  # the highest by the kernel's count, which sees what lies between two readings
-    phases: dict[str, RecordedPhase] = field(default_factory=dict)
-    verdicts: dict[str, RecordedVerdict] = field(default_factory=dict)
-    events: list[tuple[float | None, str]] = field(default_factory=list)  # when, and what happened
-    _highest: float = -1.0
-
-    @classmethod
-    def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Recording:
-        """Read the rest of a file; kinds that are not known are left out."""
-        found = cls(header)
-        takers = {"reading": found._reading, "phase": found._phase, "verdict": found._verdict, "event": found._event}
-        for line in lines:
-            if line.kind in takers:
-                takers[line.kind](line)
-        return found
-
-    @property
-    def times(self) -> Floats:
-        """Seconds since the first reading."""
-        times = np.array(self.series["time"])
-        return times - times[0] if len(times) else times
-
-    @property
-    def pss(self) -> Floats:
-        """Proportional set size of the process tree."""
-        return np.array(self.series["pss"])
-
-    @property
-    def peak(self) -> float:
-        """The highest peak that was recorded: of the tree at a reading, or of the process at any time."""
-        return max(self.kernel_peak, float(self.pss.max())) if len(self.pss) else self.kernel_peak
-
-    @property
-    def limit(self) -> tuple[float, str] | None:
-        """The smallest limit on the host's memory, and its name; None if none was recorded."""
-        limits = self.header.inner("limits")
-        names = {"given": NAMED_LIMIT, "cgroup": "control group", "memory": "memory of the machine"}
-        known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
-        return min((limit for limit in known if limit[0] > 0), default=None)
-
-    @property
-    def vram(self) -> float | None:
-        """The GPU's memory, if there is a GPU."""
-        limits = self.header.inner("limits")
-        recorded = np.array(self.gpu["limit"])
-        known = recorded[np.isfinite(recorded)]
-        return float(known[-1]) if len(known) else (limits.size("vram") if limits else None)
-
-    def graded(self) -> list[RecordedVerdict]:
-        """Return the verdicts, the most severe first."""
-        order = ("error", "warning", "info")
-        return sorted(self.verdicts.values(), key=lambda verdict: order.index(verdict.severity))
-
-    def since_start(self, time: float | None) -> float | None:
-        """Return the seconds from the first reading to a moment."""
-        return None if time is None or not self.series["time"] else max(time - self.series["time"][0], 0.0)
-
-    def _reading(self, line: JsonLine) -> None:
-        previous = self.series["time"][-1] if self.series["time"] else 0.0
-        time = line.number("time")
-        parts = [_part(part) for part in line.inners("parts")]
-        sums = dict.fromkeys(GROUP_TITLES, 0.0)
-        for part in parts:
-            sums[part.group] += part.resident
-        reported, gpu = line.size("pss"), line.inner("gpu")
-        pss = sum(sums.values()) if reported is None else reported
-        self.series.append({name: line.size(name) for name in _MEASURED})
-        self.series.append({"time": previous if time is None else max(time, previous), "pss": pss})  # clocks go back
-        if pss > self._highest or not self.parts:
-            self._highest, self.parts = pss, parts
-        self.kernel_peak = max(self.kernel_peak, line.size("peak") or 0.0)
-        self.groups.append(sums)
-        self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU})
-
-    def _phase(self, line: JsonLine) -> None:
-        name = line.text("name") or _NO_NAME
-        self.phases[name] = RecordedPhase(name, line.size("peak"), line.size("count"), line.size("seconds"))
-
-    def _verdict(self, line: JsonLine) -> None:
-        name, severity, time = line.text("name") or _NO_NAME, line.text("severity") or "", line.number("time")
-        before = self.verdicts.get(name)
-        if before is None and len(self.verdicts) >= _MOST_NOTICES:
-            return
-        self.verdicts[name] = RecordedVerdict(
-            name,
-            severity if severity in SEVERITY_SIGNS else "info",
-            line.text("text") or "",
-            tuple(line.facts("evidence")),
-            line.text("remedy") or "",
-            time,
-            time if before is None else before.first_time,
-            1 if before is None else before.times + 1,
-        )
-
-    def _event(self, line: JsonLine) -> None:
-        if len(self.events) < _MOST_NOTICES:
-            self.events.append((line.number("time"), line.text("text") or ""))
-
-
-def _part(line: JsonLine) -> RecordedPart:
-    group, name = line.text("group") or "", line.text("name") or _NO_NAME
-    known = group if group in GROUP_TITLES else "other"
-    return RecordedPart(known, name, line.size("resident") or 0.0, line.size("allocated"), line.size("fill"))
-
 
 PHASES = ("construct", "collect", "fill", "flatten", "train", "save", "load")
-"""Phases in the order in which they come; others follow in the file's order."""
+"""Phases of a training in their order. Other phases follow in the order of the file."""
 _MOST_RUNS = 10_000
 _QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t for 95 % on both sides, by degrees of freedom from 1 on; the normal one beyond."""
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1. `_NORMAL` counts for more."""
 _NORMAL = 1.96
 
 ProfileAndBuffer = tuple[str, str]
@@ -205,16 +26,16 @@ ProfileAndBuffer = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """One training, or why there is none; what was not measured is None."""
+    """One training, or the reason why it was not done. A figure that was not measured is None."""
 
     profile: str
     buffer: str
     seed: int
-    status: str  # done, failed, stopped, does not fit
-    size: int  # capacity of a replay buffer, or steps of a rollout
+    status: str  # "done", "failed", "stopped" or "does not fit".
+    size: int  # Capacity of a replay buffer, or steps of a rollout.
     batch_size: int
     steps: int = 0
-    filled: float = 0.0  # share of the buffer that was full before training was measured
+    filled: float = 0.0  # Share of the buffer that was full before training was measured.
     steps_per_second: float | None = None
     peaks: Mapping[str, float] = field(default_factory=dict)
     bytes_per_transition: float | None = None
@@ -225,7 +46,7 @@ class TrainingRun:
 
     @classmethod
     def read(cls, line: JsonLine) -> TrainingRun:
-        """Read a line of a file; keys that are not known are skipped."""
+        """Read a line of a file. Unknown keys are ignored."""
         counts = {name: int(line.size(name) or 0) for name in ("size", "batch_size", "steps")}
         return cls(
             **counts,
@@ -249,7 +70,7 @@ class TrainingRun:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What names it."""
+        """Profile, buffer and seed, which identify the run."""
         return self.profile, self.buffer, self.seed
 
     @property
@@ -260,14 +81,14 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, and where the true one lies with 95 %; None: one run alone does not show it."""
+    """A mean, and the half width of its 95 % interval, which is None for a single run."""
 
     mean: float
     half: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Work it out; there is at least one value."""
+        """Return the interval of at least one value."""
         count = len(values)
         if count < 2:
             return cls(fmean(values), None)
@@ -276,16 +97,16 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """The lower end; the mean itself if there is no interval."""
+        """Lower end, or the mean of a single run."""
         return self.mean - (self.half or 0.0)
 
     @property
     def high(self) -> float:
-        """The upper end, likewise."""
+        """Upper end, or the mean of a single run."""
         return self.mean + (self.half or 0.0)
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two do not differ clearly."""
+        """Return whether two means may be equal: their intervals overlap, or one of them is unknown."""
         if self.half is None or other.half is None:
             return True
         return abs(self.mean - other.mean) <= self.half + other.half
@@ -306,7 +127,7 @@ class SeedsSummary:
 
     @property
     def done(self) -> list[TrainingRun]:
-        """The runs that ended."""
+        """Runs that were completed."""
         return [run for run in self.runs if run.status == "done"]
 
     @property
@@ -351,18 +172,20 @@ def summaries(runs: Iterable[TrainingRun]) -> list[SeedsSummary]:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRanking:
-    """An order, the best first; or why there is none."""
+    """An order with the best first, or the reason why nothing is ranked."""
 
     by: str
     order: Sequence[ProfileAndBuffer]
     refused: str | None = None
-    same: Sequence[tuple[ProfileAndBuffer, ProfileAndBuffer]] = ()  # neighbours in the order with no clear difference
+    same: Sequence[
+        tuple[ProfileAndBuffer, ProfileAndBuffer]
+    ] = ()  # Neighbours in the order that do not differ clearly.
 
     @classmethod
     def read(cls, line: JsonLine) -> ProfileRanking:
         """Read a line of a file."""
-        order, refused = tuple(line.pairs("order")), line.text("refused")
-        return cls(line.text("by") or "something", order, refused, tuple(line.pair_pairs("same")))
+        same = tuple(line.pair_pairs("same"))
+        return cls(line.text("by") or "something", tuple(line.pairs("order")), line.text("refused"), same)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -371,7 +194,7 @@ class ProfileRanking:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything of a file that a page shows."""
+    """Results of a bench."""
 
     header: JsonLine
     summaries: Sequence[SeedsSummary]
@@ -379,7 +202,7 @@ class Results:
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Results:
-        """Read the rest of a file; of runs and rankings that are there twice the last counts."""
+        """Read the rest of a file. The last of two equal runs or rankings counts."""
         runs: dict[tuple[str, str, int], TrainingRun] = {}
         rankings: dict[str, ProfileRanking] = {}
         for line in lines:
@@ -421,7 +244,7 @@ _MOST_RECORDS = 5_000
 
 @dataclass(frozen=True, slots=True)
 class BufferFigures:
-    """One library on one case; what was not measured is None."""
+    """Figures of one library in one case. A figure that was not measured is None."""
 
     library: str
     version: str
@@ -434,25 +257,25 @@ class BufferFigures:
     load_s: float | None
     exact: bool | None
     note: str
-    laps: float | None  # how often the trace was played over, if more than once
+    laps: float | None  # Number of times that the trace was played, if it was played more than once.
 
     @property
     def bytes_per_transition(self) -> float | None:
-        """What one transition takes."""
+        """Bytes of one transition."""
         return self.nbytes / self.transitions if self.nbytes is not None and self.transitions else None
 
 
 @dataclass(frozen=True, slots=True)
 class BufferResults:
-    """Everything of a file that a page shows."""
+    """Results of a comparison of buffers."""
 
     header: JsonLine
     measured: tuple[BufferFigures, ...]
-    absent: tuple[tuple[str, str], ...]  # what, and why
+    absent: tuple[tuple[str, str], ...]  # Library and case, and the reason.
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> BufferResults:
-        """Read the rest of a file; of records that are there twice the last counts."""
+        """Read the rest of a file. The last of two equal records counts."""
         found: dict[tuple[str, str], BufferFigures] = {}
         absent: dict[tuple[str, str], str] = {}
         for line in lines:

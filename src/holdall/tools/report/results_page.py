@@ -1,4 +1,4 @@
-"""The pages of a bench and of a comparison of buffers: memory, speed, reward, what can be ranked, and what is exact.
+"""The pages of a bench and of a comparison of buffers: memory, speed, reward, rankings and exactness.
 
 In:  `Results` or `BufferResults`.  Out: the page, and a summary as plain data.
 """
@@ -33,8 +33,12 @@ _NOT_MEASURED = "not measured"
 _SPEED_LEAD = (
     "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
 )
-_POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5.5Z", "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
-           "M0,-7 7,5.5H-7Z")  # fmt: skip
+_POINT_SHAPES = (
+    "M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z",
+    "M-5.5,-5.5H5.5V5.5H-5.5Z",
+    "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
+    "M0,-7 7,5.5H-7Z",
+)
 
 
 def write_bench_page(results: Results) -> str:
@@ -73,7 +77,8 @@ def _plain(interval: Interval | None) -> dict[str, float | None] | None:
 
 
 def _title(results: Results) -> str:
-    algo, env = results.header.text("algo"), results.header.text("env")
+    algo = results.header.text("algo")
+    env = results.header.text("env")
     return f"{algo.upper() if algo else 'A bench'} on {env}" if env else "A bench"
 
 
@@ -129,8 +134,10 @@ def _tiles(results: Results) -> Markup:
 def _figure(by: str, found: SeedsSummary | None) -> str:
     if found is None or by == "memory":
         return _bytes(None if found is None else found.peak)
-    interval, unit = (found.speed, " steps/s") if by == "speed" else (found.reward, "")
-    return _NOT_MEASURED if interval is None else f"{number(interval.mean)}{unit}"
+    interval = found.speed if by == "speed" else found.reward
+    if interval is None:
+        return _NOT_MEASURED
+    return f"{number(interval.mean)} steps/s" if by == "speed" else number(interval.mean)
 
 
 def _bytes(value: float | None) -> str:
@@ -141,7 +148,7 @@ def _rankings(results: Results) -> Markup | None:
     if not results.rankings:
         return None
     shown = tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns")
-    lead = "The best first. What was not exercised, or does not differ clearly, is not ranked."
+    lead = "The best first. Nothing is ranked by a figure that was not measured, or that does not differ clearly."
     return section("Rankings", shown, lead=lead)
 
 
@@ -194,7 +201,7 @@ def _speed(results: Results) -> Markup | None:
     if not known:
         return None
     most = max(interval.mean for interval in known)
-    # Two seeds that differ give whiskers that reach far beyond any bar; they are cut off at twice the longest.
+    # Whiskers of two very different seeds are much longer than any bar, so they are cut off at twice the longest bar.
     scale = charts.number_scale(min(max(interval.high for interval in known), 2 * most))
     chart = _intervals(results, scale, lambda one: one.speed, dots=False)
     return section("Speed", chart, lead=_SPEED_LEAD)
@@ -204,10 +211,12 @@ def _reward(results: Results) -> Markup | None:
     known = [one.reward for one in results.summaries if one.reward is not None]
     if not known:
         return None
-    low, high = min(interval.low for interval in known), max(interval.high for interval in known)
+    low = min(interval.low for interval in known)
+    high = max(interval.high for interval in known)
     room = (high - low or abs(high) or 1.0) * 0.08
-    begin, end = low - room, high + room
-    # Rewards have no zero that means anything: the scale begins where the values do.
+    begin = low - room
+    end = high + room
+    # The zero of rewards has no meaning, so the scale begins just below the lowest value.
     scale = charts.Scale(end - begin, (), number, "number")
     chart = _intervals(results, scale, lambda one: one.reward, dots=True, begin=begin)
     lead = (
@@ -227,7 +236,8 @@ def _intervals(
 ) -> Markup:
     rows = []
     for one in results.summaries:
-        interval, name = figure(one), _display_name(one.name)
+        interval = figure(one)
+        name = _display_name(one.name)
         if interval is None:
             rows.append(charts.BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
@@ -244,17 +254,19 @@ def _written(interval: Interval) -> str:
 
 
 def _memory_and_speed(results: Results) -> Markup | None:
-    """Show every profile and buffer by what it takes and how fast it is."""
+    """Plot every profile and buffer by peak memory and speed."""
     known = [(one, one.peak, one.speed) for one in results.summaries if one.peak is not None and one.speed is not None]
     if len(known) < 2:
         return None
     across = charts.bytes_scale(max(peak for _, peak, _ in known))
     up = charts.number_scale(max(speed.mean for _, _, speed in known))
-    # A number over each point: names would lie over each other wherever points are near.
+    # Points have numbers, because the names of near points would overlap.
     numbers = list(dict.fromkeys(one.profile for one, _, _ in known))
-    marks, signs = [], []
+    marks = []
+    signs = []
     for one, peak, speed in known:
-        x, y = across.share(peak), up.share(speed.mean)
+        x = across.share(peak)
+        y = up.share(speed.mean)
         tip = f"{_display_name(one.name)}\npeak {format_bytes(peak)}\n{_written(speed)} steps a second"
         point = charts.mark("path", tip, _colour(results, one.buffer), d=_point_shape(results, one.buffer))
         marks.append(tag("svg", point, x=percent(x), y=percent(1 - y), overflow="visible"))
@@ -262,10 +274,18 @@ def _memory_and_speed(results: Results) -> Markup | None:
         sign = f"{numbers.index(one.profile) + 1}"
         signs.append(tag("span", sign, class_="point-name", aria_hidden="true", style=style))
     keys = [
-        tag("li", tag("svg", tag("path", d=_point_shape(results, buffer), class_=colour), viewBox="-8 -8 16 16",
-                      class_="shape"), buffer)
+        tag(
+            "li",
+            tag(
+                "svg",
+                tag("path", d=_point_shape(results, buffer), class_=colour),
+                viewBox="-8 -8 16 16",
+                class_="shape",
+            ),
+            buffer,
+        )
         for buffer, colour in _legend(results)
-    ]  # fmt: skip
+    ]
     keys += [tag("li", tag("strong", f"{at}"), name) for at, name in enumerate(numbers, 1)]
     heights = [percent(1 - up.share(value)) for value in up.ticks]
     lines = [tag("line", x1="0", x2="100%", y1=height, y2=height, class_="grid") for height in heights]
@@ -301,7 +321,7 @@ def _buffer_comparison(results: Results) -> Markup | None:
             if base is not None and other is not None:
                 rows.append([profile, f"{buffer} against {first}", *_compared(base, other)])
     heads = ["profile", "", "peak memory", "a transition", "steps a second", "reward"]
-    lead = f"What a profile takes and gives with another buffer, as a share of what it does with {first}."
+    lead = f"Figures of a profile with another buffer, in percent of its figures with {first}."
     return section("Buffer against buffer", table(heads, rows, "Buffers compared", words=2), lead=lead)
 
 
@@ -320,13 +340,19 @@ def _all(results: Results) -> Markup:
     heads = ["profile", "buffer", "runs", "peak", "a transition", "steps a second", "reward", "saved", "in", "extra"]
     rows = [
         [
-            one.profile, one.buffer, f"{len(one.done)} of {len(one.runs)}", or_dash(one.peak, format_bytes),
-            or_dash(one.bytes_per_transition, "{:,.0f} B".format), or_dash(one.speed, _written),
-            or_dash(one.reward, _written), or_dash(one.checkpoint("bytes"), format_bytes),
-            or_dash(one.checkpoint("seconds"), format_seconds), or_dash(one.checkpoint("extra"), format_bytes),
+            one.profile,
+            one.buffer,
+            f"{len(one.done)} of {len(one.runs)}",
+            or_dash(one.peak, format_bytes),
+            or_dash(one.bytes_per_transition, "{:,.0f} B".format),
+            or_dash(one.speed, _written),
+            or_dash(one.reward, _written),
+            or_dash(one.checkpoint("bytes"), format_bytes),
+            or_dash(one.checkpoint("seconds"), format_seconds),
+            or_dash(one.checkpoint("extra"), format_bytes),
         ]
         for one in results.summaries
-    ]  # fmt: skip
+    ]
     lead = "Medians, or means with the half width of their 95 % interval. Extra: memory that saving took for a while."
     return section("All figures", table(heads, rows, "All figures", words=2), lead=lead)
 
@@ -365,9 +391,12 @@ def write_buffers_page(results: BufferResults) -> str:
     ]
     libraries = {one.library for one in results.measured}
     facts = [counted(len(results.cases), "case"), counted(len(libraries), "library", "libraries")]
-    return document("Replay buffers alone", "bench buffers", facts, (
-        part for part in [*sections, machine_section(results.header)] if part
-    ))  # fmt: skip
+    return document(
+        "Replay buffers alone",
+        "bench buffers",
+        facts,
+        (part for part in [*sections, machine_section(results.header)] if part),
+    )
 
 
 def summarize_buffers(results: BufferResults) -> dict[str, Any]:
@@ -419,7 +448,9 @@ def _buffer_chart(
     rows = []
     for one, value in zip(known, values, strict=True):
         text = or_dash(value, written)
-        colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
+        colour = "c0" if one.library.startswith(_OURS) else "c5"
+        if one.exact is False:
+            colour = "unused"
         tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
         rows.append(charts.BarRow(one.library, [] if value is None else [charts.BarPiece(value, colour, tip)], text))
     return tag("div", tag("h4", name.capitalize()), charts.bars(rows, scale, name))

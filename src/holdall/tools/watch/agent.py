@@ -18,9 +18,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from holdall import report as tracked
 from holdall.errors import ClosedError
 from holdall.machine import begin_peak, peak_bytes
+from holdall.memory_registry import MEMORIES
 from holdall.tools.watch import exchange
 from holdall.tools.watch.allocators import PythonUse, read_heap_use, read_python_use
 from holdall.tools.watch.exchange import AgentReport, HeldField, PhasePeak, Region
@@ -206,7 +206,7 @@ class Agent:
 
     def _list_memories(self) -> list[Any]:
         """Return holdall's memories, and the buffers of models that report their own bytes."""
-        memories: list[Any] = list(tracked.LIVING)
+        memories: list[Any] = list(MEMORIES)
         for _, buffer in self._list_buffers():
             memory = getattr(buffer, "memory", buffer)
             if hasattr(memory, "report") and not any(memory is known for known in memories):
@@ -349,7 +349,7 @@ def _count_heap_bytes() -> int:
 def _count_added() -> int | None:
     """Return the most transitions that were added to one memory: the steps of a loop that reports none."""
     most = 0
-    for memory in list(tracked.LIVING):
+    for memory in MEMORIES:
         with contextlib.suppress(ClosedError):
             most = max(most, int(getattr(memory, "next_id", 0)))
     return most or None
@@ -357,7 +357,7 @@ def _count_added() -> int | None:
 
 def _count_spilled() -> dict[str, int]:
     found: Counter[str] = Counter()
-    for memory in list(tracked.LIVING):
+    for memory in MEMORIES:
         folder = getattr(memory, "spill_dir", None)
         if folder is not None:
             found[str(folder)[:200]] += int(getattr(memory, "disk_bytes", 0))

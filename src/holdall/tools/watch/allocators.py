@@ -1,15 +1,15 @@
 """What the allocators of this process count: the heap of the C library, and Python's arenas for small objects.
 
-psutil reads the heap. Python's figures come from the report that `sys._debugmallocstats` prints, which is caught in
-memory here. Where an allocator provides no figures (musl, macOS, Windows), the answer is None.
+psutil reads the heap. Python's figures are parsed from the report that `sys._debugmallocstats` prints. Where an
+allocator provides no figures (musl, macOS, Windows), the answer is None.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import re
-from functools import cache
-from typing import Any, NamedTuple
+import sys
+from typing import NamedTuple
 
 import psutil
 
@@ -40,12 +40,15 @@ def read_heap_use() -> HeapUse | None:
     return HeapUse(int(found.heap_used), int(found.mmap_used))
 
 
+def return_free_heap() -> None:
+    """Return free pages of the C library's heap to the system, where the library can do that."""
+    with contextlib.suppress(AttributeError, NotImplementedError, OSError):
+        psutil.heap_trim()
+
+
 def read_python_use() -> PythonUse | None:
     """Ask Python's allocator. It visits every pool of 16 KiB, which takes some microseconds per megabyte."""
-    functions = _find_functions()
-    if functions is None:
-        return None
-    text = _catch_report(functions)
+    text = _describe_python_heap()
     arenas = _ARENAS.search(text)
     used = _USED.search(text)
     if arenas is None or used is None:  # Allocations are traced, or Python was built without this allocator.
@@ -53,36 +56,15 @@ def read_python_use() -> PythonUse | None:
     return PythonUse(int(arenas[1].replace(b",", b"")), int(used[1].replace(b",", b"")))
 
 
-def _catch_report(functions: Any) -> bytes:
-    describe, open_stream, close_stream, free = functions
-    text = ctypes.c_void_p()
-    size = ctypes.c_size_t()
-    stream = open_stream(ctypes.byref(text), ctypes.byref(size))
-    if not stream:
+def _describe_python_heap() -> bytes:
+    """Return the report of Python's allocator, which is empty while it is unknown.
+
+    The native module imports NumPy, and a script may still set how many threads NumPy gets. So the report is unknown
+    until the script itself has imported NumPy.
+    """
+    spec = getattr(sys.modules.get("numpy"), "__spec__", None)
+    if spec is None or getattr(spec, "_initializing", False):
         return b""
-    try:
-        describe(stream)
-    finally:
-        close_stream(stream)
-    try:
-        return ctypes.string_at(text.value, size.value) if text.value else b""
-    finally:
-        free(text)
+    from holdall._native import describe_python_heap  # noqa: PLC0415  It imports NumPy.
 
-
-@cache
-def _find_functions() -> tuple[Any, Any, Any, Any] | None:
-    try:
-        library: Any = ctypes.CDLL(None)
-        # This one keeps the GIL: objects must not be freed while pools are counted.
-        describe: Any = ctypes.pythonapi["_PyObject_DebugMallocStats"]
-        functions = (describe, library.open_memstream, library.fclose, library.free)
-    except (AttributeError, TypeError, OSError):
-        return None
-    describe.argtypes = (ctypes.c_void_p,)
-    library.open_memstream.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.open_memstream.restype = ctypes.c_void_p
-    library.fclose.argtypes = (ctypes.c_void_p,)
-    library.free.argtypes = (ctypes.c_void_p,)
-    library.free.restype = None
-    return functions
+    return describe_python_heap() or b""

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from holdall import report as tracked
 from holdall.errors import ArgumentError, ClosedError
 from holdall.machine import Limit, held_bytes, memory_limits, read_text
-from holdall.tools.malloc import return_free_heap
+from holdall.memory_registry import MEMORIES
 from holdall.tools.watch.agent import Agent
+from holdall.tools.watch.allocators import return_free_heap
 from holdall.units import format_bytes
 
 OnPressure = Literal["warn", "spill", "checkpoint"]
@@ -161,14 +161,14 @@ class MemoryGuard:
         self._plan_next_check(self._tracker.follow(self._list_limits(), clock()))
         self._ended = threading.Event()
         if on_pressure == "spill":
-            tracked.set_pressure_check(self.is_short)
+            MEMORIES.set_pressure_check(self.is_short)
         if has_thread:
             threading.Thread(target=self._run, name="holdall-guard", daemon=True).start()
 
     def stop(self) -> None:
         """End the guard."""
         self._ended.set()
-        tracked.clear_pressure_check(self.is_short)
+        MEMORIES.clear_pressure_check(self.is_short)
 
     def is_short(self, grown_bytes: int) -> bool:
         """Return whether memory is short after a memory grew. Called by the thread that adds."""
@@ -246,7 +246,7 @@ class MemoryGuard:
 def _relieve_memories(nbytes: int) -> str:
     """Ask every memory to free a share of `nbytes` in proportion to its size. Return what was asked."""
     size_by_memory: dict[Any, int] = {}
-    for memory in list(tracked.LIVING):
+    for memory in MEMORIES:
         if hasattr(memory, "relieve"):
             with contextlib.suppress(ClosedError):
                 size_by_memory[memory] = memory.report().total_bytes

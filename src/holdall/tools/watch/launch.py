@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.util
 import os
 import shutil
 import signal
@@ -17,12 +15,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from holdall.errors import ArgumentError
+from holdall.tools.probe.import_hook import call_after_import
 from holdall.tools.watch.agent import get_agent
 
 _STARTUP_FOLDER = Path(__file__).parent / "startup"
@@ -85,10 +82,7 @@ class LaunchedCommand:
 def start_agent_in_command() -> None:
     """Start the agent in a launched Python. Follow models as soon as Stable-Baselines3 is imported."""
     get_agent()
-    if _MODEL_MODULE in sys.modules:
-        follow_models(sys.modules[_MODEL_MODULE])
-    else:
-        sys.meta_path.insert(0, _ModelImportFinder())
+    call_after_import({_MODEL_MODULE: [follow_models]})
 
 
 def follow_models(module: Any) -> None:
@@ -102,22 +96,3 @@ def follow_models(module: Any) -> None:
         get_agent().follow_model(model)
 
     kind.__init__ = initialize_and_follow
-
-
-class _ModelImportFinder(importlib.abc.MetaPathFinder):
-    """Calls `follow_models` when the module of models is imported."""
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _MODEL_MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_follow(module: ModuleType) -> None:
-                load(module)
-                follow_models(module)
-
-            spec.loader.exec_module = load_and_follow  # type: ignore[method-assign]  # Of this one loader.
-        return spec

@@ -101,7 +101,7 @@ def _unread_names(source: Source) -> set[str]:
 
 
 def _collecting_name(source: Source, node: ast.Name) -> str | None:
-    """Return the name of the list or CallbackList that a use of a name is put into; None for any other use."""
+    """Return the name of the list or CallbackList that a use of a name is put into, or None for any other use."""
     for parent in source.ancestors(node):
         if isinstance(parent, ast.Assign):
             return parent.targets[0].id if isinstance(parent.targets[0], ast.Name) else None

@@ -149,7 +149,7 @@ class ObservationsWiderThanNeeded(Rule):
 
 
 def _batch_bytes(model: TrainedModel) -> tuple[int, int] | None:
-    """Return the bytes of a batch's observations as stored, and as float32; None if the model has no batch size."""
+    """Return the bytes of a batch's observations as stored, and as float32, or None if the model has no batch size."""
     batch = model.count("batch_size")
     if batch is None or not model.observation:
         return None

@@ -140,7 +140,7 @@ class PickleCopiesArrays(Rule):
 
 
 def _set_protocol(source: Source, call: ast.Call, given: ast.expr | None) -> Edit | None:
-    """Return the edit that makes the protocol 5; None if the protocol is not a literal."""
+    """Return the edit that makes the protocol 5, or None if the protocol is not a literal."""
     if isinstance(given, ast.Constant):
         return Edit(source.place(given), ast.unparse(given), str(_PROTOCOL))
     if given is not None:
@@ -274,7 +274,7 @@ class PickledInAThread(Rule):
 
 
 def _thread_target(source: Source, call: ast.Call) -> ast.expr | None:
-    """Return the function that a call hands to a thread; None if there is none."""
+    """Return the function that a call hands to a thread, or None if there is none."""
     if source.dotted(call.func) == "threading.Thread":
         return argument_of(call, "target")
     if isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:

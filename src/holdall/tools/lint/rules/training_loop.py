@@ -12,6 +12,7 @@ from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.source import Source, argument_of, has_unpacked_arguments
 from holdall.tools.lint.source_sb3 import model_of
 from holdall.tools.lint.subjects import TrainedModel
+from holdall.units import counted
 
 _MIN_EPISODES = 10
 """Episodes in one rollout of one environment that are worth a message."""
@@ -216,7 +217,7 @@ class TotalIsNoMultiple(Rule):
             return
         rollouts = -(-steps // collected)
         made = rollouts * collected
-        text = f"{steps:,} steps in rollouts of {collected:,} are {rollouts:,} rollouts, {made:,} steps"
+        text = f"{steps:,} steps need {counted(rollouts, 'rollout')} of {collected:,} steps, which make {made:,} steps"
         yield Match(text, model.place, {"rollouts": rollouts, "steps": made})
 
 

@@ -1,0 +1,205 @@
+"""A run that `holdall watch` recorded, as its page shows it.
+
+In:  lines of a file.  Out: series over time, the parts of the highest reading, phases, verdicts and events.
+A long recording takes little memory: only the sums of a reading are kept, as numbers in arrays.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdall.tools.report import JsonLine
+from holdall.tools.report.charts import SEVERITY_SIGNS, Floats
+
+GROUP_TITLES = {
+    "buffers": "buffers",
+    "torch": "torch's heap",
+    "python": "Python objects",
+    "heap_retained": "heap, kept but free",
+    "stacks": "thread stacks",
+    "libraries": "libraries",
+    "shared": "shared memory",
+    "workers": "environment workers",
+    "other": "other",
+    "unattributed": "not attributed",
+}
+"""Titles of the groups, in the order of the stack."""
+_MEASURED = ("step", "steps_per_second", "pressure")
+NAMED_LIMIT = "named for this run"
+_GPU = ("requested", "allocated", "reserved", "fragmented", "other", "limit")
+_MOST_NOTICES = 500
+_NO_NAME = "without a name"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPart:
+    """A part of a reading."""
+
+    group: str
+    name: str
+    resident: float
+    allocated: float | None
+    fill: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPhase:
+    """A phase of the run."""
+
+    name: str
+    peak: float | None
+    count: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedVerdict:
+    """A verdict about the run, with the text of its last occurrence."""
+
+    name: str
+    severity: str
+    text: str
+    evidence: tuple[tuple[str, Any], ...]
+    remedy: str
+    time: float | None
+    first_time: float | None
+    times: int
+
+
+class _ReadingColumns(dict[str, "array[float]"]):
+    """Readings, column by column. An unknown value is nan."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__({name: array("d") for name in names})
+
+    def append(self, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            self[name].append(np.nan if value is None else value)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A recorded run. An unknown value is nan in a series and None elsewhere."""
+
+    header: JsonLine
+    series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_MEASURED)))
+    groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_TITLES))
+    gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU))
+    parts: list[RecordedPart] = field(default_factory=list)  # Parts of the highest reading.
+    kernel_peak: float = 0.0  # Highest peak that the kernel counted. It also sees peaks between two readings.
+    phases: dict[str, RecordedPhase] = field(default_factory=dict)
+    verdicts: dict[str, RecordedVerdict] = field(default_factory=dict)
+    events: list[tuple[float | None, str]] = field(default_factory=list)  # Time and text.
+    _highest: float = -1.0
+
+    @classmethod
+    def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Recording:
+        """Read the rest of a file. Unknown kinds of lines are ignored."""
+        found = cls(header)
+        takers = {"reading": found._reading, "phase": found._phase, "verdict": found._verdict, "event": found._event}
+        for line in lines:
+            if line.kind in takers:
+                takers[line.kind](line)
+        return found
+
+    @property
+    def times(self) -> Floats:
+        """Seconds since the first reading."""
+        times = np.array(self.series["time"])
+        return times - times[0] if len(times) else times
+
+    @property
+    def pss(self) -> Floats:
+        """Proportional set size of the process tree."""
+        return np.array(self.series["pss"])
+
+    @property
+    def peak(self) -> float:
+        """Highest recorded peak: of the process tree at a reading, or of the process at any time."""
+        return max(self.kernel_peak, float(self.pss.max())) if len(self.pss) else self.kernel_peak
+
+    @property
+    def limit(self) -> tuple[float, str] | None:
+        """Smallest limit on the host's memory with its name, or None if no limit was recorded."""
+        limits = self.header.inner("limits")
+        names = {"given": NAMED_LIMIT, "cgroup": "control group", "memory": "memory of the machine"}
+        known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
+        return min((limit for limit in known if limit[0] > 0), default=None)
+
+    @property
+    def vram(self) -> float | None:
+        """The GPU's memory, if there is a GPU."""
+        limits = self.header.inner("limits")
+        recorded = np.array(self.gpu["limit"])
+        known = recorded[np.isfinite(recorded)]
+        if len(known):
+            return float(known[-1])
+        return limits.size("vram") if limits else None
+
+    def graded(self) -> list[RecordedVerdict]:
+        """Return the verdicts, the most severe first."""
+        order = ("error", "warning", "info")
+        return sorted(self.verdicts.values(), key=lambda verdict: order.index(verdict.severity))
+
+    def since_start(self, time: float | None) -> float | None:
+        """Return the seconds from the first reading to a moment."""
+        return None if time is None or not self.series["time"] else max(time - self.series["time"][0], 0.0)
+
+    def _reading(self, line: JsonLine) -> None:
+        previous = self.series["time"][-1] if self.series["time"] else 0.0
+        time = line.number("time")
+        parts = [_part(part) for part in line.inners("parts")]
+        sums = dict.fromkeys(GROUP_TITLES, 0.0)
+        for part in parts:
+            sums[part.group] += part.resident
+        reported = line.size("pss")
+        gpu = line.inner("gpu")
+        pss = sum(sums.values()) if reported is None else reported
+        self.series.append({name: line.size(name) for name in _MEASURED})
+        self.series.append(
+            {"time": previous if time is None else max(time, previous), "pss": pss}
+        )  # A clock may go back.
+        if pss > self._highest or not self.parts:
+            self._highest = pss
+            self.parts = parts
+        self.kernel_peak = max(self.kernel_peak, line.size("peak") or 0.0)
+        self.groups.append(sums)
+        self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU})
+
+    def _phase(self, line: JsonLine) -> None:
+        name = line.text("name") or _NO_NAME
+        self.phases[name] = RecordedPhase(name, line.size("peak"), line.size("count"), line.size("seconds"))
+
+    def _verdict(self, line: JsonLine) -> None:
+        name = line.text("name") or _NO_NAME
+        severity = line.text("severity") or ""
+        time = line.number("time")
+        before = self.verdicts.get(name)
+        if before is None and len(self.verdicts) >= _MOST_NOTICES:
+            return
+        self.verdicts[name] = RecordedVerdict(
+            name,
+            severity if severity in SEVERITY_SIGNS else "info",
+            line.text("text") or "",
+            tuple(line.facts("evidence")),
+            line.text("remedy") or "",
+            time,
+            time if before is None else before.first_time,
+            1 if before is None else before.times + 1,
+        )
+
+    def _event(self, line: JsonLine) -> None:
+        if len(self.events) < _MOST_NOTICES:
+            self.events.append((line.number("time"), line.text("text") or ""))
+
+
+def _part(line: JsonLine) -> RecordedPart:
+    group = line.text("group") or ""
+    name = line.text("name") or _NO_NAME
+    known = group if group in GROUP_TITLES else "other"
+    return RecordedPart(known, name, line.size("resident") or 0.0, line.size("allocated"), line.size("fill"))
