@@ -252,7 +252,7 @@ def is_met(case: str, found: dict[str, Any]) -> bool:
 def table(cases: dict[str, Any]) -> str:
     """Return the results as the table of docs/guides/lerobot.md."""
     lines = [
-        "| a transition with | LeRobot | `optimize_memory=True` | holdall, `budget=None` | less | `sample(256)` | `add` |",
+        "| images | LeRobot | `optimize_memory=True` | holdall, `budget=None` | less | `sample(256)` | `add` |",
         "|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
