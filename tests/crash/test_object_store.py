@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, FencedError, ReplayMemory
 from holdall.checkpoint import open_reader
 from holdall.checkpoint.object_blobs import ObjectBlobs
+from holdall.dreamer import Replay
 from holdall.errors import LockedError
 
 from .nursery import LANES, SPACE, add, require_right
@@ -50,6 +52,22 @@ def test_a_memory_is_saved_and_loaded(url: str) -> None:
     reader = open_reader(url)
     named = {name for number in reader.numbers() for name in reader.manifest(number).files}
     assert set(reader.file_sizes()) == named
+
+
+def test_a_replay_of_dreamer_starts_empty_where_nothing_was_saved(url: str) -> None:
+    """As in an empty folder. Once it was saved, it is loaded."""
+    with new_memory() as memory:  # The server makes the bucket for the first object.
+        grow(memory, 1)
+        memory.save(f"{url}-other").result()
+    replay = Replay(2, 100, url, save_wait=True)
+    replay.load()
+    assert len(replay) == 0
+    for number in range(8):
+        replay.add({"number": np.int64(number), "is_first": number == 0, "is_last": False, "is_terminal": False})
+    replay.save()
+    loaded = Replay(2, 100, url)
+    loaded.load()
+    assert len(loaded) == len(replay) > 0
 
 
 def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,13 @@ def test_a_checkpoint_goes_to_minari_and_back(run: Path, tmp_path: Path, monkeyp
         assert np.array_equal(back.gather(ids).next_obs, memory.gather(ids).next_obs)
 
 
+@pytest.mark.parametrize("source", ["minari:robots/dog-v0", "buffer.pkl"])
+def test_drop_last_is_refused_where_every_step_has_a_next_observation(source: str, tmp_path: Path) -> None:
+    told = called("import", source, tmp_path / "back", "--drop-last")
+    assert told.exit_code == 1
+    assert "--drop-last does not apply to source" in told.stderr
+
+
 def test_a_checkpoint_goes_to_npz(run: Path, tmp_path: Path) -> None:
     """Every transition, by field. An existing file is not replaced."""
     file = tmp_path / "dog.npz"

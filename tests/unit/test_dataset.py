@@ -84,9 +84,8 @@ class Recording:
             following = number + direction * self.oracle.num_envs
             if not self.oracle.first_id <= following < self.oracle.next_id:
                 return number, True
-            tick, lane = self.oracle._tick_and_lane(following)  # An entry may be no transition.
             before = number if direction > 0 else following
-            if not tick.valid[lane] or (tick.valid[lane] and self._ends(before)):
+            if not self.oracle.are_valid(np.array([following]))[0] or self._ends(before):
                 return number, True
             number = following
         return number, False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -789,3 +791,26 @@ def test_the_module_runs_lerobots_command(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "<class 'holdall.lerobot.replay_buffer.ReplayBuffer'> --config_path train.json\n"
+
+
+# ---------------------------------------------------------------- the guide
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guides" / "lerobot.md"
+
+
+def test_the_guide_has_the_measured_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = runpy.run_path(str(ROOT / "benchmarks" / "lerobot_buffer.py"))
+    results = json.loads((ROOT / "benchmarks" / "results" / "lerobot.json").read_text(encoding="utf-8"))
+    assert list(results["cases"]) == list(script["CASES"])
+    assert all(script["is_met"](case, found) for case, found in results["cases"].items())
+    guide = GUIDE.read_text(encoding="utf-8")
+    assert script["rewritten"](guide, results["cases"]) == guide
+
+
+def test_lerobots_own_tests_passed() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "lerobot_tests.json").read_text(encoding="utf-8"))
+    for side in results["sides"].values():
+        assert side["passed"]
+        assert side["failed"] == []

@@ -254,6 +254,11 @@ def import_(
 ) -> None:
     """Turn a recorded data set, or a pickled buffer of Stable-Baselines3, into a checkpoint."""
     kind, _, place = source.partition(":")
+    if drop_last and kind not in READERS:
+        raise ArgumentError(
+            f"--drop-last does not apply to source ({source!r}). Its steps have their own next observations. Leave out "
+            "--drop-last."
+        )
     if kind in READERS or source.startswith(_MINARI):
         with _new_spill_folder(url) as folder, _transition_progress("importing") as advance:
             settings = {"budget": None, "spill_dir": folder, "prefer": prefer}

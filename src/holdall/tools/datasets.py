@@ -94,7 +94,10 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
 
 
 def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None, **settings: Any) -> ReplayMemory:
-    """Return a memory of one lane with all transitions of a local Minari dataset. `settings` are of the memory."""
+    """Return a memory of one lane with all transitions of a local Minari dataset. `settings` are of the memory.
+
+    Minari returns whole episodes, so the memory that is needed besides the result is that of the two longest ones.
+    """
     try:
         dataset = _import_package().load_dataset(dataset_id)
     except (FileNotFoundError, ValueError, TypeError) as error:
@@ -102,19 +105,21 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
     first = next(iter(dataset.iterate_episodes()), None)
     if first is None:
         raise ArgumentError(f"dataset ({dataset_id!r}) has no episodes, so there is nothing to import.")
-    stored = (first.infos or {}).get(_EXTRAS)
+    stored_in_first = (first.infos or {}).get(_EXTRAS)
+    has_extras = stored_in_first is not None
     memory = ReplayMemory(
         dataset.observation_space,
         dataset.action_space,
         max(1, int(dataset.total_steps)),
-        extras=None if stored is None else dict(_space_like(stored).items()),
+        extras=dict(_space_like(stored_in_first).items()) if has_extras else None,
         reward_shape=np.shape(first.rewards)[1:],
         **settings,
     )
+    del first, stored_in_first
     observation, action, extras = memory.schema.observation, memory.schema.action, memory.schema.extras
     for episode in dataset.iterate_episodes():
         steps = len(episode.rewards)
-        more = [] if stored is None else extras.flatten(_with_tuples(episode.infos[_EXTRAS]), (steps,), "extras")
+        more = extras.flatten(_with_tuples(episode.infos[_EXTRAS]), (steps,), "extras") if has_extras else []
         seen = observation.flatten(episode.observations, (steps + 1,), "observations")
         taken = action.flatten(episode.actions, (steps,), "actions")
         ended, cut = (np.asarray(flags, np.bool_) for flags in (episode.terminations, episode.truncations))
@@ -130,6 +135,8 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
                 cut[now, None],
                 extras=extras.build([rows[now, None] for rows in more]) if more else None,
             )
+            # A memory that is behind would keep blocks in RAM, and use its fast codecs.
+            memory.store.wait_idle()
             on_progress(len(memory), int(dataset.total_steps))
     return memory
 
