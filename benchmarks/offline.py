@@ -9,13 +9,14 @@ with the recording.
 
 Times: the loaders of all sides take turns in one process. Each DataLoader has four spawned workers. A turn is a number
 of batches after those that were prepared before are used up. `samples_per_s` is the median over the turns,
-`times_lance` the median of the ratios within a turn, and `cpu_us` the processor time of the workers per sample, which
-depends less on what else the machine does. `none` passes zeros on, which shows what the DataLoader itself takes.
-`holdall_threads` is `Dataset.loader`, which needs no other processes.
+`times_lance` the median of the ratios within a turn, and `cpu_us` the processor time of all processes per sample, which
+depends less on what else the machine does. `none` passes zeros on, which shows what the DataLoader itself takes: torch
+sends each array in new shared memory. `holdall_threads` is `Dataset.loader`, which needs no other processes.
 
 Memory: the proportional set size of the main process and its workers, in a fresh process per side.
 
-Exit status 1 if holdall is larger than Lance, or `Dataset.loader` is less than twice as fast as the fastest Lance.
+Exit status 1 if holdall is larger than Lance, or less than twice as fast as the fastest Lance: with four workers as
+well as with `Dataset.loader`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ CASES = {"step": ((0,), (0,)), "window": ((-1, 0), tuple(range(16)))}
 BAR_SPEED = 2.0
 THREADS = "holdall_threads"
 """`Dataset.loader`, which reads in threads of the main process."""
+FAST = ("holdall", THREADS)
+"""Sides that have to reach the bar."""
 TIMED = ["none", "hdf5", "lance", "holdall", THREADS]
 PARTS = ["sizes", "step", "window", "smallest", "memory"]
 
@@ -290,9 +293,9 @@ def new_loader(side: Any, method: str = "spawn") -> Iterator[Any]:
 
 
 def processor_s(loader: Any) -> float:
-    """Return the processor time of a loader's workers, or of this process if the loader has threads."""
-    workers = [psutil.Process(worker.pid) for worker in getattr(loader, "_workers", ())] or [psutil.Process()]
-    return sum(sum(worker.cpu_times()[:2]) for worker in workers)
+    """Return the processor time of this process and of a loader's workers."""
+    processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in getattr(loader, "_workers", ()))]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def measure_times(names: list[str], ends: NDArray[np.bool_], case: str, rounds: int, batches: int) -> dict[str, Any]:
@@ -395,7 +398,7 @@ def main() -> int:
         "memory": lambda: measure_memories(given.frames),
     }
     result: dict[str, Any] = {}
-    if given.json and given.json.exists():
+    if given.json and given.json.exists() and set(given.parts) != set(PARTS):
         result = json.loads(given.json.read_text(encoding="utf-8"))
     for part in given.parts:
         result[part] = measures[part]()
@@ -408,7 +411,8 @@ def main() -> int:
         return 0
     sizes = result["sizes"]
     is_small = sizes["holdall"] <= sizes["lance"] and sizes["holdall_memory"] <= sizes["lance_pages"]
-    is_fast = all(result[case][THREADS]["times_lance"] >= BAR_SPEED for case in CASES if case in result)
+    ratios = [result[case][name]["times_lance"] for case in CASES for name in FAST if name in result.get(case, {})]
+    is_fast = all(ratio >= BAR_SPEED for ratio in ratios)
     return 0 if is_small and is_fast else 1
 
 
