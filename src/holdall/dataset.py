@@ -590,7 +590,7 @@ class Dataset:
 
 
 def _find_torch_worker() -> Any:
-    """Return torch's description of the DataLoader worker that this process is. None if it is no worker."""
+    """Return torch's `WorkerInfo` in a worker of a DataLoader, and None in other processes."""
     torch_data: Any = sys.modules.get("torch.utils.data")
     return None if torch_data is None else torch_data.get_worker_info()
 

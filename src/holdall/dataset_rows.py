@@ -98,7 +98,7 @@ class BlockPool:
 
 
 class SharedRows(dict[str, Any]):
-    """A batch by key. Values may be replaced; arrays and tensors in the memory of `leases` are sent through it."""
+    """A batch by key. Multiprocessing sends the arrays and tensors in `leases` through shared memory."""
 
     def __init__(self, rows: Rows, leases: list[Lease]) -> None:
         super().__init__(rows)
@@ -173,10 +173,10 @@ def _has_place(value: Any) -> bool:
 
 
 def _describe(value: Any, leases: list[Lease]) -> Any:
-    """Return what is sent for a value: `_Sent`, or the value itself, which multiprocessing pickles as it can."""
+    """Return the `_Sent` of an array or tensor. Return other values unchanged."""
     array, is_tensor = _find_array(value)
     if array is None:
-        return value
+        return value  # Multiprocessing pickles it.
     if array.nbytes < MIN_SHARED_BYTES:
         return _Sent(array, is_tensor)
     if array.flags.c_contiguous:
