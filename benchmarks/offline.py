@@ -58,6 +58,16 @@ FAST = ("holdall", THREADS)
 TIMED = ["none", "hdf5", "lance", "holdall", THREADS]
 PARTS = ["sizes", "step", "window", "smallest", "memory"]
 
+ROWS = {
+    "none": "workers that read nothing",
+    "hdf5": "HDF5, four workers",
+    "lance": "Lance, images, four workers",
+    "holdall": "holdall, four workers",
+    THREADS: "holdall, `dataset.loader`",
+}
+BEGIN = "<!-- offline: python benchmarks/offline.py --json benchmarks/results/offline.json -->"
+END = "<!-- end of offline -->"
+
 Rows = dict[str, NDArray[Any]]
 
 
@@ -373,6 +383,24 @@ def measure_memories(frames: int) -> list[dict[str, Any]]:
     return [measure_memory(name, method, frames) for method, name in sides]
 
 
+def table(result: dict[str, Any]) -> str:
+    """Return samples per second and processor times as the table of docs/guides/offline.md."""
+    lines = ["| | one image, one action | | two images, 16 actions | |", "|---|---|---|---|---|"]
+    for name, title in ROWS.items():
+        cells = []
+        for case in CASES:
+            found = result[case][name]
+            cells += [f"{found['samples_per_s']:,} ({found['times_lance']:.1f} x)", f"{found['cpu_us']:.0f} µs"]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def rewritten(text: str, result: dict[str, Any]) -> str:
+    """Return a guide with the table of these results in its place."""
+    head, rest = text.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{table(result)}{END}{rest.split(END, 1)[1]}"
+
+
 def main() -> int:
     """Run the parts that were asked for, and add their results to the file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -382,6 +410,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="sizes is needed once before others")
     parser.add_argument("--sides", nargs="+", choices=[*SIDES, THREADS], default=TIMED, help="of step and window")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--method", default="spawn", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -407,6 +436,8 @@ def main() -> int:
     result["versions"] = versions("torch", "h5py", "pylance", "gym-pusht")
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if given.guide:
+        given.guide.write_text(rewritten(given.guide.read_text(encoding="utf-8"), result), encoding="utf-8")
     if "sizes" not in result:
         return 0
     sizes = result["sizes"]

@@ -7,6 +7,7 @@ import multiprocessing
 import operator
 import os
 import pickle
+import runpy
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -408,6 +409,19 @@ def test_a_saved_memory_of_a_dataset_has_everything(recording: Recording, tmp_pa
         memory.save(tmp_path / "online").result()
     with holdall.Dataset.open(tmp_path / "online") as again:
         assert_same_bits(again.gather(np.arange(100)), recording.oracle.gather(np.arange(100)))
+
+
+# ---------------------------------------------------------------- docs/guides/offline.md
+
+
+def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    script = runpy.run_path(str(root / "benchmarks" / "offline.py"))
+    results = json.loads((root / "benchmarks" / "results" / "offline.json").read_text(encoding="utf-8"))
+    guide = (root / "docs" / "guides" / "offline.md").read_text(encoding="utf-8")
+    assert script["rewritten"](guide, results) == guide
 
 
 # ---------------------------------------------------------------- wrong use
