@@ -93,7 +93,10 @@ class BlockPool:
             if block.nbytes >= nbytes:
                 return block.lease()
         self._blocks = [block for block in self._blocks if block not in free]  # They are too small.
-        self._blocks.append(_Block(nbytes))
+        try:
+            self._blocks.append(_Block(nbytes))
+        except OSError:  # Too many open files, or a sandbox without anonymous files.
+            return None
         return self._blocks[-1].lease()
 
 
@@ -193,7 +196,7 @@ def _find_array(value: Any) -> tuple[NDArray[Any] | None, bool]:
     if type(value) is np.ndarray:
         return (None if value.dtype.hasobject else value), False
     torch: Any = sys.modules["torch"]
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+    if type(value) is not torch.Tensor or value.device.type != "cpu":
         return None, False
     try:
         return value.numpy(), True
