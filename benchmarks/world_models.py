@@ -7,8 +7,10 @@ elements. Steps are Seaquest in colour, 64 x 64. DreamerV3 has the latents of it
 bfloat16, 32 x 64 discrete ones), R2-Dreamer those of its size 12M (2,048 numbers in float32, 32 x 16 discrete ones).
 The numbers are random, which is the worst case.
 
-Bytes of DreamerV3: every side is filled in a process of its own. The figure is the slope of a line through the
-process's unique set size. Times: both sides in one process, in turns; medians, and the ratio to the published side.
+Bytes: every side is filled in a process of its own. The figure is the slope of a line through the process's unique set
+size. The published buffers of TD-MPC2 and R2-Dreamer reserve tensors for their whole capacity: there, the figure is the
+bytes of these tensors, divided by the capacity. Times: both sides in one process, in turns, after a warm-up; medians,
+and the ratio to the published side. The batches of both sides are compared, before and after latents are rewritten.
 Exit status 1 if the sides draw different batches, or if DreamerV3's steps do not take 2.5 times fewer bytes.
 """
 
@@ -44,13 +46,14 @@ SIDES = ("published", "holdall")
 BAR_DREAMER = 2.5
 SIZE_PX = 64
 EPISODE_STEPS = 200
-STEPS = {"dreamerv3": (2_048, 4_096), "tdmpc2": (600, 1_800), "r2dreamer": (512, 1_536)}
-"""Steps between which memory is read."""
-TIMED_ROUNDS = 8
+STEPS = {"dreamerv3": (2_048, 4_096), "tdmpc2": (2_000, 10_000), "r2dreamer": (2_000, 6_000)}
+"""Steps between which memory is read. Each of holdall's sides fills several blocks."""
+TIMED_STEPS = {"dreamerv3": 2_048, "tdmpc2": 1_000, "r2dreamer": 1_024}
+READINGS = 8
+WARM_UP_ROUNDS, TIMED_ROUNDS = 5, 12
+"""Rounds of adding, sampling and updating. The first ones touch memory for the first time and are not timed."""
 WORKERS = 4
 
-MEASURED = ("dreamerv3",)
-"""Models whose bytes are measured. The other buffers reserve their whole capacity, and small ones fill no block."""
 TITLES = {"dreamerv3": "DreamerV3", "tdmpc2": "TD-MPC2", "r2dreamer": "R2-Dreamer"}
 REWRITES = {"dreamerv3": True, "tdmpc2": False, "r2dreamer": True}
 BEGIN = "<!-- world_models: python benchmarks/world_models.py -->"
@@ -241,9 +244,12 @@ MODELS: dict[str, Callable[[str, Path, int], Any]] = {"dreamerv3": DreamerV3, "t
 
 
 def footprint(model: str, side: str, folder: Path) -> dict[str, Any]:
-    """Fill one side and fit a line through what the process holds. A few updates come first."""
+    """Return the bytes of a step on one side."""
     first, last = STEPS[model]
     buffer = MODELS[model](side, folder, last)
+    if side == "published" and model != "dreamerv3":
+        buffer.add()
+        return {"bytes": reserved_bytes(buffer.buffer._buffer.storage, last), "capacity": last}
     count = 0
     readings = []
     next_reading = first
@@ -253,21 +259,28 @@ def footprint(model: str, side: str, folder: Path) -> dict[str, Any]:
             buffer.update(buffer.sample())
             buffer.finish()
             readings.append((count, held_bytes().unique))
-            next_reading += first // 4
+            next_reading += (last - first) // READINGS
     return {"bytes": line_through(readings)[0], "steps": [first, last]}
+
+
+def reserved_bytes(storage: Any, capacity: int) -> float:
+    """Return the bytes of a LazyTensorStorage's tensors, divided by the capacity."""
+    tensors: Any = storage._storage.values(include_nested=True, leaves_only=True)
+    nbytes: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return nbytes / capacity
 
 
 def times(model: str, folder: Path) -> dict[str, Any]:
     """Add, sample and update on both sides in turn, and compare what they draw."""
-    first, _ = STEPS[model]
-    buffers = {side: MODELS[model](side, folder, 2 * first) for side in SIDES}
+    steps = TIMED_STEPS[model]
+    buffers = {side: MODELS[model](side, folder, 4 * steps) for side in SIDES}
     seconds: dict[str, dict[str, list[float]]] = {side: {"add": [], "sample": [], "update": []} for side in SIDES}
     count = 0
-    while count < first:
+    while count < steps:
         for buffer in buffers.values():
             added = buffer.add()
         count += added
-    for turn in range(TIMED_ROUNDS):
+    for turn in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
         drawn = {}
         for side in SIDES if turn % 2 else SIDES[::-1]:
             buffer = buffers[side]
@@ -277,7 +290,14 @@ def times(model: str, folder: Path) -> dict[str, Any]:
         require_same(drawn["published"], drawn["holdall"])
         for side in SIDES if turn % 2 else SIDES[::-1]:
             seconds[side]["update"].append(timed(partial(buffers[side].update, drawn[side]))[1])
-    return {side: {act: statistics.median(some) for act, some in acts.items()} for side, acts in seconds.items()}
+        again = {side: buffer.sample() for side, buffer in buffers.items()}
+        require_same(again["published"], again["holdall"])
+        if model == "r2dreamer" and torch.equal(again["holdall"]["deter"], drawn["holdall"]["deter"]):
+            raise SystemExit("the update changed nothing")  # The same seed draws the same steps twice.
+    return {
+        side: {act: statistics.median(some[WARM_UP_ROUNDS:]) for act, some in acts.items()}
+        for side, acts in seconds.items()
+    }
 
 
 def timed(act: Callable[[], Any]) -> tuple[Any, float]:
@@ -302,20 +322,24 @@ def in_a_process(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["result"]
 
 
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a copy of a repository. None if it is no clone."""
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
 def measure(model: str, folder: Path) -> dict[str, Any]:
     """Measure both sides of a model."""
     place = (f"--{model}", str(folder), "--model", model)
     found: dict[str, Any] = in_a_process(*place, "--times")
     for side in SIDES:
-        if model in MEASURED:
-            found[side] |= in_a_process(*place, "--footprint", side)
+        found[side] |= in_a_process(*place, "--footprint", side)
+    found["repository_commit"] = commit_of(folder)
     ratios = {act: found["holdall"][act] / found["published"][act] for act in ("add", "sample", "update")}
     found["ratios"] = ratios
-    held = ""
-    if model in MEASURED:
-        found["times_smaller"] = found["published"]["bytes"] / found["holdall"]["bytes"]
-        held = f"{found['published']['bytes']:,.0f} B -> {found['holdall']['bytes']:,.0f} B a step "
-        held += f"({found['times_smaller']:.1f} x less)"
+    found["times_smaller"] = found["published"]["bytes"] / found["holdall"]["bytes"]
+    held = f"{found['published']['bytes']:,.0f} B -> {found['holdall']['bytes']:,.0f} B a step "
+    held += f"({found['times_smaller']:.1f} x less)"
     print(f"{model:10} {held:50} " + "   ".join(f"{act} {ratio:.2f}" for act, ratio in ratios.items()))
     return found
 
@@ -331,11 +355,7 @@ def table(models: dict[str, Any]) -> str:
         acts = [f"{ours[act] * 1e3:.1f} ms ({found['ratios'][act]:.2f} x)" for act in ("add", "sample", "update")]
         if not REWRITES[model]:
             acts[2] = ""
-        held = " | "
-        if model in MEASURED:
-            held = (
-                f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
-            )
+        held = f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
         lines.append(f"| {TITLES[model]} | {held} | {' | '.join(acts)} |")
     return "\n".join(lines) + "\n"
 

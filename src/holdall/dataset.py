@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -36,6 +37,7 @@ from holdall.batch import Batch, Draw, Flags, Ids, check_ids
 from holdall.checkpoint import LOAD_S, Attached, find_writer, is_remote, normalized_url, open_read_only
 from holdall.checks import require_count, require_number, require_path, to_whole
 from holdall.dataset_batches import Batches
+from holdall.dataset_rows import Allocate, BlockPool, Lease, SharedRows, allocate_nothing
 from holdall.delivery import HostDelivery, Loader
 from holdall.errors import ArgumentError, ClosedError, TransitionIdError
 from holdall.machine import pool_threads
@@ -48,7 +50,7 @@ from holdall.store.columns import Columns
 from holdall.store.snapshot import StoreState
 from holdall.store.store import Store
 from holdall.store.tuning import Tuning
-from holdall.store.view import View
+from holdall.store.view import View, align
 
 METADATA = "dataset.json"
 """Name of the attached file in which `holdall checkpoint import` records fps, source and tasks."""
@@ -65,13 +67,16 @@ class Feature(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    def aligned_bytes(self, count: int) -> int:
+        """Return the bytes of `count` steps, rounded up so that another array may follow them."""
+        return align(count * prod(self.shape) * self.dtype.itemsize)
+
 
 class _Window(NamedTuple):
     """Keys that are read at the same steps around each index."""
 
     offsets: NDArray[np.int64] | None  # In steps. None: the step itself, without an axis of time.
     keys: tuple[str, ...]
-    outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,7 @@ class Dataset:
         self._columns = Columns(self.schema)
         self._process = os.getpid()
         self._child_reader: Reader | None = None
+        self._pool: BlockPool | None = None  # Of a DataLoader worker.
         self._child_process = self._process
         self._max_kept_bytes = tuning.max_staging_bytes
         self._delivery = HostDelivery(self.schema)
@@ -233,7 +239,11 @@ class Dataset:
             return {key: array[0, ...] for key, array in rows.items()}
         if isinstance(index, slice):
             index = np.arange(len(self))[index]
-        return self._read(self._check_indices(index))
+        indices = self._check_indices(index)
+        if _find_torch_worker() is None:
+            return self._read(indices)
+        leases: list[Lease] = []
+        return SharedRows(self._read(indices, partial(self._lease, leases)), leases)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Return several steps, which are read at once. The fetcher of torch's DataLoader calls this."""
@@ -287,28 +297,39 @@ class Dataset:
         loader: Any = Loader(lambda: partial(self.__getitem__, next(indices)), lambda rows: rows, prefetch)
         return _iterate(loader)
 
-    def _read(self, indices: NDArray[np.int64]) -> dict[str, Array]:
+    def _read(self, indices: NDArray[np.int64], allocate: Allocate = allocate_nothing) -> dict[str, Array]:
+        """Return the rows of `indices`. Large ones are read into the memory that `allocate` returns."""
         view = self._view()
         ids = self._find_ids(indices)
         if self._settings.sampler is not None:
-            return self._read_draw(view, self._settings.sampler.complete(self._held_in(view), Draw.from_ids(ids)))
+            draw = self._settings.sampler.complete(self._held_in(view), Draw.from_ids(ids))
+            return self._read_draw(view, draw, allocate)
         rows: dict[str, Array] = {}
         for window in self._windows:
             if window.offsets is None:
-                rows.update(zip(window.keys, view.read(ids, window.outputs), strict=True))
+                rows |= self._read_keys(view, ids, window.keys, allocate)
                 continue
             steps, is_pad = self._find_steps(view, ids, window.offsets)
-            arrays = view.read(steps.reshape(-1), window.outputs)
-            for key, array in zip(window.keys, arrays, strict=True):
+            arrays = self._read_keys(view, steps.reshape(-1), window.keys, allocate)
+            for key, array in arrays.items():
                 rows[key] = array.reshape(*steps.shape, *array.shape[1:])
                 rows[f"{key}_is_pad"] = is_pad.copy()
         rows["id"] = ids
         return rows
 
-    def _read_draw(self, view: View, draw: Draw) -> dict[str, Array]:
+    def _lease(self, leases: list[Lease], nbytes: int) -> Lease | None:
+        """Return memory for `nbytes` that another process can read, and append it to `leases`."""
+        if self._pool is None or self._pool.process != os.getpid():
+            self._pool = BlockPool()
+        lease = self._pool.lease(nbytes)
+        if lease is not None:
+            leases.append(lease)
+        return lease
+
+    def _read_draw(self, view: View, draw: Draw, allocate: Allocate) -> dict[str, Array]:
         """Return the rows of a draw of `NStep` or `Sequence`."""
         (window,) = self._windows
-        arrays = self._read_keys(view, draw, window)
+        arrays = self._read_steps(view, draw, window.keys, allocate)
         rows = {key: array.reshape(*draw.ids.shape, *array.shape[1:]) for key, array in arrays.items()}
         if draw.reward is not None and "reward" in rows:
             rows["reward"] = draw.reward
@@ -319,18 +340,23 @@ class Dataset:
         rows["id"] = draw.ids
         return rows
 
-    def _read_keys(self, view: View, draw: Draw, window: _Window) -> dict[str, Array]:
+    def _read_steps(self, view: View, draw: Draw, keys: tuple[str, ...], allocate: Allocate) -> dict[str, Array]:
         """Return the stored fields of a draw. Fields of the last step are read at `draw.last_ids`."""
         if draw.last_ids is None:
-            return dict(zip(window.keys, view.read(draw.ids.reshape(-1), window.outputs), strict=True))
+            return self._read_keys(view, draw.ids.reshape(-1), keys, allocate)
         of_last_step = set(self._columns.last_step_outputs)
         rows: dict[str, Array] = {}
         for ids, is_last in ((draw.ids, False), (draw.last_ids, True)):
-            keys = [key for key in window.keys if (self._outputs[key][0] in of_last_step) == is_last]
-            if keys:
-                outputs = tuple(self._outputs[key][0] for key in keys)
-                rows.update(zip(keys, view.read(np.ascontiguousarray(ids), outputs), strict=True))
-        return {key: rows[key] for key in window.keys}
+            some = tuple(key for key in keys if (self._outputs[key][0] in of_last_step) == is_last)
+            if some:
+                rows |= self._read_keys(view, np.ascontiguousarray(ids), some, allocate)
+        return {key: rows[key] for key in keys}
+
+    def _read_keys(self, view: View, ids: Ids, keys: tuple[str, ...], allocate: Allocate) -> dict[str, Array]:
+        """Return the rows of `ids` by key."""
+        outputs = tuple(self._outputs[key][0] for key in keys)
+        into = allocate(sum(self._outputs[key][1].aligned_bytes(len(ids)) for key in keys))
+        return dict(zip(keys, view.read(ids, outputs, into), strict=True))
 
     def _find_steps(self, view: View, ids: Ids, offsets: NDArray[np.int64]) -> tuple[Ids, Flags]:
         """Return the steps at `offsets` from each of `ids`, and which of them are padding."""
@@ -441,8 +467,7 @@ class Dataset:
         seed = self._settings.seed
         if seed is None or multiprocessing.parent_process() is None:
             return new_generator(seed)
-        torch_data: Any = sys.modules.get("torch.utils.data")
-        worker = None if torch_data is None else torch_data.get_worker_info()
+        worker = _find_torch_worker()
         return new_generator([seed, os.getpid() if worker is None else worker.id + 1])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -499,7 +524,6 @@ class Dataset:
             _Window(
                 None if offsets is None else np.array(offsets, np.int64),
                 tuple(group),
-                tuple(self._outputs[key][0] for key in group),
             )
             for offsets, group in keys_by_offsets.items()
         )
@@ -563,6 +587,12 @@ class Dataset:
         (after,) = view.read(following[is_inside], (found[0],))
         interval = float(np.median((after - before).reshape(-1)))
         return interval if interval > 0 else None
+
+
+def _find_torch_worker() -> Any:
+    """Return torch's `WorkerInfo` in a worker of a DataLoader, and None in other processes."""
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    return None if torch_data is None else torch_data.get_worker_info()
 
 
 def _iterate(loader: Any) -> Iterator[dict[str, Array]]:

@@ -7,6 +7,7 @@ import multiprocessing
 import operator
 import os
 import pickle
+import runpy
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 import holdall
 from holdall.dataset import METADATA
 from holdall.dataset_batches import Batches
+from holdall.dataset_rows import BlockPool
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, TransitionIdError
 from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, Stream, assert_same_bits
@@ -276,6 +278,92 @@ def test_a_loader_of_torch_reads_with_workers(recording: Recording) -> None:
             assert_same_bits({key: other[key] for key in expected}, expected)
 
 
+def collate_nothing(rows: Any) -> Any:
+    return rows
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("collate", [None, collate_nothing], ids=["tensors", "arrays"])
+def test_batches_of_workers_stay_as_they_were_received(recording: Recording, method: str, collate: Any) -> None:
+    """Workers read later batches into the same shared memory, while earlier batches are still in use."""
+    pytest.importorskip("torch")
+    from torch.utils.data import DataLoader
+
+    deltas = {"observation.image": [-0.1, 0.0], "action": [0.0, 0.1]}
+    with holdall.Dataset.open(recording.url, delta_timestamps=deltas, fps=10) as dataset:
+        data: Any = dataset
+        batches = dataset.batches(32, seed=0, num_batches=24)
+        loader: Any = DataLoader(
+            data, batch_size=None, sampler=batches, num_workers=2, multiprocessing_context=method, collate_fn=collate
+        )
+        kept = list(loader)
+        assert {type(value).__module__ for value in kept[0].values()} == {"torch" if collate is None else "numpy"}
+        assert len(kept) == 24
+        for batch in kept:
+            found = {key: np.asarray(value) for key, value in batch.items()}
+            assert_same_bits(found, dataset[found["id"]])
+
+
+def read_and_keep(dataset: holdall.Dataset, answers: Any) -> None:
+    """Send batches as a DataLoader worker does, while the process itself keeps and changes some of them."""
+    from torch.utils.data import _utils
+
+    _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=dataset)
+    kept = []
+    for first in range(0, 60, 3):
+        rows = dataset[np.arange(first, first + 40)]
+        answers.put(rows)
+        answers.put(rows)  # The second one is sent by value, because the memory is used again after the first.
+        copied = pickle.loads(pickle.dumps(rows))
+        kept.append((rows if first % 2 else {"observation.image": rows["observation.image"][3:9]}, copied))
+    answers.put([(dict(rows), copied) for rows, copied in kept])
+    answers.close()
+    answers.join_thread()
+
+
+def test_memory_that_a_worker_still_uses_is_not_written_again(recording: Recording) -> None:
+    pytest.importorskip("torch")
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with holdall.Dataset.open(recording.url, keys=["observation.image", "reward"]) as dataset:
+        child = context.Process(target=read_and_keep, args=(dataset, answers))
+        child.start()
+        for first in range(0, 60, 3):
+            for _ in range(2):
+                assert_same_bits(answers.get(timeout=60), dataset[np.arange(first, first + 40)])
+        for number, (rows, copied) in enumerate(answers.get(timeout=60)):
+            expected = dataset[np.arange(3 * number, 3 * number + 40)]
+            assert_same_bits(copied, expected)
+            if len(rows) == 1:
+                expected = {"observation.image": expected["observation.image"][3:9]}
+            assert_same_bits(rows, expected)
+        child.join()
+        assert child.exitcode == 0
+
+
+def test_a_block_is_used_again_only_when_nobody_uses_it() -> None:
+    pool = BlockPool()
+    assert pool.lease(100) is None
+    first = pool.lease(100_000)
+    if first is None:
+        pytest.skip("this system has no anonymous files")
+    part = np.ndarray((10,), np.uint8, first)[2:4]
+    block = first.block
+    del first
+    second = pool.lease(50_000)
+    assert second is not None
+    assert second.block is not block  # `part` still shows the memory.
+    second.block.send()
+    other = second.block
+    del part, second
+    third = pool.lease(80_000)
+    assert third is not None
+    assert third.block is block
+    fourth = pool.lease(40_000)
+    assert fourth is not None
+    assert fourth.block is not other  # Nobody received what was sent.
+
+
 # ---------------------------------------------------------------- offline to online
 
 
@@ -320,6 +408,19 @@ def test_a_saved_memory_of_a_dataset_has_everything(recording: Recording, tmp_pa
         memory.save(tmp_path / "online").result()
     with holdall.Dataset.open(tmp_path / "online") as again:
         assert_same_bits(again.gather(np.arange(100)), recording.oracle.gather(np.arange(100)))
+
+
+# ---------------------------------------------------------------- docs/guides/offline.md
+
+
+def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    script = runpy.run_path(str(root / "benchmarks" / "offline.py"))
+    results = json.loads((root / "benchmarks" / "results" / "offline.json").read_text(encoding="utf-8"))
+    guide = (root / "docs" / "guides" / "offline.md").read_text(encoding="utf-8")
+    assert script["rewritten"](guide, results) == guide
 
 
 # ---------------------------------------------------------------- wrong use

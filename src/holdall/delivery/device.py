@@ -23,11 +23,9 @@ from holdall.batch import Batch, Draw
 from holdall.delivery.delivery import Delivery, Nesting, Rows
 from holdall.delivery.host import DrawnRows, read_goal
 from holdall.delivery.staging import (
-    ALIGNMENT_BYTES,
     Layout,
     Slot,
     Staging,
-    align,
     describe_lack_of_memory,
     find_layout,
     is_asynchronous,
@@ -38,6 +36,7 @@ from holdall.delivery.words import choose_word
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Leaf, Schema
 from holdall.store.columns import Columns
+from holdall.store.view import ALIGNMENT_BYTES, align
 
 _MAX_REWARD_BYTES = 8
 """Bytes of one number of a reward, at most."""

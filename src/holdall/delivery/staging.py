@@ -24,13 +24,12 @@ import torch
 from numpy.typing import NDArray
 
 from holdall.schema import Array
+from holdall.store.view import align
 
 SLOT_BYTES = 8 * 2**20
 """Bytes of a piece. Starting a copy costs nothing beside it, and filling the next one overlaps with it."""
 _SLOTS = 3
 """Slots that take turns, so that one is filled while the device reads another."""
-ALIGNMENT_BYTES = 64
-"""Every array in a block begins at a multiple of this number, as in `Reader.gather`."""
 _MIB = 2**20
 _MIN_PARALLEL_BYTES = 2**20
 """Copies from this size on use the threads of torch."""
@@ -217,11 +216,6 @@ class Staging:
                 if low < high:
                     fill(slot.array[low - first : high - first], low - start)
             target[first:stop].copy_(slot.memory[: stop - first], non_blocking=True)
-
-
-def align(nbytes: int) -> int:
-    """Return the next multiple of the alignment of arrays in a block."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _make_fill(source: Bytes) -> Fill:

@@ -22,8 +22,16 @@ Flags = NDArray[np.bool_]
 
 _ENDED = FLAG_TERMINATED | FLAG_TRUNCATED
 
+ALIGNMENT_BYTES = 64
+"""Every array in the memory that a caller gives to `View.read` begins at a multiple of this number."""
+
 BeforeRead = Callable[[Catalog, Ids], None]
 """Called before rows are read. Brings blocks that are not on this machine yet."""
+
+
+def align(nbytes: int) -> int:
+    """Return the next multiple of the alignment."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class WindowSlices(NamedTuple):
@@ -84,7 +92,7 @@ class View:
     def read(self, ids: Ids, outputs: tuple[int, ...], into: NDArray[np.uint8] | None = None) -> tuple[Array, ...]:
         """Return the rows of `ids`, one array per output of `Columns`. Raise TransitionIdError if an id is not held.
 
-        If `into` is given, the arrays share its memory: each begins at the next multiple of 64 bytes.
+        If `into` is given, the arrays share its memory: each begins at the next multiple of `ALIGNMENT_BYTES`.
         """
         if self._before_read is not None:
             self._before_read(self._catalog, ids)

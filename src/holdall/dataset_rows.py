@@ -1,0 +1,222 @@
+"""SharedRows: a batch that a DataLoader worker hands to the main process with little copying.
+
+    BlockPool.lease -> a block of shared memory, into which the worker reads the large arrays of a batch
+    SharedRows      -> the batch; multiprocessing sends file descriptors of its blocks, and small arrays by value
+    main process    -> a plain dict of arrays of its own, copied from the blocks, which the worker then uses again
+
+torch maps new shared memory for every tensor of every batch, which takes more time than decoding images does. These
+blocks are mapped once.
+
+Guarantee: the main process gets the same bits. A block is used again only after the arrays of the earlier batch were
+deleted in the worker, and received if they were sent.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.store.view import ALIGNMENT_BYTES
+
+Rows = dict[str, Any]
+Allocate = Callable[[int], NDArray[np.uint8] | None]
+"""Returns memory of that many bytes for the arrays of a batch, or None if they get memory of their own."""
+
+MIN_SHARED_BYTES = 32 * 1024
+"""Arrays below this size are sent by value, which takes less time than a file descriptor."""
+_IS_SENT = b"\1"
+_IS_RECEIVED = b"\0"
+
+
+def allocate_nothing(_nbytes: int) -> None:
+    """Leave it to the reader to allocate."""
+
+
+class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The memory of a block for one batch. It lives as long as an array in it."""
+
+    block: _Block
+    is_sent: bool
+
+
+class _Block:
+    """Shared memory: a flag that says whether arrays were sent and not yet received, and the bytes of the arrays."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.descriptor = os.memfd_create("holdall-rows", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, ALIGNMENT_BYTES + nbytes)
+        self._map = mmap.mmap(self.descriptor, ALIGNMENT_BYTES + nbytes)
+        self._lease: weakref.ref[Lease] | None = None
+
+    def is_free(self) -> bool:
+        """Return whether nobody uses the memory, here or in the process that receives it."""
+        return (self._lease is None or self._lease() is None) and self._map[:1] == _IS_RECEIVED
+
+    def lease(self) -> Lease:
+        """Return the memory. Requires a free block."""
+        # Its base must not be an array: a view of the lease would then keep that array and not the lease.
+        lease = Lease((self.nbytes,), np.uint8, self._map, ALIGNMENT_BYTES)
+        lease.block = self
+        lease.is_sent = False
+        self._lease = weakref.ref(lease)
+        return lease
+
+    def send(self) -> Any:
+        """Mark the memory as sent, and return a handle for the process that receives it."""
+        self._map[:1] = _IS_SENT
+        return reduction.DupFd(self.descriptor)
+
+
+class BlockPool:
+    """The blocks of one worker. Not thread-safe: `lease` is called by the thread that reads batches."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._blocks: list[_Block] = []
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Return memory for arrays of together `nbytes`. None if they are small, or cannot be shared on this system."""
+        if nbytes < MIN_SHARED_BYTES or not hasattr(os, "memfd_create"):
+            return None
+        free = [block for block in self._blocks if block.is_free()]
+        for block in free:
+            if block.nbytes >= nbytes:
+                return block.lease()
+        self._blocks = [block for block in self._blocks if block not in free]  # They are too small.
+        try:
+            self._blocks.append(_Block(nbytes))
+        except OSError:  # Too many open files, or a sandbox without anonymous files.
+            return None
+        return self._blocks[-1].lease()
+
+
+class SharedRows(dict[str, Any]):
+    """A batch by key. Multiprocessing sends the arrays and tensors in `leases` through shared memory."""
+
+    def __init__(self, rows: Rows, leases: list[Lease]) -> None:
+        super().__init__(rows)
+        self.leases = leases
+
+    def __copy__(self) -> SharedRows:
+        """Return a shallow copy, which torch's `default_convert` fills with tensors."""
+        return SharedRows(self, self.leases)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a plain dict, except where multiprocessing sends the rows."""
+        return dict, (dict(self),)
+
+
+class _Place:
+    """Place of a large array: number of the block and offset there."""
+
+    def __init__(self, number: int, offset: int, array: NDArray[Any]) -> None:
+        self.number = number
+        self.offset = offset
+        self.shape = array.shape
+        self.dtype = array.dtype
+
+    def read(self, descriptors: dict[int, int]) -> NDArray[Any]:
+        """Return a copy of the array."""
+        array = np.empty(self.shape, self.dtype)
+        rest = memoryview(array.reshape(-1).view(np.uint8))
+        offset = ALIGNMENT_BYTES + self.offset
+        while rest:
+            count = os.preadv(descriptors[self.number], [rest], offset)
+            if count == 0:
+                raise OSError("A block of shared rows is shorter than its arrays.")
+            rest = rest[count:]
+            offset += count
+        return array
+
+
+class _Sent:
+    """An array or a tensor, by value or by place."""
+
+    def __init__(self, value: NDArray[Any] | _Place, is_tensor: bool) -> None:
+        self.value = value
+        self.is_tensor = is_tensor
+
+    def receive(self, descriptors: dict[int, int]) -> Any:
+        """Return the array, or the tensor."""
+        array = self.value.read(descriptors) if isinstance(self.value, _Place) else self.value
+        if not self.is_tensor:
+            return array
+        import torch  # noqa: PLC0415  The worker had tensors, so this process uses torch as well.
+
+        return torch.from_numpy(array)
+
+
+def _send(rows: SharedRows) -> tuple[Any, ...]:
+    """Return how multiprocessing makes the rows in the process that receives them."""
+    leases = [lease for lease in rows.leases if not lease.is_sent]
+    values = {key: _describe(value, leases) for key, value in rows.items()}
+    used = sorted({sent.value.number for sent in values.values() if _has_place(sent)})
+    handles = {}
+    for number in used:
+        leases[number].is_sent = True  # Nobody knows when arrays that are sent twice were received for the last time.
+        handles[number] = leases[number].block.send()
+    return _receive, (handles, values)
+
+
+reduction.register(SharedRows, _send)
+
+
+def _has_place(value: Any) -> bool:
+    return isinstance(value, _Sent) and isinstance(value.value, _Place)
+
+
+def _describe(value: Any, leases: list[Lease]) -> Any:
+    """Return the `_Sent` of an array or tensor. Return other values unchanged."""
+    array, is_tensor = _find_array(value)
+    if array is None:
+        return value  # Multiprocessing pickles it.
+    if array.nbytes < MIN_SHARED_BYTES:
+        return _Sent(array, is_tensor)
+    if array.flags.c_contiguous:
+        address = _find_address(array)
+        for number, lease in enumerate(leases):
+            offset = address - _find_address(lease)
+            if 0 <= offset <= lease.nbytes - array.nbytes:
+                return _Sent(_Place(number, offset, array), is_tensor)
+    return value
+
+
+def _find_array(value: Any) -> tuple[NDArray[Any] | None, bool]:
+    """Return the array of a value, and whether it is a tensor. None if it is neither array nor a tensor like one."""
+    if type(value) is np.ndarray:
+        return (None if value.dtype.hasobject else value), False
+    torch: Any = sys.modules["torch"]
+    if type(value) is not torch.Tensor or value.device.type != "cpu":
+        return None, False
+    try:
+        return value.numpy(), True
+    except (TypeError, RuntimeError):  # bfloat16, sparse, or with gradients.
+        return None, False
+
+
+def _find_address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _receive(handles: dict[int, Any], values: Rows) -> Rows:
+    """Return the rows in the process that receives them, and give the blocks back to the worker."""
+    descriptors = {number: handle.detach() for number, handle in handles.items()}
+    try:
+        rows = {key: value.receive(descriptors) if isinstance(value, _Sent) else value for key, value in values.items()}
+        for descriptor in descriptors.values():
+            os.pwrite(descriptor, _IS_RECEIVED, 0)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return rows
