@@ -4,7 +4,7 @@
 
 In:  a checkout of another version with an environment of its own in .venv.  Out: time and CPU of a step, and ratios.
 Each version has a Ray, a writer and one shard of its own, all the while. They take turns of milliseconds: a stretch of
-steps is inserted and flushed, so that other load on the machine falls on both. `before_after.py` compares whole runs.
+steps is inserted and flushed, so that other load on the machine falls on both.
 """
 
 from __future__ import annotations
