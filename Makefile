@@ -131,19 +131,17 @@ $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
 	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done; } 2>/dev/null && touch $@ \
 	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"
 
-<<<<<<< HEAD
 # LeRobot's package. Its buffer and its learner are loaded alone, so they do not need the version of Python that the package names.
 $(LEROBOT): Makefile | $(STAMP)
 	@{ $(FETCH) --target $(@D) --python-version 3.12 --only-binary :all: lerobot==0.6.1 && touch $@; } 2>/dev/null \
 	  || echo "note: LeRobot could not be fetched; the tests with its own classes are skipped"
-=======
+
 # SBX, with the versions of JAX and its libraries that it works with. test_sbx.py is skipped and says so if they are not there.
 $(SBX): constraints.txt Makefile | $(STAMP)
 	@$(FETCH) --target $(@D)/site sbx-rl==0.28.0 jax==0.6.2 jaxlib==0.6.2 flax==0.10.7 optax==0.2.5 \
 	    tensorflow-probability==0.25.0 chex==0.1.92 absl-py==2.5.1 dm-tree==0.1.10 etils==1.15.0 toolz==1.2.0 \
 	    2>/dev/null && touch $@ \
 	  || echo "note: SBX could not be fetched; the test with it is skipped"
->>>>>>> 18eb6268720eb8a39056b79f7d6bc81447539169
 
 # The tools of the site and the notebooks, in an environment of their own: what is in .venv is for the tests.
 $(DOCS): pyproject.toml constraints.txt
