@@ -25,7 +25,8 @@ from holdall.batch import Batch, Draw, Goals, import_torch, require_in_range
 from holdall.delivery import check_device
 from holdall.delivery.delivery import Nesting, compute_rewards, find_goal_leaves
 from holdall.errors import ArgumentError, HoldallError
-from holdall.report import FieldReport, PressureCheck, field_name
+from holdall.memory_registry import PressureCheck
+from holdall.report import FieldReport, field_name
 from holdall.sampling import Held, check_priorities, draw_from, require_enough
 from holdall.schema import Array, Leaf, Schema
 from holdall.store.budget import Budget

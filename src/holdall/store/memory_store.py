@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Flags, Ids
-from holdall.report import FieldReport, PressureCheck
+from holdall.memory_registry import PressureCheck
+from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
 from holdall.store.columns import Columns
 from holdall.store.snapshot import StoreState
