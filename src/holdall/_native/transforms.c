@@ -5,7 +5,7 @@
 
 /* ---- differences ------------------------------------------------------------------- */
 
-enum { STRIP_COLUMNS = 16 };
+enum { STRIP_COLUMNS = 32 };
 
 /* The values of neighbouring columns in one row. The compiler uses the vector registers that there are. */
 typedef uint8_t strip __attribute__((vector_size(STRIP_COLUMNS)));
