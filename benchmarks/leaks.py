@@ -341,7 +341,7 @@ def codecs() -> Iterator[Codec]:
     yield Codec(SLICE_BYTES, Method.LZ4, dictionary=common)
     yield Codec(SLICE_BYTES, Method.LZ4, word_bytes=4)
     yield Codec(SLICE_BYTES, Method.LZ4, shuffle_bytes=4)
-    yield Codec(SLICE_BYTES, Method.LZ4, transform=Transform.UP, subtracts_green=True, **image)
+    yield Codec(SLICE_BYTES, Method.LZ4, transform=Transform.LEFT, subtracts_green=True, **image)
     yield Codec(SLICE_BYTES, Method.LZ4, transform=Transform.PIXELS, **image)
     yield Codec(SLICE_BYTES, Method.LZ4, transform=Transform.COLOURS, **image)
     yield Codec(SLICE_BYTES, Method.LZ4, transform=Transform.COLOUR_COLUMNS, is_interleaved=True, **image)

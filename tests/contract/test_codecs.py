@@ -71,18 +71,18 @@ def list_images(transform: Transform, word_bytes: int = 0) -> Iterator[Codec]:
         if transform is Transform.PIXELS and is_interleaved:
             continue
         yield image
-        if transform is Transform.UP and planes >= 3:
+        if transform is Transform.LEFT and planes >= 3:
             yield replace(image, subtracts_green=True)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Codec]]] = {
     "plain": lambda: map(Codec, (1, 2, 15, 16, 17, 1000, 7056)),
     "palette": lambda: (Codec(words * size, word_bytes=size) for size in (2, 4, 8) for words in (1, 5, 16, 333)),
-    "up": lambda: list_images(Transform.UP),
+    "left": lambda: list_images(Transform.LEFT),
     "pixels": lambda: list_images(Transform.PIXELS),
     "colours": lambda: list_images(Transform.COLOURS),
     "colour columns": lambda: list_images(Transform.COLOUR_COLUMNS),
-    "palette and up": lambda: list_images(Transform.UP, 4),
+    "palette and left": lambda: list_images(Transform.LEFT, 4),
     "palette and pixels": lambda: list_images(Transform.PIXELS, 8),
     "changes": lambda: (
         Codec(size, group=4, transform=Transform.CHANGES, word_bytes=word_bytes, shuffle_bytes=shuffle_bytes)
@@ -241,7 +241,7 @@ def test_generated_slices_come_back(data: st.DataObject) -> None:
         data.draw(st.sampled_from(list(Method)), "method"),
         3,
         data.draw(st.integers(1, 64), "group"),
-        data.draw(st.sampled_from([Transform.NONE, Transform.UP, *COLOURS, Transform.CHANGES]), "transform"),
+        data.draw(st.sampled_from([Transform.NONE, Transform.LEFT, *COLOURS, Transform.CHANGES]), "transform"),
         planes=3,
         rows=rows,
         columns=columns,
@@ -269,7 +269,7 @@ def test_palette_numbers_of_scaled_images_are_predicted_as_bytes() -> None:
     y, x, number = np.mgrid[0:40, 0:40, 0:COUNT].astype(np.float32)
     waves = 127 + 60 * np.sin(x / 9 + number) + 60 * np.cos(y / 7 + 2 * number)
     pixels = np.ascontiguousarray(waves.astype(np.uint8).transpose(2, 0, 1)).reshape(COUNT, -1)
-    image = Codec(1600, Method.ZSTANDARD, 3, 1, Transform.UP, planes=1, rows=40, columns=40)
+    image = Codec(1600, Method.ZSTANDARD, 3, 1, Transform.LEFT, planes=1, rows=40, columns=40)
     plain = encode_fitting(pixels, image)
     scaled = (pixels / np.float32(255)).view(np.uint8)
     numbered = encode_fitting(scaled, replace(image, slice_bytes=6400, word_bytes=4))
@@ -310,7 +310,7 @@ def test_huge_slices_come_back() -> None:
 def test_threads_decode_beside_each_other() -> None:
     blocks = []
     for size in (64, 4096, 300):
-        codec = Codec(size * 3, Method.ZSTANDARD, 3, 1, Transform.UP, 0, 3, 2, size // 2, True, True)
+        codec = Codec(size * 3, Method.ZSTANDARD, 3, 1, Transform.LEFT, 0, 3, 2, size // 2, True, True)
         slices = np.random.default_rng(size).integers(0, 3, (COUNT, size * 3)).cumsum(axis=1).astype(np.uint8)
         blocks.append((encode_fitting(slices, codec), slices.tobytes()))
     wrong: list[int] = []

@@ -59,14 +59,14 @@ FORMS = [
     Codec(900, word_bytes=4),
     Codec(900, word_bytes=2),
     Codec(900, shuffle_bytes=4),
-    Codec(900, transform=Transform.UP, is_interleaved=True, subtracts_green=True, **IMAGE),
-    Codec(900, transform=Transform.UP, **IMAGE),
+    Codec(900, transform=Transform.LEFT, is_interleaved=True, subtracts_green=True, **IMAGE),
+    Codec(900, transform=Transform.LEFT, **IMAGE),
     Codec(900, transform=Transform.PIXELS, **IMAGE),
-    Codec(1200, word_bytes=4, transform=Transform.UP, planes=1, rows=15, columns=20),
+    Codec(1200, word_bytes=4, transform=Transform.LEFT, planes=1, rows=15, columns=20),
     Codec(
         1200,
         word_bytes=4,
-        transform=Transform.UP,
+        transform=Transform.LEFT,
         planes=3,
         rows=10,
         columns=10,
@@ -371,7 +371,7 @@ def encode_and_decode(generator: np.random.Generator) -> None:
     for width, planes, word_bytes in product(range(1, 40), (1, 3, 4), (0, 2, 4, 8)):
         plain = Codec(planes * 5 * width * max(word_bytes, 1), word_bytes=word_bytes)
         green = planes >= 3
-        image = replace(plain, transform=Transform.UP, planes=planes, rows=5, columns=width, subtracts_green=green)
+        image = replace(plain, transform=Transform.LEFT, planes=planes, rows=5, columns=width, subtracts_green=green)
         forms = [plain, image, replace(image, is_interleaved=True)]
         forms += [replace(plain, transform=Transform.CHANGES)]
         forms += [replace(image, transform=Transform.PIXELS, subtracts_green=False)]

@@ -136,9 +136,12 @@ def _look_up_colours(codec: Codec, numbers: Bytes, palette: Bytes) -> bytes:
 def _undo_image(codec: Codec, staged: Bytes) -> Bytes:
     if codec.transform is Transform.PIXELS:
         return np.ascontiguousarray(staged.reshape(-1, codec.planes).T).reshape(-1)
-    if codec.transform is not Transform.UP:
+    if codec.transform is not Transform.LEFT:
         return staged
-    planes = np.cumsum(staged.reshape(codec.planes, codec.rows, codec.columns), axis=1, dtype=np.uint8)
+    planes = staged.reshape(codec.planes, codec.rows, codec.columns).copy()
+    # The first value of a row is a difference to the value above it.
+    planes[:, :, 0] = np.cumsum(planes[:, :, 0], axis=1, dtype=np.uint8)
+    planes = np.cumsum(planes, axis=2, dtype=np.uint8)
     if codec.subtracts_green:
         planes[0] += planes[1]
         planes[2] += planes[1]

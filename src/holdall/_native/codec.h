@@ -24,7 +24,7 @@ typedef struct {
 /* The kinds of transforms. `holdall.codec.codec.Transform` has the same numbers. */
 enum {
     TRANSFORM_NONE = 0,
-    TRANSFORM_UP = 2,             /* differences to the value above */
+    TRANSFORM_LEFT = 1,           /* differences to the left neighbour */
     TRANSFORM_PIXELS = 3,         /* separate planes become interleaved pixels */
     TRANSFORM_COLOURS = 4,        /* pixels become numbers of their colours, row by row, see colours.c */
     TRANSFORM_COLOUR_COLUMNS = 5, /* the same, column by column */

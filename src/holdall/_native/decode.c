@@ -30,7 +30,7 @@ int is_sound_transform(const transform *form) {
         if (form->interleaved || form->green) return 0;
     } else if (is_of_colours(form)) {
         if (form->green || form->planes != 3 || word != 0) return 0;
-    } else if (form->kind != TRANSFORM_UP) {
+    } else if (form->kind != TRANSFORM_LEFT) {
         return 0;
     }
     if (form->planes < 1 || form->rows < 1 || form->columns < 1 || (form->green && form->planes < 3)) return 0;
@@ -256,14 +256,14 @@ static void undo_transform(decoder *d, const coded_block *b, const uint8_t *stag
     const transform *const form = &b->form;
     const int64_t coded = coded_bytes(form);
     uint8_t *const to = form->word_bytes > 0 ? d->scratch + coded : out;
-    if (form->kind == TRANSFORM_UP) {
+    if (form->kind == TRANSFORM_LEFT) {
         undo_differences(form, stage, own);
         stage = own;
     }
     if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
     else if (form->kind == TRANSFORM_PIXELS) separate_planes(form, stage, to);
     else if (is_of_colours(form)) look_up_colours(form, d->unit_palette, stage, d->scratch + coded, to);
-    else if (form->kind == TRANSFORM_UP && form->interleaved) interleave(form, stage, to);
+    else if (form->kind == TRANSFORM_LEFT && form->interleaved) interleave(form, stage, to);
     else {
         if (form->word_bytes > 0) look_up_words(form, b->palette, stage, out);
         return;
@@ -276,14 +276,14 @@ int decode_slice(decoder *d, const coded_block *b, int64_t number, uint8_t *out)
     if (!is_sound_transform(form) || !is_sound_block(b)) return 0;
     const int64_t coded = coded_bytes(form), place = find_place(b, number);
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
-    const int is_up = form->kind == TRANSFORM_UP;
+    const int is_left = form->kind == TRANSFORM_LEFT;
     const int moves = form->word_bytes > 0 || form->shuffle > 0 || form->kind == TRANSFORM_PIXELS ||
-                      is_of_colours(form) || (is_up && form->interleaved);
+                      is_of_colours(form) || (is_left && form->interleaved);
     /* Transforms that move bytes write to `out`, so the slice is decompressed to other memory. */
     uint8_t *const own = moves ? d->scratch : out;
     const uint8_t *const stage = unpack_slice(d, b, place, own);
     if (!stage) return 0;
-    if (stage != own && !is_up && !moves) memcpy(out, stage, (size_t)coded);
+    if (stage != own && !is_left && !moves) memcpy(out, stage, (size_t)coded);
     else undo_transform(d, b, stage, own, out);
     return 1;
 }

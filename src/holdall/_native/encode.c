@@ -26,8 +26,11 @@ static void take_differences(const transform *form, uint8_t *planes, uint8_t *ou
     for (int64_t p = 0; p < form->planes; p++) {
         const uint8_t *const first = planes + p * plane;
         uint8_t *const to = out + p * plane;
-        memcpy(to, first, (size_t)columns);
-        subtract_to(first + columns, first, to + columns, plane - columns);
+        to[0] = first[0];
+        subtract_to(first + 1, first, to + 1, plane - 1);
+        /* The first value of a row is a difference to the value above it. */
+        for (int64_t y = 1; y < form->rows; y++)
+            to[y * columns] = (uint8_t)(first[y * columns] - first[(y - 1) * columns]);
     }
 }
 
@@ -232,7 +235,7 @@ static const uint8_t *transform_slice(const encoding *s, const uint8_t *slice) {
     if (form->kind == TRANSFORM_PIXELS) {
         interleave(form, stage, s->b);
         stage = s->b;
-    } else if (form->kind == TRANSFORM_UP) {
+    } else if (form->kind == TRANSFORM_LEFT) {
         if (form->interleaved) separate_planes(form, stage, s->b);
         else memcpy(s->b, stage, (size_t)coded);
         take_differences(form, s->b, s->a);

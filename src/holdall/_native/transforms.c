@@ -5,52 +5,92 @@
 
 /* ---- differences ------------------------------------------------------------------- */
 
-enum { STRIP_COLUMNS = 32 };
-
-/* The values of neighbouring columns in one row. The compiler uses the vector registers that there are. */
-typedef uint8_t strip __attribute__((vector_size(STRIP_COLUMNS)));
-
-/* Undo the differences of STRIP_COLUMNS columns. The sum of every column stays in a register. The first `done` columns were
- * undone before: they are kept as they are in `out`. `out` may be `from`. `more` has differences to add, or is NULL. */
-static inline void sum_strip(const uint8_t *from, const uint8_t *more, int64_t rows, int64_t columns, int done, uint8_t *out) {
-    strip sums = {0}, is_new = {0};
-    for (int x = done; x < STRIP_COLUMNS; x++) is_new[x] = 255;
-    for (int64_t at = 0; at < rows * columns; at += columns) {
-        strip row, added = {0}, kept = {0};
-        memcpy(&row, from + at, sizeof row);
-        if (more) memcpy(&added, more + at, sizeof added);
-        if (done > 0) memcpy(&kept, out + at, sizeof kept);
-        sums += (row + added) & is_new;
-        row = sums | (kept & ~is_new);
-        memcpy(out + at, &row, sizeof row);
+/* Write the sums of a row to `out`, each plus its byte of `more` if that is not NULL. The first byte of a row is a
+ * difference to `above`, and every other byte to its left neighbour. */
+static void sum_row(const uint8_t *from, int64_t columns, uint8_t above, const uint8_t *more, uint8_t *out) {
+    uint8_t sum = above;
+    for (int64_t x = 0; x < columns; x++) {
+        sum = (uint8_t)(sum + from[x]);
+        out[x] = (uint8_t)(sum + (more ? more[x] : 0));
     }
 }
 
-/* Undo the differences of a plane. `out` may be `from`. `more` is a plane of differences to add, or NULL. */
-static void sum_plane(const uint8_t *from, const uint8_t *more, int64_t rows, int64_t columns, uint8_t *out) {
+#ifdef HAVE_X86
+enum { WIDTH = 16 };
+
+/* Return 16 bytes of two rows, one row in each half. */
+__attribute__((target("avx2"))) static inline __m256i load_two(const uint8_t *at, int64_t columns) {
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at));
+    return _mm256_inserti128_si256(first, _mm_loadu_si128((const __m128i *)(at + columns)), 1);
+}
+
+/* Store 16 bytes of two rows, each plus its byte of `more` if that is not NULL. */
+__attribute__((target("avx2"))) static inline void store_two(__m256i v, const uint8_t *more, int64_t columns, uint8_t *out) {
+    if (more) v = _mm256_add_epi8(v, load_two(more, columns));
+    _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(v));
+    _mm_storeu_si128((__m128i *)(out + columns), _mm256_extracti128_si256(v, 1));
+}
+
+/* Return the running sums of each half, in four shifted additions. All bytes of `before` are the sum so far. */
+__attribute__((target("avx2"))) static inline __m256i running_sums(__m256i v, __m256i before) {
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 1));
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 2));
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 4));
+    return _mm256_add_epi8(_mm256_add_epi8(v, before), _mm256_slli_si256(v, 8));
+}
+
+/* As `sum_row`, for two neighbouring rows of at least 16 columns. The last 16 columns may overlap those before, so their
+ * differences are loaded before `out`, which may be `from`, is written to. */
+__attribute__((target("avx2"))) static void sum_two_rows(const uint8_t *from, int64_t columns, uint8_t above,
+                                                         const uint8_t *more, uint8_t *out) {
+    const __m128i second_above = _mm_set1_epi8((char)(above + from[0]));
+    __m256i before = _mm256_inserti128_si256(_mm256_set1_epi8((char)above), second_above, 1);
     int64_t x = 0;
-    for (; x + STRIP_COLUMNS <= columns; x += STRIP_COLUMNS)
-        sum_strip(from + x, more ? more + x : NULL, rows, columns, 0, out + x);
-    if (x == columns) return;
-    if (columns >= STRIP_COLUMNS) { /* The last strip overlaps the one before. */
-        const int64_t last = columns - STRIP_COLUMNS;
-        sum_strip(from + last, more ? more + last : NULL, rows, columns, (int)(x - last), out + last);
-        return;
+    for (; x + 2 * WIDTH <= columns; x += WIDTH) {
+        const __m256i sums = running_sums(load_two(from + x, columns), before);
+        store_two(sums, more ? more + x : NULL, columns, out + x);
+        before = _mm256_shuffle_epi8(sums, _mm256_set1_epi8(WIDTH - 1));
     }
-    for (int64_t i = 0; i < rows * columns; i++)
-        out[i] = (uint8_t)(from[i] + (more ? more[i] : 0) + (i < columns ? 0 : out[i - columns]));
+    const int64_t end = columns - WIDTH;
+    const __m256i last = load_two(from + end, columns), sums = running_sums(load_two(from + x, columns), before);
+    store_two(sums, more ? more + x : NULL, columns, out + x);
+    if (end == x) return;
+    before = _mm256_shuffle_epi8(sums, _mm256_set1_epi8((char)(end - x - 1)));
+    store_two(running_sums(last, before), more ? more + end : NULL, columns, out + end);
+}
+#endif
+
+/* Write the sums of a plane to `out`, each plus its byte of `more` if that is not NULL. */
+static void sum_plane(const uint8_t *from, int64_t rows, int64_t columns, const uint8_t *more, uint8_t *out) {
+    uint8_t above = 0;
+    int64_t y = 0;
+#ifdef HAVE_X86
+    if (columns >= WIDTH && has_avx2())
+        for (; y + 2 <= rows; y += 2) {
+            const int64_t at = y * columns;
+            const uint8_t next_above = (uint8_t)(above + from[at] + from[at + columns]);
+            sum_two_rows(from + at, columns, above, more ? more + at : NULL, out + at);
+            above = next_above;
+        }
+#endif
+    for (; y < rows; y++) {
+        const int64_t at = y * columns;
+        const uint8_t next_above = (uint8_t)(above + from[at]);
+        sum_row(from + at, columns, above, more ? more + at : NULL, out + at);
+        above = next_above;
+    }
 }
 
 void undo_differences(const transform *form, const uint8_t *planes, uint8_t *out) {
     const int64_t plane = form->rows * form->columns;
-    const uint8_t *const green = form->green ? planes + plane : NULL;
+    const uint8_t *const green = form->green ? out + plane : NULL;
+    /* The planes 0 and 2 are differences to plane 1, which is therefore the first. */
+    if (green) sum_plane(planes + plane, form->rows, form->columns, NULL, out + plane);
     for (int64_t p = 0; p < form->planes; p++) {
         if (green && p == 1) continue;
         const uint8_t *const more = p == 0 || p == 2 ? green : NULL;
-        sum_plane(planes + p * plane, more, form->rows, form->columns, out + p * plane);
+        sum_plane(planes + p * plane, form->rows, form->columns, more, out + p * plane);
     }
-    /* Plane 1 is last, because planes 0 and 2 add its differences. */
-    if (green) sum_plane(green, NULL, form->rows, form->columns, out + plane);
 }
 
 #ifdef HAVE_X86

@@ -3,7 +3,7 @@
 Slices are encoded in units of `group` neighbours. Each slice is transformed first, and the unit is then compressed:
 
     words -> numbers in a palette      where a block has at most 256 different words
-    image -> differences               each byte minus the byte above it
+    image -> differences               each byte minus its left neighbour
     image -> numbers of colours        where a block has few colours
     unit  -> changes                   the first slice, and how each other slice differs from the one before
     words -> shuffled bytes            the first bytes of all words, then the second ones, ...
@@ -29,7 +29,7 @@ class Transform(IntEnum):
     """What is done to the image or the unit before compression. The numbers are those of codec.h and of files."""
 
     NONE = 0
-    UP = 2  # Differences to the value above.
+    LEFT = 1  # Differences to the left neighbour.
     PIXELS = 3  # Separate planes become interleaved pixels.
     COLOURS = 4  # Pixels become numbers of their colours, row by row.
     COLOUR_COLUMNS = 5  # Pixels become numbers of their colours, column by column.

@@ -112,7 +112,7 @@ def has_palette(codec: Codec) -> bool:
 
 
 def describe_codec(codec: Codec) -> str:
-    """Return the steps of a codec for reports, such as "up + LZ4 with dictionary, 4 slices together"."""
+    """Return the steps of a codec for reports, such as "left + LZ4 with dictionary, 4 slices together"."""
     if codec.method is Method.STORED:
         return "uncompressed"
     steps = []
@@ -140,7 +140,7 @@ _UNPACK_COST = {Method.STORED: 0.0, Method.LZ4: 0.35, Method.ZSTANDARD: 0.45}
 """Additional raw copies to decompress a slice that takes hardly any bytes."""
 _LZ4_WORK_COST = {
     Transform.NONE: 2.0,
-    Transform.UP: 2.0,
+    Transform.LEFT: 2.0,
     Transform.PIXELS: 2.0,
     Transform.COLOURS: 5.0,
     Transform.COLOUR_COLUMNS: 5.0,
@@ -150,7 +150,7 @@ _SHUFFLED_CHANGES_WORK_COST = 1.7
 """The same for changes of shuffled words: LZ4 copies long stretches of bytes that do not repeat."""
 _ZSTANDARD_WORK_COST = {
     Transform.NONE: 17.0,
-    Transform.UP: 17.0,
+    Transform.LEFT: 17.0,
     Transform.PIXELS: 11.0,
     Transform.COLOURS: 30.0,
     Transform.COLOUR_COLUMNS: 30.0,
@@ -161,7 +161,7 @@ _START_BYTES = {Method.STORED: 0, Method.LZ4: 0, Method.ZSTANDARD: 7_000}
 """Raw bytes that are copied in the time in which Zstandard reads the tables of a unit."""
 _UNDO_COST = {
     Transform.NONE: 0.0,
-    Transform.UP: 0.25,
+    Transform.LEFT: 0.65,
     Transform.PIXELS: 0.75,
     Transform.COLOURS: 0.45,
     Transform.COLOUR_COLUMNS: 0.8,
@@ -248,7 +248,7 @@ def _list_image_transforms(plain: Codec, leaf: Leaf, window: Window) -> Iterator
     if rows < _MIN_IMAGE_SIDE or columns < _MIN_IMAGE_SIDE:
         return
     image = replace(plain, planes=planes, rows=rows, columns=columns, is_interleaved=is_interleaved)
-    yield replace(image, transform=Transform.UP, subtracts_green=planes == 3)
+    yield replace(image, transform=Transform.LEFT, subtracts_green=planes == 3)
     if planes > 1 and not is_interleaved:
         yield replace(image, transform=Transform.PIXELS)
     if planes == 3 and not plain.word_bytes:
@@ -271,7 +271,7 @@ def _slice_shape(leaf: Leaf, window: Window) -> list[int]:
 def _with_method(base: Codec, method: Method) -> Codec:
     if method is Method.LZ4:
         return replace(base, method=method, level=_LZ4_LEVEL)
-    min_match = _DIFFERENCES_MIN_MATCH if base.transform is Transform.UP else 0
+    min_match = _DIFFERENCES_MIN_MATCH if base.transform is Transform.LEFT else 0
     return replace(base, method=method, level=_ZSTANDARD_LEVEL, min_match=min_match)
 
 

@@ -49,7 +49,7 @@ CODECS: dict[str, Codec] = {
     "stored": PLAIN,
     "palette": replace(PLAIN, word_bytes=4),
     "shuffle": replace(PLAIN, shuffle_bytes=4),
-    "up": replace(PICTURE, transform=Transform.UP, subtracts_green=True),
+    "left": replace(PICTURE, transform=Transform.LEFT, subtracts_green=True),
     "pixels": replace(PICTURE, transform=Transform.PIXELS, is_interleaved=False),
     "colours": replace(PICTURE, transform=Transform.COLOURS),
     "colour columns": replace(PICTURE, transform=Transform.COLOUR_COLUMNS),
@@ -90,7 +90,7 @@ def test_slices_may_be_stored_in_another_order() -> None:
         {"group": 65},
         {"level": 23},
         {"word_bytes": 3},
-        {"planes": 2, "transform": Transform.UP, "rows": 2, "columns": 2},
+        {"planes": 2, "transform": Transform.LEFT, "rows": 2, "columns": 2},
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(change: dict[str, Any]) -> None:
