@@ -239,10 +239,11 @@ class SegmentBuilder:
         return b"".join([*head, pack_segment(segment, encode=partial(self._encode, segment))])
 
     def _encode(self, segment: Segment, column: int, block: Block) -> Coded:
-        key = (column, segment.parts[column].layout)
+        layout: Any = segment.parts[column].layout  # Sliced, because only sliced parts have a block.
+        key = (column, layout)
         if key not in self._codecs:
             leaf = self._schema.observation.leaves[column]
-            self._codecs[key] = WriterCodec(leaf, Window.from_layout(leaf, key[1]), self._prefer)
+            self._codecs[key] = WriterCodec(leaf, Window.from_layout(leaf, layout), self._prefer)
         return self._codecs[key].encode(block)
 
 
