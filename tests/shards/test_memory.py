@@ -215,8 +215,8 @@ def test_a_memory_that_cannot_be_made_is_refused(wrong: dict[str, Any]) -> None:
         ReplayMemory(OBSERVATION, ACTION, **wrong)
 
 
-def test_a_device_that_is_missing_is_refused_before_an_actor_is_started() -> None:
-    for _ in range(2):  # The name is still free.
+def test_a_device_that_is_missing_is_refused_and_the_name_stays_free() -> None:
+    for _ in range(2):
         with pytest.raises(ArgumentError, match=r"^device \(cuda:77\)"):
             ReplayMemory(OBSERVATION, ACTION, 100, shards=1, name="refused", device="cuda:77")
 
