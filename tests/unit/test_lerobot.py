@@ -807,3 +807,10 @@ def test_the_guide_has_the_measured_table(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(script["is_met"](case, found) for case, found in results["cases"].items())
     guide = GUIDE.read_text(encoding="utf-8")
     assert script["rewritten"](guide, results["cases"]) == guide
+
+
+def test_lerobots_own_tests_passed() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "lerobot_tests.json").read_text(encoding="utf-8"))
+    for side in results["sides"].values():
+        assert side["passed"]
+        assert side["failed"] == []
