@@ -245,8 +245,8 @@ def measure(case: str, passed: list[str]) -> dict[str, Any]:
 
 def is_met(case: str, found: dict[str, Any]) -> bool:
     """Return whether a case meets its bars."""
-    is_fast = found["ratio"]["holdall, compressed"]["sample"] <= SAMPLE_BAR
-    return is_fast and found["smaller"] >= BARS.get(case, 0)
+    is_fast = bool(found["ratio"]["holdall, compressed"]["sample"] <= SAMPLE_BAR)
+    return is_fast and bool(found["smaller"] >= BARS.get(case, 0))
 
 
 def table(cases: dict[str, Any]) -> str:

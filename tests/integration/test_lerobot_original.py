@@ -114,7 +114,7 @@ def test_one_seed_draws_the_rows_of_lerobots_buffer(load_module: Callable[[str],
     for transition in play(70, 10):
         for buffer in buffers:
             buffer.add(**transition)
-        drawn = []
+        drawn: list[Any] = []
         for buffer in buffers:
             torch.manual_seed(int(transition["reward"]))
             drawn.append(buffer.sample(16))
