@@ -355,7 +355,11 @@ def table(models: dict[str, Any]) -> str:
         acts = [f"{ours[act] * 1e3:.1f} ms ({found['ratios'][act]:.2f} x)" for act in ("add", "sample", "update")]
         if not REWRITES[model]:
             acts[2] = ""
-        held = f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
+        held = " | "
+        if "times_smaller" in found:  # Results of earlier versions do not have the bytes of every model.
+            held = (
+                f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
+            )
         lines.append(f"| {TITLES[model]} | {held} | {' | '.join(acts)} |")
     return "\n".join(lines) + "\n"
 
