@@ -128,7 +128,7 @@ class _Place:
     def read(self, descriptors: dict[int, int]) -> NDArray[Any]:
         """Return a copy of the array."""
         array = np.empty(self.shape, self.dtype)
-        rest = memoryview(array.reshape(-1).view(np.uint8))
+        rest = array.reshape(-1).view(np.uint8).data
         offset = ALIGNMENT_BYTES + self.offset
         while rest:
             count = os.preadv(descriptors[self.number], [rest], offset)
