@@ -134,7 +134,7 @@ class HoldallSide:
         members = self.memory._members
         calls = [members.handle(shard).__ray_call__.remote(_report_compressed) for shard in members.numbers]
         reports = [ray.get(call) for call in calls]
-        return sum(report.total_bytes for report in reports) / sum(report.transitions for report in reports)
+        return float(sum(report.total_bytes for report in reports) / sum(report.transitions for report in reports))
 
     def rows(self, numbers: Any) -> dict[str, Any]:
         """Return rows by the order in which they were added. Only for one shard."""

@@ -1,6 +1,6 @@
 """Make small mistakes in a copy of the source tree, one at a time, and count those that the tests notice.
 
-    python release/mutate.py --mutants 150 --json benchmarks/results/mutants.jsonl     # about two hours on two cores
+    python release/mutate.py --mutants 150 --json mutants.jsonl     # about two hours on two cores
     python release/mutate.py --only src/holdall/sampling --mutants 10
 
 A mutant flips a comparison or a condition, shifts an index, swaps plus and minus, or drops a call such as a sync. The
@@ -106,7 +106,7 @@ def mutate_python(part: Part, path: Path) -> Iterator[Mutant]:
     tree = ast.parse(text)
     annotations = {id(inner) for node in ast.walk(tree) for inner in _find_annotations(node)}
     for node in ast.walk(tree):
-        if id(node) in annotations:
+        if not isinstance(node, ast.expr | ast.stmt) or id(node) in annotations:
             continue
         for kind, changed in _mistakes_of(node):
             before = ast.get_source_segment(text, node)

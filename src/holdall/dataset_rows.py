@@ -40,7 +40,7 @@ def allocate_nothing(_nbytes: int) -> None:
     """Leave it to the reader to allocate."""
 
 
-class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
+class LentBytes(np.ndarray[Any, np.dtype[np.uint8]]):
     """The memory of a block for one batch. It lives as long as an array in it."""
 
     block: _Block
@@ -56,16 +56,16 @@ class _Block:
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, ALIGNMENT_BYTES + nbytes)
         self._map = mmap.mmap(self.descriptor, ALIGNMENT_BYTES + nbytes)
-        self._lease: weakref.ref[Lease] | None = None
+        self._lease: weakref.ref[LentBytes] | None = None
 
     def is_free(self) -> bool:
         """Return whether nobody uses the memory, here or in the process that receives it."""
         return (self._lease is None or self._lease() is None) and self._map[:1] == _IS_RECEIVED
 
-    def lease(self) -> Lease:
+    def lease(self) -> LentBytes:
         """Return the memory. Requires a free block."""
         # Its base must not be an array: a view of the lease would then keep that array and not the lease.
-        lease = Lease((self.nbytes,), np.uint8, self._map, ALIGNMENT_BYTES)
+        lease = LentBytes((self.nbytes,), np.uint8, self._map, ALIGNMENT_BYTES)
         lease.block = self
         lease.is_sent = False
         self._lease = weakref.ref(lease)
@@ -84,7 +84,7 @@ class BlockPool:
         self.process = os.getpid()
         self._blocks: list[_Block] = []
 
-    def lease(self, nbytes: int) -> Lease | None:
+    def lease(self, nbytes: int) -> LentBytes | None:
         """Return memory for arrays of together `nbytes`. None if they are small, or cannot be shared on this system."""
         if nbytes < MIN_SHARED_BYTES or not hasattr(os, "memfd_create"):
             return None
@@ -103,7 +103,7 @@ class BlockPool:
 class SharedRows(dict[str, Any]):
     """A batch by key. Multiprocessing sends the arrays and tensors in `leases` through shared memory."""
 
-    def __init__(self, rows: Rows, leases: list[Lease]) -> None:
+    def __init__(self, rows: Rows, leases: list[LentBytes]) -> None:
         super().__init__(rows)
         self.leases = leases
 
@@ -175,7 +175,7 @@ def _has_place(value: Any) -> bool:
     return isinstance(value, _Sent) and isinstance(value.value, _Place)
 
 
-def _describe(value: Any, leases: list[Lease]) -> Any:
+def _describe(value: Any, leases: list[LentBytes]) -> Any:
     """Return the `_Sent` of an array or tensor. Return other values unchanged."""
     array, is_tensor = _find_array(value)
     if array is None:

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import FieldReport, MemoryReport, ReplayMemory
-from holdall.report import clear_pressure_check, set_pressure_check
+from holdall.memory_registry import MEMORIES
 from holdall.store.tuning import Tuning
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
@@ -192,12 +192,12 @@ def test_a_pressure_check_reaches_open_memories_and_passes_by_closed_ones() -> N
         grown.append(nbytes)
         return False
 
-    set_pressure_check(record)
+    MEMORIES.set_pressure_check(record)
     try:
         zeros = np.zeros(1, np.int64)
         for _ in range(100):
             memories[1].add(zeros, zeros, np.zeros(1), zeros, np.zeros(1, np.bool_), np.zeros(1, np.bool_))
         assert grown
     finally:
-        clear_pressure_check(record)
+        MEMORIES.clear_pressure_check(record)
         memories[1].close()
