@@ -37,7 +37,7 @@ from holdall.batch import Batch, Draw, Flags, Ids, check_ids
 from holdall.checkpoint import LOAD_S, Attached, find_writer, is_remote, normalized_url, open_read_only
 from holdall.checks import require_count, require_number, require_path, to_whole
 from holdall.dataset_batches import Batches
-from holdall.dataset_rows import Allocate, BlockPool, Lease, SharedRows, allocate_nothing
+from holdall.dataset_rows import Allocate, BlockPool, LentBytes, SharedRows, allocate_nothing
 from holdall.delivery import HostDelivery, Loader
 from holdall.errors import ArgumentError, ClosedError, TransitionIdError
 from holdall.machine import pool_threads
@@ -242,7 +242,7 @@ class Dataset:
         indices = self._check_indices(index)
         if _find_torch_worker() is None:
             return self._read(indices)
-        leases: list[Lease] = []
+        leases: list[LentBytes] = []
         return SharedRows(self._read(indices, partial(self._lease, leases)), leases)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Array]]:
@@ -317,7 +317,7 @@ class Dataset:
         rows["id"] = ids
         return rows
 
-    def _lease(self, leases: list[Lease], nbytes: int) -> Lease | None:
+    def _lease(self, leases: list[LentBytes], nbytes: int) -> LentBytes | None:
         """Return memory for `nbytes` that another process can read, and append it to `leases`."""
         if self._pool is None or self._pool.process != os.getpid():
             self._pool = BlockPool()
