@@ -71,7 +71,7 @@ def test_an_environment_is_recorded_first(tmp_path: Path) -> None:
         (["--libraries", "reverb"], "libraries ('reverb') must be among"),
         (["--case", "chess"], "case ('chess') must be one of atari, camera, vector"),
         (["--case", "camera", "--env", "CartPole-v1"], "Pass one of them"),
-        (["--trace", "nowhere.npz", "--libraries", "holdall"], "trace (nowhere.npz) is no file"),
+        (["--trace", "nowhere.npz", "--libraries", "holdall"], "trace (nowhere.npz) is not a file"),
         (["--case", "camera", "--out", "/no/such/folder/out"], "cannot be written"),
     ],
 )
