@@ -550,6 +550,7 @@ def other_cases() -> Iterator[Case]:
     yield Case(("estimate_advantages",), lambda: estimate(last), (*rows, last))
     yield Case(("estimate_advantages",), refused(lambda: estimate(last[:1])), (*rows, last))
     yield Case(("get_heap_bytes",), _native.get_heap_bytes)
+    yield Case(("describe_python_heap",), _native.describe_python_heap)
 
 
 def tree_cases() -> Iterator[Case]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dataset_workers import collate_nothing, read_and_keep
 from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -278,10 +279,6 @@ def test_a_loader_of_torch_reads_with_workers(recording: Recording) -> None:
             assert_same_bits({key: other[key] for key in expected}, expected)
 
 
-def collate_nothing(rows: Any) -> Any:
-    return rows
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("collate", [None, collate_nothing], ids=["tensors", "arrays"])
 def test_batches_of_workers_stay_as_they_were_received(recording: Recording, method: str, collate: Any) -> None:
@@ -302,24 +299,6 @@ def test_batches_of_workers_stay_as_they_were_received(recording: Recording, met
         for batch in kept:
             found = {key: np.asarray(value) for key, value in batch.items()}
             assert_same_bits(found, dataset[found["id"]])
-
-
-def read_and_keep(dataset: holdall.Dataset, answers: Any) -> None:
-    """Send batches as a DataLoader worker does, while the process itself keeps and changes some of them."""
-    from torch.utils.data import _utils
-
-    told: Any = dataset  # A worker is told its dataset, which need not be torch's class.
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=told)
-    kept = []
-    for first in range(0, 60, 3):
-        rows = dataset[np.arange(first, first + 40)]
-        answers.put(rows)
-        answers.put(rows)  # The second one is sent by value, because the memory is used again after the first.
-        copied = pickle.loads(pickle.dumps(rows))
-        kept.append((rows if first % 2 else {"observation.image": rows["observation.image"][3:9]}, copied))
-    answers.put([(dict(rows), copied) for rows, copied in kept])
-    answers.close()
-    answers.join_thread()
 
 
 def test_memory_that_a_worker_still_uses_is_not_written_again(recording: Recording) -> None:
