@@ -26,7 +26,10 @@ class Method(IntEnum):
 
 
 class Transform(IntEnum):
-    """What is done to the image or the unit before compression. The numbers are those of codec.h and of files."""
+    """Changes of the image or the unit before compression. The numbers are those of codec.h and of files.
+
+    2 was tried for differences to the upper row, see decision 027.
+    """
 
     NONE = 0
     LEFT = 1  # Differences to the left neighbour.

@@ -120,7 +120,7 @@ class DeviceStore:
         self._valid_count = (0, 0)  # Transitions that were counted, and the first id at that time.
         self._ring: TickRing | None = None  # None before the first tick.
         self._is_settled = False  # Whether the ring has the full capacity, and the windows that were found.
-        self._begin_tick = 0  # Number of the first tick, if there is none yet.
+        self._start_tick = 0  # First tick of the ring, which is made when the first tick is added.
         self._sampler: tuple[Any, DeviceSampler] | None = None
         self._host: Store | None = None  # Copy of what was saved, see `snapshot`.
         self._detectors = {
@@ -137,12 +137,12 @@ class DeviceStore:
     @property
     def first_tick(self) -> int:
         """Number of the oldest tick that is held."""
-        return self._begin_tick if self._ring is None else self._ring.first_tick
+        return self._start_tick if self._ring is None else self._ring.first_tick
 
     @property
     def next_tick(self) -> int:
         """Number of the tick that is written next."""
-        return self._begin_tick if self._ring is None else self._ring.next_tick
+        return self._start_tick if self._ring is None else self._ring.next_tick
 
     @property
     def first_id(self) -> int:
@@ -206,7 +206,7 @@ class DeviceStore:
     def compute_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `first_id` and `next_id` as tensors that every replay of a CUDA graph computes again."""
         next_tick = self.tensors.next_tick
-        first_tick = (next_tick - self._capacity_ticks).clamp(min=self._begin_tick)
+        first_tick = (next_tick - self._capacity_ticks).clamp(min=self._start_tick)
         return first_tick * self.lanes, next_tick * self.lanes
 
     # ---------------------------------------------------------------- writing
@@ -380,7 +380,7 @@ class DeviceStore:
             next_obs = step.next_obs[i][:, :lanes].cpu().numpy()
             for before, after in zip(obs, next_obs, strict=True):
                 detector.look(before, after)
-        is_over = self.next_tick - self._begin_tick >= _SEARCHED_TICKS
+        is_over = self.next_tick - self._start_tick >= _SEARCHED_TICKS
         if is_over or not any(detector.is_searching for detector in self._detectors.values()):
             self._is_searching = False
 
@@ -639,9 +639,9 @@ class DeviceStore:
 
     def _copy_host(self, host: Store) -> None:
         """Write all ticks of a store on the host, and keep it for the next snapshot."""
-        self._begin_tick = max(host.first_tick, host.next_tick - self._capacity_ticks)
+        self._start_tick = max(host.first_tick, host.next_tick - self._capacity_ticks)
         ticks = self._count_chunk_ticks()
-        for tick in range(self._begin_tick, host.next_tick, ticks):
+        for tick in range(self._start_tick, host.next_tick, ticks):
             self._write(self._check.send(self._read_host(host, tick, min(tick + ticks, host.next_tick))))
         self._host = host
 

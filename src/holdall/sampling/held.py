@@ -44,7 +44,7 @@ class Held:
 
     # Lowest id that is held: the first one of a tick.
     first_id: int
-    # Id after the highest one that is held.
+    # Id after the highest one that is held. It is the first one of a tick, too.
     next_id: int
     # Number of lanes: transitions that are added in one tick.
     lanes: int
@@ -54,7 +54,8 @@ class Held:
     fields: SmallFields
     # Further condition on ids that may be drawn. None: all transitions may be drawn.
     restriction: Callable[[Held, Ids], Flags] | None = None
-    # Order of the rows of a shard. None: ids are in the order of ticks and lanes.
+    # Order of the rows of a shard. None: ids are in the order of ticks and lanes. Only samplers for which
+    # `has_likelihood` in `sampling/registry.py` is true ever get an order.
     order: RowOrder | None = None
 
     # ---------------------------------------------------------------- which ids may be drawn

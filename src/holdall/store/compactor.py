@@ -108,7 +108,10 @@ class Compactor:
             self._offered[block] = coded
 
     def withdraw(self, blocks: Iterable[Block]) -> None:
-        """Remove the jobs of blocks that were evicted. The job that the worker is at runs to its end."""
+        """Remove the jobs of blocks that were evicted.
+
+        The job that the worker has begun is completed. Its result keeps the block until `take_results`.
+        """
         for block in blocks:
             self._jobs.pop(block, None)
 

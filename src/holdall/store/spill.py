@@ -33,7 +33,7 @@ _MAX_LOCK_ATTEMPTS = 16
 
 
 class SpillFile:
-    """One open file of the disk tier. It is closed and deleted together with the last block that refers to it.
+    """One open file of the disk tier. It is closed and deleted when no block and no folder refers to it any more.
 
     Attributes:
         path: Path of the file.

@@ -104,7 +104,7 @@ class Store:
         self._inventory: Inventory | None = Inventory()  # None after an interrupt: it is made again.
         self._is_measured = not budget.is_automatic  # Whether `budget` is that of the RAM available now.
         self._is_fit_logged = False
-        self._begun_tick = first_tick  # No tick before this one was ever held.
+        self._start_tick = first_tick  # First tick that this store was ever to hold. Only `failure` uses it.
         self._roll_lock = threading.RLock()  # Re-entrant, because a signal handler may add, too.
         self._layouts = LayoutSearch(schema, self.tuning)  # Guarded by `_roll_lock`.
         self._packer = SegmentPacker(schema.observation.leaves, self.tuning)
@@ -321,7 +321,8 @@ class Store:
     def evict(self, before_tick: int) -> None:
         """Drop all transitions of ticks before `before_tick`. If nothing is left, free the open segment, too.
 
-        The memory of other segments is freed when the next segment is closed.
+        The memory of other segments is freed when the next segment is closed: until then, the inventory and the jobs
+        of the compactor refer to their blocks.
         """
         self._writer.evict(before_tick)
         if before_tick >= self._writer.next_tick:
@@ -573,7 +574,7 @@ class Store:
             writer.evict(first_tick)
             self._writer = writer
             self._inventory = None
-            self._begun_tick = first_tick
+            self._start_tick = first_tick
             self._balance()
 
     # ---------------------------------------------------------------- accounting
@@ -603,7 +604,7 @@ class Store:
         failure = self._compactor.failure
         if failure or self._spill is None:
             return failure
-        is_short = self.first_tick > max(self._begun_tick, self.next_tick - self._capacity_ticks)
+        is_short = self.first_tick > max(self._start_tick, self.next_tick - self._capacity_ticks)
         return self._drops.reason if is_short else ""
 
     @property
