@@ -108,8 +108,8 @@ def run_suite(suite: Suite, limit_s: float) -> Outcome:
     """Run one suite. Interrupt it after `limit_s`."""
     report = LOGS / f"{suite.name}.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "--timeout=3600", "-q", f"--junitxml={report}", *suite.arguments]
-    environment = os.environ | {"HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", "nightly")}
+    command = [sys.executable, "-m", "pytest", "--timeout=3600", "-v", f"--junitxml={report}", *suite.arguments]
+    environment = {"HYPOTHESIS_PROFILE": "nightly"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
     note = ""
     with (LOGS / f"{suite.name}.txt").open("w", encoding="utf-8") as log:
