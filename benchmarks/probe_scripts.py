@@ -82,7 +82,8 @@ def measure(script: dict[str, Any], checkouts: Path, python: str, library: Path)
         row["exact"] = None  # The script itself did not begin to train in time, so there is no truth.
     elif snapshot.is_ready:
         row |= compare(snapshot, truth, script.get("expected_bytes"))
-    row["findings"] = [one.rule for one in lint.snapshot(snapshot)]
+    row["findings"] = [{"rule": one.rule, "message": one.message} for one in lint.snapshot(snapshot)]
+    row["commit"] = commit()
     return row
 
 
