@@ -191,7 +191,11 @@ def write_table(rows: list[dict[str, Any]]) -> str:
 
 def write_page(text: str, results: dict[str, Any]) -> str:
     """Return the page with the table of the results."""
-    new = f"<!-- runs: python benchmarks/plan.py --docs -->\n{write_table(results['runs'])}\n<!-- end of runs -->"
+    table = write_table(results["runs"])
+    missing = [name for name in RUNS if name not in {row["name"] for row in results["runs"]}]
+    if missing:
+        table = f"{table}\nNot measured with this version: {'; '.join(missing)}."
+    new = f"<!-- runs: python benchmarks/plan.py --docs -->\n{table}\n<!-- end of runs -->"
     return re.sub(r"<!-- runs:.*?<!-- end of runs -->", new, text, flags=re.DOTALL)
 
 
