@@ -183,8 +183,8 @@ def write_table(rows: list[dict[str, Any]]) -> str:
     bounded = sum(row["most_bytes"] >= row["measured_bytes"] for row in rows)
     lines.append("")
     lines.append(
-        f"{near} of {len(rows)} plans are within {100 * BAR:.0f} % of the measured peak. In {bounded} of {len(rows)} runs, the "
-        "measured peak is below the bound."
+        f"{near} of {len(rows)} plans are within {100 * BAR:.0f} % of the measured peak. "
+        f"In {bounded} of {len(rows)} runs, the measured peak is below the bound."
     )
     return "\n".join(lines)
 
