@@ -385,8 +385,8 @@ def _write_docs(rows: list[dict[str, Any]]) -> None:
     )
     _, close, after = rest.partition("<!-- end of showings -->")
     shown = [f"| {SHOWINGS[one['showing']].title} | {one['figure']} | {_shorten(one['commits'])} |" for one in rows]
-    page.write_text(before + begin + "\n".join(["| what | measured | commit |", "|---|---|---|", *shown]) + "\n" + close + after,
-                    encoding="utf-8")  # fmt: skip
+    table = "\n".join(["| what | measured | commit |", "|---|---|---|", *shown])
+    page.write_text(f"{before}{begin}{table}\n{close}{after}", encoding="utf-8")
 
 
 def main() -> int:
