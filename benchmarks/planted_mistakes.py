@@ -4,7 +4,8 @@
 
 `planted_mistakes.toml` has one change for each mistake. It is made in a copy of the script. Rules about files read the
 copy; rules about values run it until it is about to train. A mistake counts as found if its own rule finds more in the
-changed script than in the script as it is. `--files` leaves out the mistakes whose rules need a run. DIR and the
+changed script than in the script as it is, which is read or run in the same way. `--files` leaves out the mistakes
+whose rules need a run. `--only RULE` measures the mistakes of one rule and keeps the other rows of FILE. DIR and the
 environments are those of `probe_scripts.py`.
 """
 
@@ -28,6 +29,8 @@ from holdall.tools import lint
 from holdall.tools.probe.launch import probe
 
 LIST = Path(__file__).parent / "planted_mistakes.toml"
+_FOUND_BEFORE: dict[str, list[dict[str, Any]]] = {}
+"""The findings of unchanged scripts that were run, by script and arguments. Several mistakes have the same script."""
 
 
 def read_script(mistake: dict[str, Any], checkouts: Path) -> str:
@@ -73,26 +76,60 @@ def find(mistake: dict[str, Any], text: str, checkouts: Path, pythons: dict[str,
     return [{"rule": one.rule, "message": one.message} for one in found]
 
 
+def find_before(mistake: dict[str, Any], text: str, checkouts: Path, pythons: dict[str, str]) -> list[dict[str, Any]]:
+    """Return what lint finds in the script as it is, started with the arguments that have no mistake."""
+    if "command" not in mistake:
+        return find(mistake, text, checkouts, pythons)
+    command = mistake.get("before", mistake["command"])
+    key = json.dumps([mistake["file"], mistake.get("block"), mistake["environment"], command])
+    if key not in _FOUND_BEFORE:
+        _FOUND_BEFORE[key] = find(mistake | {"command": command}, text, checkouts, pythons)
+    return _FOUND_BEFORE[key]
+
+
+def read_rows(file: Path | None) -> list[dict[str, Any]]:
+    """Return the rows that were measured before."""
+    if file is None or not file.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["mistakes"]
+    return rows
+
+
 def main() -> None:
     """Plant every mistake and print whether it was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkouts", type=Path, required=True, metavar="DIR")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--files", action="store_true")
+    parser.add_argument("--only", action="append", metavar="RULE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     os.environ |= {"MPLBACKEND": "Agg", "SDL_VIDEODRIVER": "dummy"}
     pythons = dict(text.split("=", 1) for text in args.python)
+    old = {row["number"]: row for row in read_rows(args.json) if "number" in row}
     rows = []
-    for mistake in tomllib.loads(LIST.read_text(encoding="utf-8"))["mistake"]:
-        if args.files and "command" in mistake:
+    for number, mistake in enumerate(tomllib.loads(LIST.read_text(encoding="utf-8"))["mistake"]):
+        is_named = not args.only or mistake["rule"] in args.only
+        if not is_named or (args.files and "command" in mistake):
+            rows += [old[number]] if number in old else []
             continue
         text = read_script(mistake, args.checkouts)
-        found = find(mistake, plant(text, mistake), args.checkouts, pythons)
-        before = [] if "command" in mistake else find(mistake, text, args.checkouts, pythons)
-        own = [one for one in found if one["rule"] == mistake["rule"]]
-        is_found = len(own) > sum(1 for one in before if one["rule"] == mistake["rule"])
-        rows.append({"rule": mistake["rule"], "file": mistake["file"], "is_found": is_found, "findings": found})
+        before = find_before(mistake, text, args.checkouts, pythons)
+        after = find(mistake, plant(text, mistake), args.checkouts, pythons)
+        own_before = sum(one["rule"] == mistake["rule"] for one in before)
+        own_after = sum(one["rule"] == mistake["rule"] for one in after)
+        is_found = own_after > own_before
+        rows.append(
+            {
+                "number": number,
+                "rule": mistake["rule"],
+                "file": mistake["file"],
+                "needs_run": "command" in mistake,
+                "is_found": is_found,
+                "before": before,
+                "findings": after,
+            }
+        )
         print(f"{mistake['rule']} {'found ' if is_found else 'MISSED'} {mistake['file']}", file=sys.stderr, flush=True)
     summary = {"planted": len(rows), "found": sum(row["is_found"] for row in rows)}
     if args.json:

@@ -1,10 +1,12 @@
 """Public training scripts, probed: are their large buffers exact, is nothing trained, does no process remain?
 
     python benchmarks/probe_scripts.py --checkouts DIR --python new=PATH --python old=PATH --json FILE
+    python benchmarks/probe_scripts.py --docs    # measures nothing, and writes the figures of docs/plan.md
 
 `probe_scripts.toml` lists the scripts: the repository, the command and the environment that it needs. DIR has a
 checkout of each repository; none of their code is part of holdall. `--only NAME` measures one script, or all scripts of
-`NAME/`, and keeps the other rows of FILE.
+`NAME/`, and keeps the other rows of FILE. `--alone` says that no other program runs: only then is the time of the probe
+compared with that of the script.
 
 Each script runs twice:
 
@@ -29,6 +31,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,6 +50,8 @@ from holdall.tools.probe.snapshot import Snapshot
 
 HERE = Path(__file__).parent
 LIST = HERE / "probe_scripts.toml"
+RESULTS = HERE / "results" / "probe_scripts.json"
+PAGE = HERE.parent / "docs" / "plan.md"
 MIN_ARRAY_BYTES = 16 * 2**20
 MIN_BUFFER_BYTES = 100 * 2**20
 TRAINING_S = 5.0
@@ -82,7 +87,8 @@ def measure(script: dict[str, Any], checkouts: Path, python: str, library: Path)
         row["exact"] = None  # The script itself did not begin to train in time, so there is no truth.
     elif snapshot.is_ready:
         row |= compare(snapshot, truth, script.get("expected_bytes"))
-    row["findings"] = [one.rule for one in lint.snapshot(snapshot)]
+    row["findings"] = [{"rule": one.rule, "message": one.message} for one in lint.snapshot(snapshot)]
+    row["commit"] = commit()
     return row
 
 
@@ -247,7 +253,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     reached = [row for row in rows if row["is_ready"]]
     large = [row for row in reached if row.get("has_large_buffer")]
     compared = [row for row in reached if row.get("exact") is not None]
-    later = [row["probe_s"] - row["own_s"] for row in reached if row["own_s"] is not None]
+    later = [row["probe_s"] - row["own_s"] for row in reached if row.get("is_alone") and row["own_s"] is not None]
     return {
         "scripts": len(rows),
         "reach_training": len(reached),
@@ -260,18 +266,76 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "updated_weights": sum(1 for row in rows if row["optimizer_state_bytes"]),
         "processes_counted": sum(1 for row in rows if row["processes_left"] is not None),
         "processes_left": sum(row["processes_left"] or 0 for row in rows),
-        "probe_later_s": {"most": max(later, default=0.0), "median": sorted(later)[len(later) // 2] if later else 0.0},
+        "probe_later_s": {
+            "scripts": len(later),
+            "most": round(max(later, default=0.0), 2),
+            "median": round(statistics.median(later), 2) if later else 0.0,
+        },
     }
 
 
+def write_summary(results: dict[str, Any]) -> str:
+    """Return the figures and the scripts without a training as Markdown."""
+    summary = results["summary"]
+    later = summary["probe_later_s"]
+    stopped: dict[str, list[str]] = {}
+    for row in results["scripts"]:
+        if not row["is_ready"]:
+            stopped.setdefault(describe_stop(row), []).append(row["name"])
+    counted = summary["processes_counted"]
+    figures = (
+        f"No weight was updated. In the {counted} scripts in which processes were counted, "
+        f"{summary['processes_left'] or 'none'} was left over. On an otherwise idle machine, "
+        f"{later['scripts']} scripts reached training at most {later['most']:.1f} s later under the probe than without "
+        f"it (median {later['median']:.1f} s). {summary['failed_allocations']} allocations failed, and "
+        f"{summary['failed_allocations_exact']} were reported with their exact size."
+    )
+    lines = [
+        figures,
+        "",
+        f"{sum(map(len, stopped.values()))} scripts did not get as far as training on the machines of the measurement:",
+        "",
+        "| what the probe says | scripts |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in stopped.items()),
+    ]
+    return "\n".join(lines)
+
+
+def describe_stop(row: dict[str, Any]) -> str:
+    """Return the first sentence of what the probe says about a script that did not train."""
+    text = str(row["stopped_by"])
+    if row["error"] and row["error"].partition(":")[0] not in text and not text.partition(":")[0].endswith("Error"):
+        text = f"{text}: {row['error']}"
+    text = text.splitlines()[0].partition(". ")[0].rstrip(".")
+    return f"`{text}`" if "Error" in text else text
+
+
+def write_page(text: str, results: dict[str, Any]) -> str:
+    """Return the page with the summary of the results."""
+    begin = "<!-- scripts: python benchmarks/probe_scripts.py --docs -->"
+    new = f"{begin}\n{write_summary(results)}\n<!-- end of scripts -->"
+    before, _, rest = text.partition("<!-- scripts:")
+    _, _, after = rest.partition("<!-- end of scripts -->")
+    return before + new + after
+
+
 def main() -> None:
-    """Measure the scripts and print one line for each."""
+    """Measure the scripts and print one line for each, or write the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkouts", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--python", action="append", required=True, metavar="NAME=PATH")
+    parser.add_argument("--checkouts", type=Path, metavar="DIR")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--only", action="append", metavar="NAME")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
+    if args.docs:
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        PAGE.write_text(write_page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+        return
+    if args.checkouts is None or not args.python:
+        parser.error("--checkouts and --python are needed to measure")
     os.environ |= {"MPLBACKEND": "Agg", "SDL_VIDEODRIVER": "dummy"}
     pythons = dict(text.split("=", 1) for text in args.python)
     scripts = tomllib.loads(LIST.read_text(encoding="utf-8"))["script"]
@@ -285,6 +349,7 @@ def main() -> None:
             if args.only and not any(name in (script["name"], script["name"].partition("/")[0]) for name in args.only):
                 continue
             row = measure(script, args.checkouts, pythons[script["environment"]], library)
+            row["is_alone"] = args.alone
             rows[script["name"]] = row
             states = {True: "exact", False: "WRONG", None: row["trigger"]}
             state = states[row.get("exact")]

@@ -243,11 +243,10 @@ def _busy() -> Iterator[None]:
 def _spilled(lines: list[Line]) -> str:
     spilled = [one for one in lines if one["act"] == "spill"]
     rates = [one["bytes_per_second"] for one in spilled if not one["wrong"]]
-    without = [" without it: killed" if not one["wrong"] else f" without it: {one['wrong']}" for one in lines
-               if one["act"] == "none"]  # fmt: skip
+    without = [f"; without it: {one['wrong'] or 'killed'}" for one in lines if one["act"] == "none"]
     rate = statistics.median(rates) / 1e6 if rates else 0.0
     return (
-        f"{len(rates)} of {len(spilled)} runs finished, the first cold; {rate:.0f} MB added a second;{''.join(without)}"
+        f"{len(rates)} of {len(spilled)} runs finished, the first cold; {rate:.0f} MB added a second{''.join(without)}"
     )
 
 
@@ -373,6 +372,11 @@ def _limited(limit_bytes: int, command: list[str]) -> tuple[int, str, int]:
                 time.sleep(0.2)
 
 
+def _shorten(commits: list[str]) -> str:
+    """Return the first letters of each commit once."""
+    return ", ".join(sorted({commit[:8] for commit in commits}))
+
+
 def _write_docs(rows: list[dict[str, Any]]) -> None:
     """Put the figures into docs/watch.md."""
     page = HERE.parent / "docs" / "watch.md"
@@ -380,9 +384,9 @@ def _write_docs(rows: list[dict[str, Any]]) -> None:
         "<!-- showings: python benchmarks/watch_showings.py -->\n"
     )
     _, close, after = rest.partition("<!-- end of showings -->")
-    shown = [f"| {SHOWINGS[one['showing']].title} | {one['figure']} |" for one in rows]
-    page.write_text(before + begin + "\n".join(["| what | measured |", "|---|---|", *shown]) + "\n" + close + after,
-                    encoding="utf-8")  # fmt: skip
+    shown = [f"| {SHOWINGS[one['showing']].title} | {one['figure']} | {_shorten(one['commits'])} |" for one in rows]
+    table = "\n".join(["| what | measured | commit |", "|---|---|---|", *shown])
+    page.write_text(f"{before}{begin}{table}\n{close}{after}", encoding="utf-8")
 
 
 def main() -> int:
