@@ -10,10 +10,11 @@ The numbers are random, which is the worst case.
 Bytes: every side is filled in a process of its own. holdall's figure is `report().total_bytes` after everything was
 compressed, divided by the steps. The published figure is the bytes of the tensors that TD-MPC2 and R2-Dreamer reserve
 for their whole capacity, divided by the capacity. DreamerV3's is the bytes of the arrays in its chunks, divided by the
-steps that they have room for. What selectors and samplers need is counted on no side. Times: both sides in one process,
-in turns, after a warm-up; medians, and the ratio to the published side. The batches of both sides are compared, before
-and after latents are rewritten. Exit status 1 if the sides draw different batches, or if DreamerV3's steps do not take
-2.5 times fewer bytes.
+steps that they have room for. What selectors, samplers and drawn batches need is counted on neither side.
+
+Times: both sides in one process, in turns, after a warm-up; medians, and the ratio to the published side. The batches
+of both sides are compared, before and after latents are rewritten. Exit status 1 if the sides draw different batches,
+or if DreamerV3's steps do not take 2.5 times fewer bytes.
 """
 
 from __future__ import annotations
