@@ -1,6 +1,6 @@
 """Runs TorchRL's own tests of its replay buffers: of LazyTensorStorage, and with HoldallStorage in its place.
 
-    python benchmarks/torchrl_tests.py FOLDER [--file test_storages.py] [--json FILE]
+    python benchmarks/torchrl_tests.py FOLDER [--file test_storages.py] [--json FILE] [--guide FILE]
 
 FOLDER is a checkout of TorchRL's repository, because TorchRL's packages do not contain the tests. A test counts as
 passed only if it made such a storage. LEFT_OUT names the tests that are not run, each with the reason. Exit status 1 if
@@ -54,9 +54,13 @@ LEFT_OUT = {
 """Pattern of the whole name of a test and its case, and why it is not run on either side."""
 NO_EXTENSION = r".*(Sum|Min)SegmentTreeFp(32|64) is not available.*"
 """The error of tests that need TorchRL's compiled extension where it cannot be loaded."""
+NO_EXTENSION_REASON = "needs TorchRL's compiled extension, which could not be loaded"
 SIDES = ("LazyTensorStorage", "HoldallStorage")
 MODULES = ("torchrl.data", "torchrl.data.replay_buffers", "torchrl.data.replay_buffers.storages")
 MAX_TEST_S = 60
+KINDS = ("passed", "failed", "left_out", "skipped")
+BEGIN = "<!-- torchrl_tests: python benchmarks/torchrl_tests.py -->"
+END = "<!-- end of torchrl_tests -->"
 
 
 class Outcomes:
@@ -89,7 +93,7 @@ class Outcomes:
         if report.failed:
             message = str(report.longrepr)
             if re.search(NO_EXTENSION, message):
-                self.left_out[name] = "needs TorchRL's compiled extension, which could not be loaded"
+                self.left_out[name] = NO_EXTENSION_REASON
             else:
                 self.failed[name] = message.splitlines()[-1]
         elif report.skipped:
@@ -151,11 +155,39 @@ def measure(folder: Path, file: str) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).resolve()), str(folder), "--file", file, "--side", side]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         sides[side] = json.loads(done.stdout.splitlines()[-1])["result"]
-        counts = ", ".join(f"{len(sides[side][kind])} {kind}" for kind in ("passed", "failed", "left_out", "skipped"))
+        counts = ", ".join(f"{len(sides[side][kind])} {kind}" for kind in KINDS)
         print(f"{file} {side}: {counts}", file=sys.stderr)
         for name, message in sides[side]["failed"].items():
             print(f"  {name}: {message}", file=sys.stderr)
     return sides
+
+
+def add_up(files: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the number of tests of each side by outcome, over all files."""
+    return {side: {kind: sum(len(sides[side][kind]) for sides in files.values()) for kind in KINDS} for side in SIDES}
+
+
+def describe(document: dict[str, Any]) -> str:
+    """Return the results as a sentence for docs/guides/torchrl.md."""
+    counts = document["totals"]["HoldallStorage"]
+    without_extension = sum(
+        reason == NO_EXTENSION_REASON
+        for sides in document["files"].values()
+        for reason in sides["HoldallStorage"]["left_out"].values()
+    )
+    return (
+        f"With the tests of version {document['tests']['version']} (commit {document['tests']['commit'][:9]}) and "
+        f"TorchRL {document['versions']['torchrl']},\n{counts['passed']} tests that make a `HoldallStorage` pass, "
+        f"{counts['failed']} fail, and {counts['left_out']} are left out: {without_extension} of them need TorchRL's\n"
+        f"compiled extension, which torch {document['versions']['torch'].partition('+')[0]} cannot load\n"
+        "([names and reasons](../../benchmarks/results/torchrl_tests.json)).\n"
+    )
+
+
+def rewritten(text: str, document: dict[str, Any]) -> str:
+    """Return a guide with the sentence of these results in its place."""
+    head, rest = text.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{describe(document)}{END}{rest.split(END, 1)[1]}"
 
 
 def main() -> int:
@@ -164,6 +196,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="a checkout of TorchRL's repository")
     parser.add_argument("--file", choices=FILES, help="only this file")
     parser.add_argument("--json", type=Path, help="a file that is run again takes its place there")
+    parser.add_argument("--guide", type=Path, help="with --json: put the sentence about the results there")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -175,20 +208,19 @@ def main() -> int:
         files = run
         if arguments.file and arguments.json.is_file():
             files = json.loads(arguments.json.read_text(encoding="utf-8"))["files"] | run
-        kinds = ("passed", "failed", "left_out", "skipped")
-        totals = {
-            side: {kind: sum(len(sides[side][kind]) for sides in files.values()) for kind in kinds} for side in SIDES
-        }
         document = {
             "benchmark": "torchrl_tests",
             "machine": machine(),
             "versions": versions("torch", "torchrl", "tensordict"),
             "commit": commit(),
             "tests": describe_version(folder),
-            "totals": totals,
+            "totals": add_up(files),
             "files": files,
         }
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if arguments.guide is not None:
+            guide = arguments.guide.read_text(encoding="utf-8")
+            arguments.guide.write_text(rewritten(guide, document), encoding="utf-8")
     return 1 if any(sides["HoldallStorage"]["failed"] for sides in run.values()) else 0
 
 
