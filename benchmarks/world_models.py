@@ -126,12 +126,14 @@ class DreamerV3:
 
     def array_bytes(self) -> int:
         """Return the bytes of the published side's chunks."""
-        return sum(chunk.nbytes for chunk in self.replay.chunks.values())
+        nbytes: int = sum(chunk.nbytes for chunk in self.replay.chunks.values())
+        return nbytes
 
     @property
     def memory(self) -> ReplayMemory:
         """The memory of holdall's side."""
-        return self.replay.memory
+        memory: ReplayMemory = self.replay.memory
+        return memory
 
     def finish(self) -> None:
         """Wait for compression."""
@@ -197,7 +199,8 @@ class TdMpc2:
     @property
     def memory(self) -> ReplayMemory:
         """The memory of holdall's side."""
-        return self.buffer._buffer.storage.memory
+        memory: ReplayMemory = self.buffer._buffer.storage.memory
+        return memory
 
     def finish(self) -> None:
         """Wait for compression."""
@@ -254,7 +257,8 @@ class R2Dreamer:
     @property
     def memory(self) -> ReplayMemory:
         """The memory of holdall's side."""
-        return self.buffer._buffer.storage.memory
+        memory: ReplayMemory = self.buffer._buffer.storage.memory
+        return memory
 
     def finish(self) -> None:
         """Wait for compression."""
@@ -286,7 +290,8 @@ def footprint(model: str, side: str, folder: Path) -> dict[str, Any]:
 def reserved_bytes(storage: Any) -> int:
     """Return the bytes of a LazyTensorStorage's tensors."""
     tensors: Any = storage._storage.values(include_nested=True, leaves_only=True)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    nbytes: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return nbytes
 
 
 def times(model: str, folder: Path) -> dict[str, Any]:
