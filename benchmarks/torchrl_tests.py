@@ -45,7 +45,7 @@ LEFT_OUT = {
     r"TestSharedStorageInit::test_shared_init_reconciles_non_cpu_device": PROCESSES,
     r"test_replay_buffer_read_write_all_in_order": NEW_KEYS,
     r"test_replay_buffer_read_write_all_in_order_matches_full_slice_ndim2": NEW_KEYS,
-    r"test_replay_buffer_prefetch_autograd_roundtrip\[(True|False)-(state_dict|pickle)\]": "makes no LazyTensorStorage, "
+    r"test_replay_buffer_prefetch_autograd_roundtrip\[(True|False)-(state_dict|pickle)\]": "makes no such storage, "
     "and failed in one of two runs",
     r"test_storage_mutation_revision_for_buffer_write_paths": "asks how often a write of some keys is counted",
     r"TestUpdateIfPresent::test_never_written_slot_is_stale": "reads a position that was never written; "
