@@ -7,11 +7,14 @@ elements. Steps are Seaquest in colour, 64 x 64. DreamerV3 has the latents of it
 bfloat16, 32 x 64 discrete ones), R2-Dreamer those of its size 12M (2,048 numbers in float32, 32 x 16 discrete ones).
 The numbers are random, which is the worst case.
 
-Bytes: every side is filled in a process of its own. The figure is the slope of a line through the process's unique set
-size. The published buffers of TD-MPC2 and R2-Dreamer reserve tensors for their whole capacity: there, the figure is the
-bytes of these tensors, divided by the capacity. Times: both sides in one process, in turns, after a warm-up; medians,
-and the ratio to the published side. The batches of both sides are compared, before and after latents are rewritten.
-Exit status 1 if the sides draw different batches, or if DreamerV3's steps do not take 2.5 times fewer bytes.
+Bytes: every side is filled in a process of its own. holdall's figure is `report().total_bytes` after everything was
+compressed, divided by the steps. The published figure is the bytes of the tensors that TD-MPC2 and R2-Dreamer reserve
+for their whole capacity, divided by the capacity. DreamerV3's is the bytes of the arrays in its chunks, divided by the
+steps that they have room for. What selectors, samplers and drawn batches need is counted on neither side.
+
+Times: both sides in one process, in turns, after a warm-up; medians, and the ratio to the published side. The batches
+of both sides are compared, before and after latents are rewritten. Exit status 1 if the sides draw different batches,
+or if DreamerV3's steps do not take 2.5 times fewer bytes.
 """
 
 from __future__ import annotations
@@ -34,22 +37,20 @@ import cv2
 import gymnasium as gym
 import numpy as np
 import torch
-from footprint import line_through
 from numpy.typing import NDArray
 from process import commit, emit, machine, versions
 from tensordict import TensorDict
 
 from holdall.dreamer import Replay
-from holdall.machine import held_bytes
+from holdall.memory import ReplayMemory
 
 SIDES = ("published", "holdall")
 BAR_DREAMER = 2.5
 SIZE_PX = 64
 EPISODE_STEPS = 200
-STEPS = {"dreamerv3": (2_048, 4_096), "tdmpc2": (2_000, 10_000), "r2dreamer": (2_000, 6_000)}
-"""Steps between which memory is read. Each of holdall's sides fills several blocks."""
+STEPS = {"dreamerv3": 4_096, "tdmpc2": 10_000, "r2dreamer": 6_000}
+"""Steps after which bytes are counted. Each of holdall's sides fills several blocks."""
 TIMED_STEPS = {"dreamerv3": 2_048, "tdmpc2": 1_000, "r2dreamer": 1_024}
-READINGS = 8
 WARM_UP_ROUNDS, TIMED_ROUNDS = 5, 12
 """Rounds of adding, sampling and updating. The first ones touch memory for the first time and are not timed."""
 WORKERS = 4
@@ -123,10 +124,20 @@ class DreamerV3:
         latents = {key: -batch[key][:, 1:] if "deter" in key else batch[key][:, 1:] for key in batch if "dyn/" in key}
         self.replay.update({"stepid": batch["stepid"][:, 1:], **latents})
 
+    def array_bytes(self) -> int:
+        """Return the bytes of the published side's chunks."""
+        nbytes: int = sum(chunk.nbytes for chunk in self.replay.chunks.values())
+        return nbytes
+
+    @property
+    def memory(self) -> ReplayMemory:
+        """The memory of holdall's side."""
+        memory: ReplayMemory = self.replay.memory
+        return memory
+
     def finish(self) -> None:
         """Wait for compression."""
-        if isinstance(self.replay, Replay):
-            self.replay.memory.store.wait_idle()
+        self.memory.store.wait_idle()
 
 
 def load_buffer(side: str, path: Path, **replaced: str) -> Any:
@@ -181,9 +192,19 @@ class TdMpc2:
     def update(self, batch: dict[str, Any]) -> None:
         """Do nothing: TD-MPC2 rewrites nothing."""
 
+    def array_bytes(self) -> int:
+        """Return the bytes of the published side's tensors."""
+        return reserved_bytes(self.buffer._buffer.storage)
+
+    @property
+    def memory(self) -> ReplayMemory:
+        """The memory of holdall's side."""
+        memory: ReplayMemory = self.buffer._buffer.storage.memory
+        return memory
+
     def finish(self) -> None:
         """Wait for compression."""
-        wait_for_storage(self.buffer._buffer.storage)
+        self.memory.store.wait_idle()
 
 
 class R2Dreamer:
@@ -229,46 +250,48 @@ class R2Dreamer:
         """Rewrite the latents of the last batch."""
         self.buffer.update(self.index, batch["stoch"].flip(-1), -batch["deter"])
 
+    def array_bytes(self) -> int:
+        """Return the bytes of the published side's tensors."""
+        return reserved_bytes(self.buffer._buffer.storage)
+
+    @property
+    def memory(self) -> ReplayMemory:
+        """The memory of holdall's side."""
+        memory: ReplayMemory = self.buffer._buffer.storage.memory
+        return memory
+
     def finish(self) -> None:
         """Wait for compression."""
-        wait_for_storage(self.buffer._buffer.storage)
-
-
-def wait_for_storage(storage: Any) -> None:
-    """Wait until a HoldallStorage has compressed everything."""
-    if hasattr(storage, "memory"):
-        storage.memory.store.wait_idle()
+        self.memory.store.wait_idle()
 
 
 MODELS: dict[str, Callable[[str, Path, int], Any]] = {"dreamerv3": DreamerV3, "tdmpc2": TdMpc2, "r2dreamer": R2Dreamer}
 
 
 def footprint(model: str, side: str, folder: Path) -> dict[str, Any]:
-    """Return the bytes of a step on one side."""
-    first, last = STEPS[model]
-    buffer = MODELS[model](side, folder, last)
-    if side == "published" and model != "dreamerv3":
-        buffer.add()
-        return {"bytes": reserved_bytes(buffer.buffer._buffer.storage, last), "capacity": last}
-    count = 0
-    readings = []
-    next_reading = first
-    while count < last:
+    """Return the bytes of a step on one side, and how they were counted."""
+    capacity = STEPS[model]
+    buffer = MODELS[model](side, folder, capacity)
+    count = buffer.add()
+    is_reserved = side == "published" and model != "dreamerv3"
+    while count < capacity and not is_reserved:
         count += buffer.add()
-        if count >= next_reading:
-            if REWRITES[model]:  # The temporary memory of a large batch would hide what the steps take.
-                buffer.update(buffer.sample())
-            buffer.finish()
-            readings.append((count, held_bytes().unique))
-            next_reading += (last - first) // READINGS
-    return {"bytes": line_through(readings)[0], "steps": [first, last]}
+    if side == "published":
+        return {"bytes": buffer.array_bytes() / capacity, "counted": "arrays", "steps": capacity}
+    if REWRITES[model]:  # The first rewrite changes how latents are stored.
+        buffer.update(buffer.sample())
+    buffer.finish()
+    report = buffer.memory.report()
+    if report.backlog:
+        raise SystemExit(f"{report.backlog} blocks of {model} were not compressed")
+    return {"bytes": report.total_bytes / count, "counted": "report", "steps": count}
 
 
-def reserved_bytes(storage: Any, capacity: int) -> float:
-    """Return the bytes of a LazyTensorStorage's tensors, divided by the capacity."""
+def reserved_bytes(storage: Any) -> int:
+    """Return the bytes of a LazyTensorStorage's tensors."""
     tensors: Any = storage._storage.values(include_nested=True, leaves_only=True)
     nbytes: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return nbytes / capacity
+    return nbytes
 
 
 def times(model: str, folder: Path) -> dict[str, Any]:
@@ -348,7 +371,7 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
 def table(models: dict[str, Any]) -> str:
     """Return the results as the table of docs/guides/world_models.md."""
     lines = [
-        "| buffer | a step takes | with holdall | adding a step | `sample` | `update` |",
+        "| buffer | arrays of a step | with holdall, `report()` | adding a step | `sample` | `update` |",
         "|---|---|---|---|---|---|",
     ]
     for model, found in models.items():
@@ -356,11 +379,7 @@ def table(models: dict[str, Any]) -> str:
         acts = [f"{ours[act] * 1e3:.1f} ms ({found['ratios'][act]:.2f} x)" for act in ("add", "sample", "update")]
         if not REWRITES[model]:
             acts[2] = ""
-        held = " | "
-        if "times_smaller" in found:  # The noise of the process may hide the bytes of a small buffer.
-            held = (
-                f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
-            )
+        held = f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
         lines.append(f"| {TITLES[model]} | {held} | {' | '.join(acts)} |")
     return "\n".join(lines) + "\n"
 

@@ -65,12 +65,18 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "diff": (1, "unit/test_cleanrl.py::test_the_programs_of_the_guide_run"),
         "python": (2, "unit/test_cleanrl.py::test_the_programs_of_the_guide_run"),
     },
-    "docs/guides/drqv2.md": {"text": (1, NO_CODE), "python": (1, GUIDES)},
+    "docs/guides/drqv2.md": {
+        "diff": (1, "unit/test_drqv2.py::test_the_changed_line_of_the_guide_gives_both_names"),
+        "python": (1, GUIDES),
+    },
     "docs/guides/jax.md": {
         "diff": (1, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
         "python": (2, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
     },
-    "docs/guides/lerobot.md": {"text": (2, NO_CODE), "python": (1, GUIDES)},
+    "docs/guides/lerobot.md": {
+        "text": (2, "unit/test_lerobot.py::test_the_lines_of_the_guide_start_the_learner_with_holdalls_buffers"),
+        "python": (1, GUIDES),
+    },
     "docs/guides/maniskill.md": {"python": (2, GUIDES)},
     "docs/guides/multi_agent.md": {"diff": (1, GUIDES), "python": (2, GUIDES)},
     "docs/guides/offline.md": {"sh": (1, LOOKED_UP), "python": (8, GUIDES)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -797,6 +798,29 @@ def test_the_module_runs_lerobots_command(tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "lerobot.md"
+
+
+def test_the_lines_of_the_guide_start_the_learner_with_holdalls_buffers(learner: Any, tmp_path: Path) -> None:
+    command, program = re.findall(r"^```text\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert command.startswith("python -m holdall.lerobot ")  # test_the_module_runs_lerobots_command runs this one.
+    assert "/data/replay" in program
+    policy = SimpleNamespace(online_buffer_capacity=100)
+    cfg = SimpleNamespace(output_dir=tmp_path, resume=False, policy=policy)
+    drawn: list[Any] = []
+
+    def train_cli() -> None:
+        buffer = learner.initialize_replay_buffer(cfg, "cpu", "cpu")
+        for transition in play(12):
+            buffer.add(**transition)
+        drawn.append((buffer.memory.report().budget_bytes, buffer.sample(4)))
+        buffer.close()
+
+    learner.train_cli = train_cli
+    sys.modules["lerobot.rl"].learner = learner  # type: ignore[attr-defined]  # a stand-in
+    exec(program.replace("/data/replay", str(tmp_path / "spill")), {})
+    ((budget_bytes, batch),) = drawn
+    assert budget_bytes == 8 << 30
+    assert len(batch["reward"]) == 4
 
 
 def test_the_guide_has_the_measured_table(monkeypatch: pytest.MonkeyPatch) -> None:
