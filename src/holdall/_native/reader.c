@@ -19,8 +19,11 @@ enum {
     KNOWN_SLOTS = 4096,           /* slices that a thread remembers to have decoded in this batch; a power of two */
     BYTES_PER_THREAD = 1 << 19,   /* default of the bytes of a batch for which another thread is woken */
     PIECES_PER_THREAD = 8,        /* a thread takes the bytes above divided by this number at once */
+    CACHE_LINE = 64,
     PIECE_ROWS = 64,              /* packed rows that are loaded into the cache before they are copied */
-    ROWS_AHEAD = 8,              /* rows that are loaded into the cache while one is copied */
+    ROWS_AHEAD = 8,               /* rows that are loaded into the cache while one is copied */
+    UNITS_AHEAD = 4,              /* observations whose compressed data is loaded into the cache while one is decoded */
+    MAX_UNIT_FETCH = 2048,        /* bytes of a compressed unit that are loaded ahead; the processor loads the rest */
     MIN_OWN_BYTES = 1 << 17,      /* smaller arrays of a batch share one area */
 };
 
@@ -152,6 +155,32 @@ static int decode_observation(workspace *space, const observation *v, const uint
     return 1;
 }
 
+/* Load what observation `i` of a job needs: first the header of its block, then the place of its unit, then the unit. Each
+ * step reads what the step before it loaded. */
+PREFETCHER void prefetch_tables(const gather_job *job, Py_ssize_t i) {
+    if (i >= job->count || Py_TYPE(job->observations[i].form) == raw_type) return;
+    const coded_block *const b = &((const Coded *)job->observations[i].form)->block;
+    for (size_t at = 0; at < sizeof *b; at += CACHE_LINE) FETCH_SOON((const uint8_t *)b + at);
+}
+
+PREFETCHER void prefetch_offsets(const gather_job *job, Py_ssize_t i) {
+    if (i >= job->count || Py_TYPE(job->observations[i].form) == raw_type) return;
+    const coded_block *const b = &((const Coded *)job->observations[i].form)->block;
+    const uint32_t number = job->numbers[job->observations[i].first];
+    if (number < b->slice_count && !b->places) FETCH_SOON(&b->offsets[number / b->group]);
+}
+
+PREFETCHER void prefetch_unit(const gather_job *job, Py_ssize_t i) {
+    if (i >= job->count || Py_TYPE(job->observations[i].form) == raw_type) return;
+    const coded_block *const b = &((const Coded *)job->observations[i].form)->block;
+    const uint32_t number = job->numbers[job->observations[i].first];
+    if (number >= b->slice_count || b->places || !b->data) return;
+    const uint32_t start = b->offsets[number / b->group], end = b->offsets[number / b->group + 1];
+    const uint32_t most = end - start < MAX_UNIT_FETCH ? end - start : MAX_UNIT_FETCH;
+    if (start > end || end > b->data_bytes) return;
+    for (uint32_t at = 0; at < most; at += CACHE_LINE) FETCH_SOON(b->data + start + at);
+}
+
 /* Note the first failure, and let all threads stop. */
 static void fail(gather_job *job, int state, int error) {
     int none = OK;
@@ -170,6 +199,9 @@ static void gather_pieces(void *given, int64_t thread) {
         for (Py_ssize_t i = first; i < end; i++) {
             const observation *const v = &job->observations[i];
             const uint32_t *const numbers = job->numbers + v->first;
+            prefetch_tables(job, i + 3 * UNITS_AHEAD);
+            prefetch_offsets(job, i + 2 * UNITS_AHEAD);
+            prefetch_unit(job, i + UNITS_AHEAD);
             if (Py_TYPE(v->form) == raw_type) {
                 copy_raw(v, numbers);
             } else if (!decoder_fit(space->decoder, &((Coded *)v->form)->block)) {
@@ -371,6 +403,35 @@ static void prefetch_packed(const Catalog *catalog, const location *locations, P
         if (has_obs) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
         if (has_next) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
     }
+}
+
+/* Load what leads to the rows of all columns. Each loop reads what the loop before it loaded, so that a loop waits for
+ * memory once and not for every row. */
+static void prefetch_parts(const Catalog *catalog, const location *locations, Py_ssize_t count) {
+    const int columns = catalog->column_count;
+    int has_slices = 0;
+    for (int column = 0; column < columns; column++) has_slices |= locations[0].segment->parts[column]->kind == PART_SLICED;
+    if (!has_slices) return; /* Plain and packed rows are loaded ahead by other functions. */
+    for (Py_ssize_t i = 0; i < count; i++) FETCH_SOON(locations[i].segment->parts);
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int column = 0; column < columns; column++)
+            for (size_t at = 0; at < sizeof(Part); at += CACHE_LINE)
+                FETCH_SOON((const uint8_t *)locations[i].segment->parts[column] + at);
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int column = 0; column < columns; column++) {
+            const Part *const part = locations[i].segment->parts[column];
+            if (part->kind != PART_SLICED) continue;
+            FETCH_SOON(&part->cursors[locations[i].row]);
+            FETCH_SOON(&part->block->form);
+        }
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int column = 0; column < columns; column++) {
+            const Part *const part = locations[i].segment->parts[column];
+            if (part->kind != PART_SLICED) continue;
+            const Py_ssize_t start = part->cursors[locations[i].row] & ~NEXT_FOLLOWS;
+            FETCH_SOON((const uint8_t *)part->log + (start * part->lanes + locations[i].lane) * part->log_width);
+            FETCH_SOON(part->block->form);
+        }
 }
 
 /* Copy the rows of a column that is not sliced there. */
@@ -601,6 +662,7 @@ static Py_ssize_t copy_small(const Catalog *catalog, const location *locations, 
     Py_ssize_t observations = 0, numbers = 0, used = 0, bytes = 0;
     for (Py_ssize_t from = 0; from < count; from += PIECE_ROWS) {
         const Py_ssize_t end = from + PIECE_ROWS < count ? from + PIECE_ROWS : count;
+        prefetch_parts(catalog, locations + from, end - from);
         prefetch_packed(catalog, locations + from, end - from, wanted);
         copy_piece(catalog, locations, from, end, arrays, wanted);
     }
