@@ -6,7 +6,7 @@ Each memory is ten times as large as the one before. The largest one holds ten m
 of the camera, or `--to`. Every closed segment is compressed (`budget=None`) and stays in memory. One process fills the
 memories one after another. Then it draws batches from all of them in turns, so that other programs on the machine slow
 down all of them alike. The stream repeats a lap of 20,000 steps. A block is shorter than a lap, so every lap is
-stored again.
+stored again. Each memory also says how many groups of slices a batch decompresses: rows of a small memory share some.
 
 `--json` replaces the lines of the measured cases in a file and keeps the others. The exit status is 1 if a batch from
 the largest memory takes more than 1.3 times as long as one from the smallest.
@@ -31,9 +31,34 @@ from holdall.machine import held_bytes
 
 LAP = 20_000
 ROUNDS = 40
+GROUP_BATCHES = 10
+"""Batches whose groups are counted, of each memory."""
 SAMPLE_BAR = 1.3
+NEXT_FOLLOWS = np.uint32(0x80000000)
+"""Set in a cursor whose next observation does not overlap the observation."""
 LARGEST = {"atari": 10_000_000, "camera": 100_000}
 """Transitions of the largest memory, by case."""
+
+
+def count_groups(memory: Any, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    """Return how many compressed groups of slices the transitions `ids` of a memory with one lane need."""
+    groups: set[tuple[int, int]] = set()
+    for segment in memory.store.catalog.segments:
+        rows = ids - segment.first_tick
+        rows = rows[(rows >= 0) & (rows < segment.ticks)]
+        for part in segment.parts if rows.size else ():
+            if part.block is None or not hasattr(part.block.form, "codec"):
+                continue
+            arrays = part.arrays()
+            cursors = arrays["cursors"].ravel()[rows]
+            starts = (cursors & ~NEXT_FOLLOWS).astype(np.int64)
+            # The next observation starts `shift` entries later, or after the observation.
+            _, count, _, _, shift = part.layout
+            lengths = np.where(cursors & NEXT_FOLLOWS, 2 * count, count + shift)
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                slices = arrays["log"].ravel()[start : start + length].astype(np.int64)
+                groups.update((part.block.serial, unit) for unit in (slices // part.block.form.codec.group).tolist())
+    return len(groups)
 
 
 def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
@@ -78,6 +103,9 @@ def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
     for row, seconds_of in zip(rows, taken, strict=True):
         row["sample_median_us"] = float(np.median(seconds_of)) * 1e6
         row["sample_min_us"] = min(seconds_of) * 1e6
+    for row, side in zip(rows, sides, strict=True):
+        batches = [np.asarray(side.sample(BATCH).ids) for _ in range(GROUP_BATCHES)]
+        row["groups_per_batch"] = float(np.mean([count_groups(side.memory, ids) for ids in batches]))
     ratio = rows[-1]["sample_median_us"] / rows[0]["sample_median_us"]
     return {
         "benchmark": "growth",
@@ -96,12 +124,12 @@ def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Write the rows as Markdown."""
     lines = [
-        "| transitions | held | each takes | `sample(256)` | `add`: mean, p99.9, slowest |",
-        "|---|---|---|---|---|",
+        "| transitions | held | each takes | `sample(256)` | groups | `add`: mean, p99.9, slowest |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['transitions']:,} | {row['held_bytes'] / 2**20:,.0f} MiB | {row['bytes_per_transition']:,.0f} B "
-        f"| {row['sample_median_us'] / 1e3:.1f} ms "
+        f"| {row['sample_median_us'] / 1e3:.1f} ms | {row['groups_per_batch']:.0f} "
         f"| {row['add_mean_us']:.0f} us, {row['add_p999_us'] / 1e3:,.1f} ms, {row['add_max_us'] / 1e3:,.0f} ms |"
         for row in result["rows"]
     ]
