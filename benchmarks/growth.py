@@ -1,6 +1,6 @@
 """What growing costs: bytes per transition, the time of a batch and of the slowest adds, from 10,000 transitions on.
 
-    python benchmarks/growth.py [--case atari|camera] [--to TRANSITIONS] [--json FILE]
+    python benchmarks/growth.py [--case atari|camera] [--to TRANSITIONS] [--json FILE] [--groups FILE]
 
 Each memory is ten times as large as the one before. The largest one holds ten million transitions of Atari or 100,000
 of the camera, or `--to`. Every closed segment is compressed (`budget=None`) and stays in memory. One process fills the
@@ -8,8 +8,8 @@ memories one after another. Then it draws batches from all of them in turns, so 
 down all of them alike. The stream repeats a lap of 20,000 steps. A block is shorter than a lap, so every lap is
 stored again. Each memory also says how many groups of slices a batch decompresses: rows of a small memory share some.
 
-`--json` replaces the lines of the measured cases in a file and keeps the others. The exit status is 1 if a batch from
-the largest memory takes more than 1.3 times as long as one from the smallest.
+`--json` and `--groups` replace the lines of the measured cases in a file and keep the others. The exit status is 1 if a
+batch from the largest memory takes more than 1.3 times as long as one from the smallest.
 """
 
 from __future__ import annotations
@@ -121,15 +121,21 @@ def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
     }
 
 
+def groups_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Return how many groups of slices a batch needs, by transitions. The counts do not depend on what else runs."""
+    groups = {str(row["transitions"]): row["groups_per_batch"] for row in result["rows"]}
+    return {name: result[name] for name in ("case", "prefer", "commit")} | {"groups_per_batch": groups}
+
+
 def table(result: dict[str, Any]) -> str:
     """Write the rows as Markdown."""
     lines = [
-        "| transitions | held | each takes | `sample(256)` | groups | `add`: mean, p99.9, slowest |",
-        "|---|---|---|---|---|---|",
+        "| transitions | held | each takes | `sample(256)` | `add`: mean, p99.9, slowest |",
+        "|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['transitions']:,} | {row['held_bytes'] / 2**20:,.0f} MiB | {row['bytes_per_transition']:,.0f} B "
-        f"| {row['sample_median_us'] / 1e3:.1f} ms | {row['groups_per_batch']:.0f} "
+        f"| {row['sample_median_us'] / 1e3:.1f} ms "
         f"| {row['add_mean_us']:.0f} us, {row['add_p999_us'] / 1e3:,.1f} ms, {row['add_max_us'] / 1e3:,.0f} ms |"
         for row in result["rows"]
     ]
@@ -151,6 +157,7 @@ def main() -> None:
     parser.add_argument("--to", type=int, help="transitions of the largest memory")
     parser.add_argument("--prefer", default="balanced")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--groups", type=Path, help="write the groups of slices that batches need to this file")
     wanted = parser.parse_args()
     results = []
     for name in wanted.case or LARGEST:
@@ -160,10 +167,14 @@ def main() -> None:
         results.append(result)
         if wanted.json is not None:
             store(result, wanted.json)
+        if wanted.groups is not None:
+            store(groups_of(result), wanted.groups)
         print(f"\n{result['case']}, {result['prefer']}:")
         print(f"a sample at {sizes[-1]:,} takes {result['sample_ratio']:.2f} times")
         print(f"as long as at {sizes[0]:,} by median, {result['sample_ratio_min']:.2f} by minimum (bar {SAMPLE_BAR})\n")
         print(table(result))
+        for transitions, groups in groups_of(result)["groups_per_batch"].items():
+            print(f"a batch from {transitions} transitions needs {groups:.0f} groups of slices")
     sys.exit(0 if all(result["sample_ratio"] <= SAMPLE_BAR for result in results) else 1)
 
 
