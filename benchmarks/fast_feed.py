@@ -12,7 +12,7 @@ machine does by itself, in the same process: the 99.9th percentile of pieces of 
 Every buffer is filled first. Then as many steps again are added to the full buffer, and their CPU time is shown, too.
 The CPU time is that of the adding thread, so the compactor's is not in it. While a buffer is filled, most of the time
 is the system's, which clears fresh pages: it depends on the machine, and not on what `add` does. The former bar of 0.6
-for this time was met on a processor on which Stable-Baselines3's buffer took 35 us. It takes 8 us on others.
+for this time was met on a processor on which Stable-Baselines3's buffer took 35 us. It takes 8 to 19 us on others.
 
 The exit status is 1 if a bar is not met. While a buffer is filled, `add` takes at most Stable-Baselines3's CPU time.
 On a full buffer it takes at most 0.75 of it. The 99.9th percentile is at most 3 ms.
