@@ -19,8 +19,11 @@ enum {
     KNOWN_SLOTS = 4096,           /* slices that a thread remembers to have decoded in this batch; a power of two */
     BYTES_PER_THREAD = 1 << 19,   /* default of the bytes of a batch for which another thread is woken */
     PIECES_PER_THREAD = 8,        /* a thread takes the bytes above divided by this number at once */
+    CACHE_LINE = 64,
     PIECE_ROWS = 64,              /* packed rows that are loaded into the cache before they are copied */
-    ROWS_AHEAD = 8,              /* rows that are loaded into the cache while one is copied */
+    ROWS_AHEAD = 8,               /* rows that are loaded into the cache while one is copied */
+    UNITS_AHEAD = 4,              /* observations whose compressed data is loaded into the cache while one is decoded */
+    MAX_UNIT_FETCH = 2048,        /* bytes of a compressed unit that are loaded ahead; the processor loads the rest */
     MIN_OWN_BYTES = 1 << 17,      /* smaller arrays of a batch share one area */
 };
 
@@ -152,6 +155,44 @@ static int decode_observation(workspace *space, const observation *v, const uint
     return 1;
 }
 
+/* The compressed block that observation `i` of a job is in, or NULL. */
+static inline const coded_block *block_ahead(const gather_job *job, Py_ssize_t i) {
+    if (i >= job->count || Py_TYPE(job->observations[i].form) == raw_type) return NULL;
+    return &((const Coded *)job->observations[i].form)->block;
+}
+
+/* The unit that has the first slice of observation `i` of a job, or -1 if it is not known without decoding a place. */
+static inline int64_t unit_ahead(const gather_job *job, Py_ssize_t i, const coded_block *b) {
+    const uint32_t number = job->numbers[job->observations[i].first];
+    return number < b->slice_count && !b->places ? number / b->group : -1;
+}
+
+/* Load the header of the compressed block of observation `i` of a job. */
+PREFETCHER void prefetch_block(const gather_job *job, Py_ssize_t i) {
+    const coded_block *const b = block_ahead(job, i);
+    if (!b) return;
+    for (size_t at = 0; at < sizeof *b; at += CACHE_LINE) FETCH_SOON((const uint8_t *)b + at);
+}
+
+/* Load the offsets of the first unit of observation `i`. Reads what `prefetch_block` loaded. */
+PREFETCHER void prefetch_offsets(const gather_job *job, Py_ssize_t i) {
+    const coded_block *const b = block_ahead(job, i);
+    const int64_t unit = b ? unit_ahead(job, i, b) : -1;
+    if (unit >= 0) FETCH_SOON(&b->offsets[unit]);
+}
+
+/* Load the start of the first unit of observation `i`. Reads what `prefetch_offsets` loaded. */
+PREFETCHER void prefetch_unit(const gather_job *job, Py_ssize_t i) {
+    const coded_block *const b = block_ahead(job, i);
+    const int64_t unit = b && b->data ? unit_ahead(job, i, b) : -1;
+    if (unit < 0) return;
+    const int64_t start = b->offsets[unit];
+    int64_t end = b->offsets[unit + 1];
+    if (end > b->data_bytes) return; /* The block is damaged, and decoding it reports that. */
+    if (end > start + MAX_UNIT_FETCH) end = start + MAX_UNIT_FETCH;
+    for (int64_t at = start; at < end; at += CACHE_LINE) FETCH_SOON(b->data + at);
+}
+
 /* Note the first failure, and let all threads stop. */
 static void fail(gather_job *job, int state, int error) {
     int none = OK;
@@ -170,6 +211,9 @@ static void gather_pieces(void *given, int64_t thread) {
         for (Py_ssize_t i = first; i < end; i++) {
             const observation *const v = &job->observations[i];
             const uint32_t *const numbers = job->numbers + v->first;
+            prefetch_block(job, i + 3 * UNITS_AHEAD);
+            prefetch_offsets(job, i + 2 * UNITS_AHEAD);
+            prefetch_unit(job, i + UNITS_AHEAD);
             if (Py_TYPE(v->form) == raw_type) {
                 copy_raw(v, numbers);
             } else if (!decoder_fit(space->decoder, &((Coded *)v->form)->block)) {
@@ -371,6 +415,44 @@ static void prefetch_packed(const Catalog *catalog, const location *locations, P
         if (has_obs) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row);
         if (has_next) packed_prefetch_frames((const PackedRun *)part->packed, locations[i].row + part->lanes);
     }
+}
+
+/* The part of a column that a transition's segment stores as slices, or NULL. */
+static inline const Part *sliced_part(const location *where, int column) {
+    const Part *const part = where->segment->parts[column];
+    return part->kind == PART_SLICED ? part : NULL;
+}
+
+/* Load the parts of all columns. Where observations are slices, load also the header of their compressed block and the
+ * entries of the log that name the slices. Each loop reads what the loop before it loaded, so that a loop waits for memory
+ * once and not for every row. */
+PREFETCHER void prefetch_parts(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
+    int sliced[MAX_COLUMNS], sliced_count = 0;
+    for (int column = 0; column < catalog->column_count; column++) {
+        const int is_wanted = wanted[2 * column] != 0 || wanted[2 * column + 1] != 0;
+        if (is_wanted && sliced_part(&locations[0], column)) sliced[sliced_count++] = column;
+    }
+    if (sliced_count == 0) return; /* Other functions load plain and packed rows ahead. */
+    for (Py_ssize_t i = 0; i < count; i++) FETCH_SOON(locations[i].segment->parts);
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int column = 0; column < catalog->column_count; column++)
+            for (size_t at = 0; at < sizeof(Part); at += CACHE_LINE)
+                FETCH_SOON((const uint8_t *)locations[i].segment->parts[column] + at);
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int k = 0; k < sliced_count; k++) {
+            const Part *const part = sliced_part(&locations[i], sliced[k]);
+            if (!part) continue;
+            FETCH_SOON(&part->cursors[locations[i].row]);
+            FETCH_SOON(&part->block->form);
+        }
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int k = 0; k < sliced_count; k++) {
+            const Part *const part = sliced_part(&locations[i], sliced[k]);
+            if (!part) continue;
+            const Py_ssize_t start = part->cursors[locations[i].row] & ~NEXT_FOLLOWS;
+            FETCH_SOON((const uint8_t *)part->log + (start * part->lanes + locations[i].lane) * part->log_width);
+            FETCH_SOON(part->block->form);
+        }
 }
 
 /* Copy the rows of a column that is not sliced there. */
@@ -601,6 +683,7 @@ static Py_ssize_t copy_small(const Catalog *catalog, const location *locations, 
     Py_ssize_t observations = 0, numbers = 0, used = 0, bytes = 0;
     for (Py_ssize_t from = 0; from < count; from += PIECE_ROWS) {
         const Py_ssize_t end = from + PIECE_ROWS < count ? from + PIECE_ROWS : count;
+        prefetch_parts(catalog, locations + from, end - from, wanted);
         prefetch_packed(catalog, locations + from, end - from, wanted);
         copy_piece(catalog, locations, from, end, arrays, wanted);
     }
