@@ -24,12 +24,22 @@ def reserve(nbytes: int) -> NDArray[np.uint8]:
 
 
 def test_unique_bytes_grow_by_what_is_written() -> None:
-    block = reserve(64 * MIB)
-    before = held_bytes()
-    block[:: mmap.PAGESIZE] = 1
-    after = held_bytes()
-    for grown in (after.unique - before.unique, after.resident - before.resident, after.anonymous - before.anonymous):
-        assert abs(grown - 64 * MIB) < MIB
+    """Pages of libraries become unique or shared when other processes begin or end, so one undisturbed try is enough."""
+    tries = []
+    for _ in range(10):
+        block = reserve(64 * MIB)
+        before = held_bytes()
+        block[:: mmap.PAGESIZE] = 1
+        after = held_bytes()
+        growth = (
+            after.unique - before.unique,
+            after.resident - before.resident,
+            after.anonymous - before.anonymous,
+        )
+        if all(abs(grown - 64 * MIB) < MIB for grown in growth):
+            return
+        tries.append(growth)
+    pytest.fail(f"64 MiB were written, and these bytes were counted: {tries}")
 
 
 def test_a_peak_that_begins_anew_forgets_what_was_before() -> None:

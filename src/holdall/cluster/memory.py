@@ -163,6 +163,7 @@ class ReplayMemory(MemoryHandle):
         """
         require_count("keep", keep, 1)
         self._flush_granted()
+        self._learner.read_confirmations(wait=True)  # Shards save in another thread than they take priorities.
         self._members.refresh()
         self._has_saved = True
         place = checkpoint.normalized_url(url)
