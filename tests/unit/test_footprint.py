@@ -24,7 +24,7 @@ def reserve(nbytes: int) -> NDArray[np.uint8]:
 
 
 def test_unique_bytes_grow_by_what_is_written() -> None:
-    """Pages of libraries become unique or shared when other processes begin or end, so one undisturbed try is enough."""
+    """One undisturbed try is enough: pages of libraries become shared or unique when other processes begin or end."""
     tries = []
     for _ in range(10):
         block = reserve(64 * MIB)
