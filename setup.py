@@ -7,6 +7,7 @@ distribution contains that folder, so building from it needs no network.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -49,8 +50,12 @@ def fetch_third_party(folder: Path, versions: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         packages = ",".join(THIRD_PARTY_FILES)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        # pip reads the metadata of both packages with the build tools that they name. Constraints of holdall's own
+        # build must not apply to these tools.
+        constraints = ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
         subprocess.run(
             [*pip, "--no-binary", packages, "--require-hashes", "--requirement", str(versions), "--dest", scratch],
+            env={name: value for name, value in os.environ.items() if name not in constraints},
             check=True,
         )
         complete = Path(scratch, "complete")

@@ -10,8 +10,8 @@ from numpy.typing import DTypeLike, NDArray
 #
 # Every method that changes something is atomic: it checks all arguments first, then runs to its end without releasing
 # the GIL and without running Python code. A signal handler or another thread sees the change completely or not at all.
-# What is held is described by an immutable `Catalog`; a change publishes a new one. Errors are raised here, with the
-# argument's name and value. Lengths that come from files or the network are checked here, before use.
+# An immutable `Catalog` lists the segments that are held, and a change publishes a new one. Errors are raised in C and
+# name the argument and its value. Lengths that come out of files or the network are checked in C, before use.
 
 ROLE_OBSERVATION: int  # An observation and the next one.
 ROLE_ROW: int  # An action, the reward or an extra.
@@ -20,6 +20,9 @@ ROLE_FLAGS: int  # terminated, truncated and valid, one byte per transition.
 FLAG_TERMINATED: int  # Bits of the flags of a transition.
 FLAG_TRUNCATED: int
 FLAG_INVALID: int
+
+MAX_COLUMNS: int  # Columns of a writer.
+MAX_NDIM: int  # Axes of one lane's row of a column.
 
 WRITTEN: int  # `Writer.append`: the tick was written.
 FULL: int  # The open segment has no room for this tick: call `Writer.roll`, then try again.
@@ -209,7 +212,7 @@ class Part:
         """
     @staticmethod
     def pack(run: PackedRun, leaf: int, shared: Part, /) -> Part:
-        """Return a packed part that stands for a shared part of a closed segment.
+        """Return a packed part that replaces a shared part of a closed segment.
 
         The rows are those of one leaf of `run`. The exceptions are copied from `shared`. The caller packed the rows of
         `shared`, and this function does not compare them.
@@ -258,15 +261,12 @@ class Catalog:
         """Return all segments but the last one that begin with `first_tick` or later."""
 
 def get_heap_bytes() -> int:
-    """Return the bytes of stored data that the C library's allocator was asked for, in this process."""
-
-def describe_python_heap() -> bytes | None:
-    """Return the text that `sys._debugmallocstats()` prints, or None where Python cannot provide it."""
+    """Return the bytes of stored data in areas below 256 KiB, which come from the allocator of the C library."""
 
 class Writer:
     """Owner of everything that `add` changes: the open segment and the catalog."""
 
-    catalog: Catalog  # What is held right now. Its last segment is open and grows with every tick.
+    catalog: Catalog  # The segments that are held right now. The last one is open and grows with every tick.
     next_tick: int
     first_tick: int
     dropped_early: int  # Transitions that `evict` dropped with `is_early`, in all.
@@ -320,7 +320,7 @@ class Writer:
         Args:
             steps: The arguments of `append`, checked, with a leading time axis.
             progress: An array with one number, the steps that are written already. It is increased in the same call,
-                so it is right even if an interrupt comes before the result is used.
+                so it is right even if an interrupt is raised before the result is used.
         """
     def roll(self, layouts: Sequence[Layout | None] | None = None) -> Segment | None:
         """Close the open segment and start the next one, with other layouts if given.
@@ -384,15 +384,24 @@ class Reader:
         Rows are copied and slices are located with the GIL held. Slices are then copied and decoded without the GIL.
         """
     def gather_windows(
-        self, catalog: Catalog, ids: NDArray[np.int64], column: int, first_tick: int, into: NDArray[np.uint8], /
+        self,
+        catalog: Catalog,
+        ids: NDArray[np.int64],
+        column: int,
+        first_tick: int,
+        into: NDArray[np.uint8],
+        with_whole: bool,
+        /,
     ) -> tuple[int, NDArray[np.int32], int, int, int] | None:
         """Write the slices of observations and next observations to `into`, one after another. Releases the GIL.
 
-        A slice that an observation and its next observation share is written once.
+        A slice is written once if an observation and its next observation share it, or a transition and the one
+        before it in `ids`.
 
         Args:
             column: Number of an observation column.
             into: Memory for 2 * len(ids) whole observations.
+            with_whole: Whether observations of one slice count as windows of one slice.
 
         Returns:
             The number of slices; the number of the first slice of every observation and of every next observation, as

@@ -47,6 +47,8 @@ def end_before_python(thread: threading.Thread, stop: Callable[[], object] = lam
     """Register a daemon thread that is stopped, and waited for, when the program ends.
 
     Python would otherwise end the thread in the middle of a call, and C++ code in NumPy aborts the process then.
+
+    `stop` must not refer to an object that refers to `thread`. Both would then stay in memory until the program ends.
     """
     _ENDED[thread] = stop
 
@@ -67,7 +69,7 @@ _EXIT_PRIORITY = 100
 
 
 def _watch_exit(_jobs: object = None) -> None:
-    """Let the end of this process wait for jobs. Processes of multiprocessing do not run `atexit` functions."""
+    """Make the end of this process wait for jobs. Processes of multiprocessing do not run `atexit` functions."""
     util.Finalize(None, _end_jobs, exitpriority=_EXIT_PRIORITY)
 
 

@@ -19,9 +19,13 @@ from holdall.machine import usable_cores, wished_threads
 __all__ = ["VARIABLES", "environment", "limit", "usable_cores"]
 
 VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
     "HOLDALL_THREADS",
-)  # fmt: skip
+)
 """Environment variables that OpenMP, the BLAS libraries, NumExpr and holdall read when they start their pools."""
 
 _POOLS_BESIDE_WORKERS = 2
@@ -42,6 +46,11 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
 
     Yields:
         The number of threads.
+
+    Examples:
+        >>> with holdall.threads.limit(2) as count:
+        ...     print(count)
+        2
     """
     from threadpoolctl import threadpool_limits  # noqa: PLC0415  # only this call needs it
 
@@ -69,6 +78,10 @@ def environment(threads: int | None = None, *, workers: int = 0) -> dict[str, st
     """Return environment variables that limit the pools of a new process, for `subprocess` or a job description.
 
     The arguments are those of `limit`.
+
+    Examples:
+        >>> holdall.threads.environment(2)["OMP_NUM_THREADS"]
+        '2'
     """
     return dict.fromkeys(VARIABLES, str(_chosen(threads, workers)))
 

@@ -125,6 +125,11 @@ static inline int is_inside(const coded_block *b, int64_t u) {
     return start <= end && end <= b->data_bytes && end - start <= b->group * coded_bytes(&b->form) + head_bytes(&b->form);
 }
 
+/* The place of a slice in the units, which are not in the order of slice numbers. */
+static inline int64_t place_of_slice(const coded_block *b, int64_t number) {
+    return b->place_bytes == 2 ? ((const uint16_t *)b->places)[number] : ((const uint32_t *)b->places)[number];
+}
+
 /* The transformed bytes of unit `u`. The last unit may have fewer slices than the others. */
 static inline int64_t count_unit_bytes(const coded_block *b, int64_t u) {
     const int64_t left = b->slice_count - u * b->group;

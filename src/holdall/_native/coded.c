@@ -271,8 +271,7 @@ static int is_permutation(const coded_block *b) {
     int64_t number = 0;
     if (!is_seen) return 0;
     for (; number < b->slice_count; number++) {
-        const int64_t place =
-            b->place_bytes == 2 ? ((const uint16_t *)b->places)[number] : ((const uint32_t *)b->places)[number];
+        const int64_t place = place_of_slice(b, number);
         if (place >= b->slice_count || is_seen[place]) break;
         is_seen[place] = 1;
     }
@@ -598,7 +597,7 @@ static PyMethodDef coded_methods[] = {
      "in_file(descriptor, start, owner, /)\n--\n\n"
      "Return a copy whose data is read from byte `start` of a file. The copy keeps `owner` alive."},
     {"in_memory", coded_in_memory, METH_NOARGS,
-     "in_memory()\n--\n\nReturn the same slices with their data in memory, after checking what was read."},
+     "in_memory()\n--\n\nRead the data into memory, check it, and return the same slices with it."},
     {"__reduce__", coded_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

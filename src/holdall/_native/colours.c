@@ -75,7 +75,7 @@ static known_colour *find_colour(known_colour *table, uint32_t colour) {
     return &table[place];
 }
 
-/* Whether colour `a` comes before `b`: more slices show it, or as many do and it is the smaller number. */
+/* Whether colour `a` is sorted before `b`: more slices show it, or as many do and it is the smaller number. */
 static int comes_before(const known_colour *a, const known_colour *b) {
     return a->slices != b->slices ? a->slices > b->slices : a->name < b->name;
 }

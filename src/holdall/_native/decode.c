@@ -20,6 +20,7 @@
 
 /* ---- checks ------------------------------------------------------------------------ */
 
+/* Return whether the numbers of a transform fit together. Numbers that a transform does not use may have any value. */
 int is_sound_transform(const transform *form) {
     const int64_t word = form->word_bytes;
     if (form->slice_bytes <= 0 || form->slice_bytes > INT32_MAX || form->shuffle < 0) return 0;
@@ -52,8 +53,7 @@ int is_sound_block(const coded_block *b) {
 static inline int64_t find_place(const coded_block *b, int64_t number) {
     if (number < 0 || number >= b->slice_count) return -1;
     if (!b->places) return number;
-    const int64_t place =
-        b->place_bytes == 2 ? ((const uint16_t *)b->places)[number] : ((const uint32_t *)b->places)[number];
+    const int64_t place = place_of_slice(b, number);
     return place < b->slice_count ? place : -1;
 }
 
@@ -277,6 +277,7 @@ int decode_slice(decoder *d, const coded_block *b, int64_t number, uint8_t *out)
     const int64_t coded = coded_bytes(form), place = find_place(b, number);
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int is_left = form->kind == TRANSFORM_LEFT;
+    /* Whether undoing the transform moves bytes, so that it cannot work in place. */
     const int moves = form->word_bytes > 0 || form->shuffle > 0 || form->kind == TRANSFORM_PIXELS ||
                       is_of_colours(form) || (is_left && form->interleaved);
     /* Transforms that move bytes write to `out`, so the slice is decompressed to other memory. */

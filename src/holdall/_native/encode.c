@@ -132,7 +132,7 @@ static int64_t find_difference(const uint8_t *before, const uint8_t *slice, int6
 }
 
 /* Write how a slice differs from the slice before: the number of changes, and for each the number of equal bytes before
- * it, its length, and the new bytes. Return the end of what was written, NULL if there is no room. */
+ * it, its length, and the new bytes. Return the end of the written bytes, NULL if there is no room. */
 static uint8_t *write_changes(const uint8_t *before, const uint8_t *slice, int64_t bytes, uint8_t *to, const uint8_t *end) {
     int64_t changes = 0, written_up_to = 0;
     if (end - to < 1) return NULL;
@@ -172,7 +172,7 @@ static int64_t write_unit_changes(const uint8_t *unit, int64_t count, int64_t co
 
 /* ---- compression ------------------------------------------------------------------- */
 
-/* Let LZ4 read the dictionary, if there is one. That takes far longer than compressing a unit, so the resulting state is
+/* Make LZ4 read the dictionary, if there is one. That takes far longer than compressing a unit, so the resulting state is
  * kept and copied for each unit. */
 static void load_dictionary(const encoder *e) {
     if (e->method != METHOD_LZ4 || !e->common) return;

@@ -195,10 +195,14 @@ static inline Py_ssize_t catalog_find(const Catalog *c, int64_t tick) {
     return first - c->first_ticks;
 }
 
+/* Slice number `i` of a log, counted over all lanes. */
+static inline uint32_t log_number(const Part *p, Py_ssize_t i) {
+    return p->log_width == 2 ? ((const uint16_t *)p->log)[i] : ((const uint32_t *)p->log)[i];
+}
+
 /* Entry `e` of the log of `lane`. */
 static inline uint32_t log_entry(const Part *p, Py_ssize_t e, Py_ssize_t lane) {
-    const Py_ssize_t at = e * p->lanes + lane;
-    return p->log_width == 2 ? ((const uint16_t *)p->log)[at] : ((const uint32_t *)p->log)[at];
+    return log_number(p, e * p->lanes + lane);
 }
 
 /* The exception of transition `row` of a shared part, or NULL if its next observation is the following row. Searches
@@ -234,13 +238,13 @@ static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
 
 /* ---- memory ------------------------------------------------------------------------- */
 
-/* Zeroed memory of `bytes` bytes. Large areas take RAM only as they are written to. NULL without an exception if there
- * is none. Thread-safe. */
+/* Zeroed memory of `bytes` bytes. Large areas take RAM only as they are written to. NULL without an exception if
+ * the system has no memory. Thread-safe. */
 void *area_new(size_t bytes);
 /* Count `bytes` more, or fewer if negative, of stored data that was allocated with malloc. Thread-safe. */
 void heap_count(long long bytes);
 void area_free(void *area, size_t bytes);
-/* Let the system use huge pages for an area that is about to be filled completely. */
+/* Ask the system for huge pages for an area that is about to be filled completely. */
 void area_use_huge_pages(void *area, size_t bytes);
 /* Give the whole pages after the first `used` bytes back to the system. */
 void area_release_tail(void *area, size_t used, size_t bytes);
@@ -274,7 +278,7 @@ Part *part_new(int kind, Py_ssize_t lanes, Py_ssize_t row_bytes, Py_ssize_t capa
 Part *part_trim(const Part *part, Py_ssize_t ticks, Py_ssize_t log_rows);
 /* Copy the exceptions of a part to a part that has none. -1 with a MemoryError. */
 int part_copy_exceptions(const Part *from, Part *to);
-/* Rows that a part of this kind stores for so many ticks. */
+/* Rows that a part of this kind stores for `ticks` ticks. */
 Py_ssize_t part_row_count(const Part *part, Py_ssize_t ticks);
 /* Bytes in memory, without the block. */
 Py_ssize_t part_bytes(const Part *part);

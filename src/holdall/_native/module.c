@@ -14,7 +14,6 @@ static int module_exec(PyObject *module) {
     if (add_sum_tree(module) < 0) return -1;
     if (add_drawing(module) < 0) return -1;
     if (add_advantages(module) < 0) return -1;
-    if (add_python_heap(module) < 0) return -1;
     return add_observation_log(module);
 }
 

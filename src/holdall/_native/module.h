@@ -14,7 +14,6 @@ int add_recycler(PyObject *module);
 int add_sum_tree(PyObject *module);
 int add_drawing(PyObject *module);
 int add_advantages(PyObject *module);
-int add_python_heap(PyObject *module);
 int add_observation_log(PyObject *module);
 
 #endif

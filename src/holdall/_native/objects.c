@@ -21,7 +21,7 @@ enum {
     HUGE_BYTES = 1 << 21,   /* The size of a huge page. Larger areas begin at a multiple of it, to use such pages. */
 };
 
-/* Bytes of all areas that the C library's allocator was asked for. */
+/* Bytes of all areas that the C library's allocator holds. */
 static atomic_llong heap_bytes;
 
 void heap_count(long long bytes) { atomic_fetch_add_explicit(&heap_bytes, bytes, memory_order_relaxed); }
@@ -340,7 +340,7 @@ static int check_form(PyObject *form, Py_ssize_t slice_bytes, Py_ssize_t used) {
     return -1;
 }
 
-/* Block(slice_bytes, slice_count, form): a closed block. */
+/* Block(slice_bytes, slice_count, form, is_shared=False): a closed block. */
 static int block_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(keywords)) {
     Block *const block = (Block *)self;
     Py_ssize_t slice_bytes, slice_count;
@@ -422,7 +422,6 @@ static int block_set_form(PyObject *self, PyObject *form, void *Py_UNUSED(closur
     return 0;
 }
 
-/* read(first, count) -> uint8 array (count, slice_bytes) */
 static PyObject *refuse_compressed(void) {
     PyErr_SetString(PyExc_ValueError, "the block is compressed; decode its form instead");
     return NULL;
@@ -440,6 +439,7 @@ static PyObject *block_share(PyObject *self, PyObject *Py_UNUSED(none)) {
     return array;
 }
 
+/* read(first, count) -> uint8 array (count, slice_bytes) */
 static PyObject *block_read(PyObject *self, PyObject *arguments) {
     const Block *const block = (Block *)self;
     Py_ssize_t first, count;
@@ -609,7 +609,7 @@ static int copy_log(const Part *from, Part *to, Py_ssize_t log_rows) {
         memcpy(to->log, from->log, log_bytes(to));
     } else {
         for (Py_ssize_t i = 0; i < entries; i++) {
-            const uint32_t number = from->log_width == 2 ? ((uint16_t *)from->log)[i] : ((uint32_t *)from->log)[i];
+            const uint32_t number = log_number(from, i);
             if (to->log_width == 4) ((uint32_t *)to->log)[i] = number;
             else ((uint16_t *)to->log)[i] = (uint16_t)number;
         }
@@ -771,7 +771,7 @@ static int check_slices(const Part *part) {
         }
     }
     for (Py_ssize_t i = 0; i < part->log_rows * part->lanes; i++) {
-        const uint32_t number = part->log_width == 2 ? ((uint16_t *)part->log)[i] : ((uint32_t *)part->log)[i];
+        const uint32_t number = log_number(part, i);
         if ((Py_ssize_t)number >= part->slice_count) {
             PyErr_Format(PyExc_ValueError, "the log names slice %u of a block with %zd slices", number, part->slice_count);
             return -1;
@@ -1004,6 +1004,22 @@ Py_ssize_t segment_count_invalid(const Segment *segment, Py_ssize_t from_tick, P
     return count;
 }
 
+/* Return -1 with a ValueError unless all parts have `ticks` ticks of `lanes` lanes, and the last one has flags. */
+static int check_parts(PyObject *parts, Py_ssize_t ticks, Py_ssize_t lanes) {
+    const Py_ssize_t count = PyTuple_Size(parts);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *const part = (Part *)PyTuple_GetItem(parts, i);
+        if (Py_TYPE((PyObject *)part) != part_type || part->capacity != ticks || part->lanes != lanes) {
+            PyErr_Format(PyExc_ValueError, "part %zd does not have %zd ticks of %zd lanes", i, ticks, lanes);
+            return -1;
+        }
+    }
+    const Part *const flags = (Part *)PyTuple_GetItem(parts, count - 1);
+    if (flags->kind == PART_ROWS && flags->row_bytes == 1) return 0;
+    PyErr_SetString(PyExc_ValueError, "the last part of a segment must be its flags, one byte per row");
+    return -1;
+}
+
 /* Segment(first_tick, ticks, lanes, parts) */
 static int segment_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(keywords)) {
     Segment *const segment = (Segment *)self;
@@ -1023,17 +1039,7 @@ static int segment_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED
         Py_DECREF(parts);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const Part *const part = (Part *)PyTuple_GetItem(parts, i);
-        if (Py_TYPE((PyObject *)part) != part_type || part->capacity != ticks || part->lanes != lanes) {
-            PyErr_Format(PyExc_ValueError, "part %zd does not have %zd ticks of %zd lanes", i, ticks, lanes);
-            Py_DECREF(parts);
-            return -1;
-        }
-    }
-    const Part *const flags = (Part *)PyTuple_GetItem(parts, count - 1);
-    if (flags->kind != PART_ROWS || flags->row_bytes != 1) {
-        PyErr_SetString(PyExc_ValueError, "the last part of a segment must be its flags, one byte per row");
+    if (check_parts(parts, ticks, lanes) < 0) {
         Py_DECREF(parts);
         return -1;
     }
@@ -1049,7 +1055,8 @@ static int segment_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED
     segment->part_count = (int)count;
     for (Py_ssize_t i = 0; i < count; i++) segment->parts[i] = (Part *)Py_NewRef(PyTuple_GetItem(parts, i));
     Py_DECREF(parts);
-    for (Py_ssize_t i = 0; i < ticks * lanes; i++) segment->invalid_count += (flags->rows[i] & FLAG_INVALID) != 0;
+    const uint8_t *const flags = segment->parts[count - 1]->rows;
+    for (Py_ssize_t i = 0; i < ticks * lanes; i++) segment->invalid_count += (flags[i] & FLAG_INVALID) != 0;
     return 0;
 }
 
@@ -1214,7 +1221,7 @@ static PyObject *get_heap_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED
 
 static PyMethodDef memory_functions[] = {
     {"get_heap_bytes", get_heap_bytes, METH_NOARGS,
-     "get_heap_bytes()\n--\n\nReturn the bytes of stored data that the C library's allocator was asked for."},
+     "get_heap_bytes()\n--\n\nReturn the bytes of stored data that the C library's allocator holds."},
     {NULL, NULL, 0, NULL},
 };
 

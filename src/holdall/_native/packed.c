@@ -190,7 +190,7 @@ static const char *lay_out_groups(PackedRun *run, packed_group *groups, uint64_t
 }
 
 /* Set all fields of `run` that follow from the header and the tables of `image`, of which `available` bytes exist, and
- * the computed fields of the tables. Set `needed` to the bytes that the image should have. Return NULL, or what is wrong.
+ * the computed fields of the tables. Set `needed` to the bytes that the image should have. Return NULL, or a message.
  * No sum overflows: counts are below 2^32, and the bytes of a row at most 2^20. */
 static const char *lay_out(PackedRun *run, uint8_t *image, size_t available, uint64_t *needed) {
     packed_header *const header = (packed_header *)image;
@@ -601,10 +601,6 @@ done:
 
 /* ---- the type ----------------------------------------------------------------------- */
 
-static PackedRun *new_run(void) {
-    return (PackedRun *)((allocfunc)PyType_GetSlot(packed_run_type, Py_tp_alloc))(packed_run_type, 0);
-}
-
 /* Count the memory of a run that is complete, until it is freed. */
 static void count_image(PackedRun *run) {
     run->counted_bytes = run->image_bytes;
@@ -612,11 +608,9 @@ static void count_image(PackedRun *run) {
 }
 
 static void run_dealloc(PyObject *self) {
-    PyTypeObject *const type = Py_TYPE(self);
     heap_count(-(long long)((PackedRun *)self)->counted_bytes);
     free(((PackedRun *)self)->image);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    object_free(self);
 }
 
 /* Acquire the buffers of all leaves and check their sizes. Return -1 with an exception set if one does not fit. The
@@ -687,7 +681,7 @@ static PyObject *run_pack(PyObject *Py_UNUSED(none), PyObject *arguments, PyObje
     const packed_header header = {.magic = MAGIC, .ticks = (uint32_t)ticks, .lanes = (uint32_t)lanes};
     uint8_t *is_copy = NULL;
     PyObject *const list = PySequence_Tuple(rows);
-    PackedRun *const run = list ? new_run() : NULL;
+    PackedRun *const run = list ? object_new(packed_run_type) : NULL;
     PyObject *result = NULL;
     if (run) {
         if (parse_plan(run, plan, header, &is_copy) == 0) result = pack_list(run, list, is_copy, max_share);
@@ -698,7 +692,7 @@ static PyObject *run_pack(PyObject *Py_UNUSED(none), PyObject *arguments, PyObje
     return result;
 }
 
-/* Check an image that comes from outside. */
+/* Check an image that was read from a file or received. Return NULL, or a message. */
 static const char *check_image(PackedRun *run, uint8_t *image, size_t bytes) {
     uint64_t needed;
     const char *error = lay_out(run, image, bytes, &needed);
@@ -712,7 +706,7 @@ static const char *check_image(PackedRun *run, uint8_t *image, size_t bytes) {
 PyObject *packed_from_bytes(PyObject *data) {
     Py_buffer buffer;
     const char *error = NULL;
-    PackedRun *const run = new_run();
+    PackedRun *const run = object_new(packed_run_type);
     if (!run) return NULL;
     if (PyObject_GetBuffer(data, &buffer, PyBUF_SIMPLE) < 0) goto failed;
     run->image = malloc((size_t)buffer.len + 1);
@@ -848,8 +842,6 @@ static PyType_Spec run_spec = {
 };
 
 int add_packed(PyObject *module) {
-    PyObject *const type = PyType_FromSpec(&run_spec);
-    if (!type) return -1;
-    packed_run_type = (PyTypeObject *)type;
-    return PyModule_AddObjectRef(module, "PackedRun", type);
+    packed_run_type = type_add(module, &run_spec, "PackedRun");
+    return packed_run_type ? 0 : -1;
 }

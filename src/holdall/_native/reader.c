@@ -20,10 +20,11 @@ enum {
     BYTES_PER_THREAD = 1 << 19,   /* default of the bytes of a batch for which another thread is woken */
     PIECES_PER_THREAD = 8,        /* a thread takes the bytes above divided by this number at once */
     CACHE_LINE = 64,
+    PAGE_BYTES = 4096,
     PIECE_ROWS = 64,              /* packed rows that are loaded into the cache before they are copied */
     ROWS_AHEAD = 8,               /* rows that are loaded into the cache while one is copied */
     UNITS_AHEAD = 4,              /* observations whose compressed data is loaded into the cache while one is decoded */
-    MAX_UNIT_FETCH = 2048,        /* bytes of a compressed unit that are loaded ahead; the processor loads the rest */
+    MAX_UNIT_FETCH = 4096,        /* bytes of a compressed unit that are loaded ahead; the processor loads the rest */
     MIN_OWN_BYTES = 1 << 17,      /* smaller arrays of a batch share one area */
 };
 
@@ -193,14 +194,26 @@ PREFETCHER void prefetch_unit(const gather_job *job, Py_ssize_t i) {
     for (int64_t at = start; at < end; at += CACHE_LINE) FETCH_SOON(b->data + at);
 }
 
-/* Note the first failure, and let all threads stop. */
+/* Load the start of every page of the uncompressed slices of observation `i`. The processor loads the rest by itself, but
+ * only within a page. */
+PREFETCHER void prefetch_raw(const gather_job *job, Py_ssize_t i) {
+    if (i >= job->count || Py_TYPE(job->observations[i].form) != raw_type) return;
+    const observation *const v = &job->observations[i];
+    const uint8_t *const slices = ((const Raw *)v->form)->data;
+    for (Py_ssize_t s = 0; s < v->cut->count + v->step; s++) {
+        const uint8_t *const slice = slices + job->numbers[v->first + s] * v->slice_bytes;
+        for (Py_ssize_t at = 0; at < v->slice_bytes; at += PAGE_BYTES) FETCH_SOON(slice + at);
+    }
+}
+
+/* Record the first failure, and make all threads stop. */
 static void fail(gather_job *job, int state, int error) {
     int none = OK;
     if (atomic_compare_exchange_strong(&job->state, &none, state)) job->error = error;
     atomic_store(&job->taken, job->count);
 }
 
-/* What a thread does: take pieces until none are left. */
+/* Take pieces and copy or decode their observations, until none are left. Each thread calls this. */
 static void gather_pieces(void *given, int64_t thread) {
     gather_job *const job = given;
     workspace *const space = job->workspaces[thread];
@@ -215,6 +228,7 @@ static void gather_pieces(void *given, int64_t thread) {
             prefetch_offsets(job, i + 2 * UNITS_AHEAD);
             prefetch_unit(job, i + UNITS_AHEAD);
             if (Py_TYPE(v->form) == raw_type) {
+                prefetch_raw(job, i + 1);
                 copy_raw(v, numbers);
             } else if (!decoder_fit(space->decoder, &((Coded *)v->form)->block)) {
                 fail(job, NO_MEMORY, 0);
@@ -260,19 +274,17 @@ static workspace *workspace_new(void) {
     return space;
 }
 
-/* Copy and decode all observations of a job. -1 with an exception set. The GIL is released meanwhile. */
-static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
-    workspace *own[1] = {NULL};
-    const int has_pool = !self->is_busy;
-    int helpers = 0;
-    if (has_pool) {
-        const Py_ssize_t useful = bytes / self->bytes_per_thread;
-        helpers = useful < MAX_THREADS - 1 ? (int)useful : MAX_THREADS - 1;
-        if (helpers > self->wanted) self->wanted = helpers;
-        if (helpers > self->helpers) helpers = self->helpers;
-    }
-    workspace **const workspaces = has_pool ? self->workspaces : own;
-    for (int i = 0; i <= helpers; i++) {
+/* Return how many helpers share a job of `bytes` bytes. */
+static int choose_helpers(Reader *self, Py_ssize_t bytes) {
+    const Py_ssize_t useful = bytes / self->bytes_per_thread;
+    const int helpers = useful < MAX_THREADS - 1 ? (int)useful : MAX_THREADS - 1;
+    if (helpers > self->wanted) self->wanted = helpers;
+    return helpers < self->helpers ? helpers : self->helpers;
+}
+
+/* Begin a batch in the workspaces of `threads` threads, which are made if they do not exist. -1 with a MemoryError. */
+static int begin_workspaces(workspace **workspaces, int threads) {
+    for (int i = 0; i < threads; i++) {
         if (!workspaces[i] && !(workspaces[i] = workspace_new())) {
             PyErr_NoMemory();
             return -1;
@@ -280,6 +292,32 @@ static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
         decoder_begin_batch(workspaces[i]->decoder);
         workspaces[i]->batch++;
     }
+    return 0;
+}
+
+/* Return 0 if a job succeeded, or -1 with the exception of its first failure. */
+static int check_job(const gather_job *job) {
+    if (job->state == OK) return 0;
+    if (job->state == NO_MEMORY) {
+        PyErr_NoMemory();
+    } else if (job->error) {
+        PyObject *const error = PyObject_CallFunction(PyExc_OSError, "is", job->error, strerror(job->error));
+        if (error) PyErr_SetObject(PyExc_OSError, error);
+        Py_XDECREF(error);
+    } else {
+        PyErr_SetString(PyExc_ValueError, "compressed data is damaged");
+    }
+    return -1;
+}
+
+/* Copy and decode all observations of a job. -1 with an exception set. The GIL is released meanwhile, so another gather may
+ * begin. It then has a workspace of its own, and works alone. */
+static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
+    workspace *own[1] = {NULL};
+    const int has_pool = !self->is_busy;
+    const int helpers = has_pool ? choose_helpers(self, bytes) : 0;
+    workspace **const workspaces = has_pool ? self->workspaces : own;
+    if (begin_workspaces(workspaces, helpers + 1) < 0) return -1;
     job->workspaces = workspaces;
     const Py_ssize_t piece_bytes = self->bytes_per_thread / PIECES_PER_THREAD;
     job->piece = bytes > 0 ? (Py_ssize_t)((double)job->count * (double)piece_bytes / (double)bytes) + 1 : 1;
@@ -292,21 +330,7 @@ static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
     Py_END_ALLOW_THREADS
     if (has_pool) self->is_busy = 0;
     workspace_free(own[0]);
-    if (job->state == NO_MEMORY) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (job->state == DAMAGED && job->error) {
-        PyObject *const error = PyObject_CallFunction(PyExc_OSError, "is", job->error, strerror(job->error));
-        if (error) PyErr_SetObject(PyExc_OSError, error);
-        Py_XDECREF(error);
-        return -1;
-    }
-    if (job->state == DAMAGED) {
-        PyErr_SetString(PyExc_ValueError, "compressed data is damaged");
-        return -1;
-    }
-    return 0;
+    return check_job(job);
 }
 
 /* ---- rows, with the GIL ----------------------------------------------------------------- */
@@ -395,7 +419,7 @@ PREFETCHER void prefetch_ahead(int column, const location *locations, Py_ssize_t
 }
 
 /* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. The columns of
- * a segment share a packed run, so the first one stands for all of them. */
+ * a segment share a packed run, so it is enough to load those of the first column. */
 static void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
     int first = -1, has_obs = 0, has_next = 0;
     for (int column = 0; column < catalog->column_count - 1; column++) {
@@ -771,22 +795,27 @@ static int is_same_window(const window *a, const window *b) {
     return a->count == b->count && a->outer == b->outer && a->run_bytes == b->run_bytes && a->shift == b->shift;
 }
 
-/* Return the part of the first transition that is stored as slices of a window, or NULL. */
-static const Part *find_windowed(int column, const location *locations, Py_ssize_t count) {
+/* Return the part of the first transition that is stored as slices of a window. If there is none, and `with_whole` is
+ * true, return that of the first observation of one slice. NULL if there is none, either. */
+static const Part *find_windowed(int column, const location *locations, Py_ssize_t count, int with_whole) {
+    const Part *whole = NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         const Part *const part = locations[i].segment->parts[column];
-        if (part->kind == PART_SLICED && part->cut.count > 1) return part;
+        if (part->kind != PART_SLICED) continue;
+        if (part->cut.count > 1) return part;
+        if (!whole) whole = part;
     }
-    return NULL;
+    return with_whole ? whole : NULL;
 }
 
-/* List the slices of all transitions, one transition after another, to be written to `out`. A slice that an observation
- * and the next one share is listed once. `starts` gets the number of the first slice of every observation, and then of
- * every next observation; -1 for transitions that are stored in another form. `cuts` are windows of as many slices as a
- * transition has if its observations overlap, or if they do not. Return the number of slices. */
+/* List the slices of all transitions, one transition after another, to be written to `out`. A slice is listed once if an
+ * observation and the next one share it, or a transition and the one before it in the batch. `starts` gets the number of
+ * the first slice of every observation, and then of every next observation; -1 for transitions that are stored in another
+ * form. `cuts` has windows of 0, 1, 2 and so on slices. Return the number of slices. */
 static Py_ssize_t list_windows(int column, const location *locations, Py_ssize_t count, const window *cut,
                                const window *cuts, uint8_t *out, int32_t *starts, gather_job *job) {
-    Py_ssize_t used = 0;
+    const Part *listed = NULL; /* whose entries from `first` to `end` - 1 of the log of `lane` were listed last */
+    Py_ssize_t lane = 0, first = 0, end = 0, used = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         const Part *const part = locations[i].segment->parts[column];
         if (part->kind != PART_SLICED || !is_same_window(&part->cut, cut)) {
@@ -794,50 +823,73 @@ static Py_ssize_t list_windows(int column, const location *locations, Py_ssize_t
             continue;
         }
         const uint32_t cursor = part->cursors[locations[i].row];
-        const int follows = (cursor & NEXT_FOLLOWS) != 0;
-        const Py_ssize_t entries = cuts[follows].count;
+        const Py_ssize_t start = cursor & ~NEXT_FOLLOWS;
+        const Py_ssize_t step = cursor & NEXT_FOLLOWS ? cut->count : cut->shift;
+        if (part != listed || locations[i].lane != lane || start < first || start > end) {
+            listed = part;
+            lane = locations[i].lane;
+            first = end = start;
+        }
+        starts[i] = (int32_t)(used - (end - start));
+        starts[count + i] = (int32_t)(used - (end - start) + step);
+        const Py_ssize_t added = start + step + cut->count - end;
+        if (added <= 0) continue;
         observation *const v = &job->observations[job->count++];
-        *v = (observation){.form = Py_NewRef(part->block->form), .cut = &cuts[follows], .slice_bytes = part->block->slice_bytes};
+        *v = (observation){.form = Py_NewRef(part->block->form), .cut = &cuts[added], .slice_bytes = part->block->slice_bytes};
         v->obs = out + used * v->slice_bytes;
         v->first = used;
-        for (Py_ssize_t s = 0; s < entries; s++)
-            job->numbers[used + s] = log_entry(part, (cursor & ~NEXT_FOLLOWS) + s, locations[i].lane);
-        starts[i] = (int32_t)used;
-        starts[count + i] = (int32_t)(used + entries - cut->count);
-        used += entries;
+        for (Py_ssize_t s = 0; s < added; s++) job->numbers[used + s] = log_entry(part, end + s, lane);
+        used += added;
+        end += added;
     }
     return used;
 }
 
-/* Copy or decode the slices of windows. Return the number of slices, or -2 with an exception set. */
+/* Copy or decode the slices of windows. Return the number of slices, or -1 with an exception set. */
 static Py_ssize_t copy_windows(Reader *self, int column, const location *locations, Py_ssize_t count, const window *cut,
                                uint8_t *out, int32_t *starts) {
-    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes;
-    const window cuts[2] = {
-        {.count = cut->count + cut->shift, .outer = 1, .run_bytes = slice_bytes, .shift = 1},
-        {.count = 2 * cut->count, .outer = 1, .run_bytes = slice_bytes, .shift = 1},
-    };
+    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes, most = 2 * cut->count;
     gather_job job = {0};
     job.observations = malloc((size_t)count * sizeof *job.observations);
-    job.numbers = malloc((size_t)(count * 2 * cut->count) * sizeof *job.numbers);
-    Py_ssize_t used = -2;
-    if (!job.observations || !job.numbers) {
+    job.numbers = malloc((size_t)(count * most) * sizeof *job.numbers);
+    window *const cuts = malloc((size_t)(most + 1) * sizeof *cuts);
+    Py_ssize_t used = -1;
+    if (!job.observations || !job.numbers || !cuts) {
         PyErr_NoMemory();
     } else {
+        for (Py_ssize_t n = 0; n <= most; n++)
+            cuts[n] = (window){.count = n, .outer = 1, .run_bytes = slice_bytes, .shift = 1};
         used = list_windows(column, locations, count, cut, cuts, out, starts, &job);
-        if (used > 0 && run_job(self, &job, used * slice_bytes) < 0) used = -2;
+        if (used > 0 && run_job(self, &job, used * slice_bytes) < 0) used = -1;
     }
     for (Py_ssize_t i = 0; i < job.count; i++) Py_DECREF(job.observations[i].form);
     free(job.observations);
     free(job.numbers);
+    free(cuts);
     return used;
 }
 
-/* gather_windows(catalog, ids, column, first_tick, into) -> (slices, starts, count, outer, run_bytes) or None */
+/* Write the slices of all located transitions to `into`. Return what `gather_windows` returns. NULL with an exception set. */
+static PyObject *gather_located(Reader *self, int column, const location *locations, Py_ssize_t count, PyArrayObject *into,
+                                int with_whole) {
+    const Part *const part = find_windowed(column, locations, count, with_whole);
+    if (!part) Py_RETURN_NONE;
+    npy_intp shape[2] = {2, count};
+    PyObject *const starts = PyArray_SimpleNew(2, shape, NPY_INT32);
+    if (!starts) return NULL;
+    const window cut = part->cut;
+    const Py_ssize_t slices =
+        copy_windows(self, column, locations, count, &cut, PyArray_DATA(into), PyArray_DATA((PyArrayObject *)starts));
+    if (slices >= 0) return Py_BuildValue("nNnnn", slices, starts, cut.count, cut.outer, cut.run_bytes);
+    Py_DECREF(starts);
+    return NULL;
+}
+
+/* gather_windows(catalog, ids, column, first_tick, into, with_whole) -> (slices, starts, count, outer, run_bytes) or None */
 static PyObject *reader_gather_windows(PyObject *self, PyObject *const *arguments, Py_ssize_t argument_count) {
-    if (argument_count != 5 || Py_TYPE(arguments[0]) != catalog_type || !PyArray_Check(arguments[1]) ||
+    if (argument_count != 6 || Py_TYPE(arguments[0]) != catalog_type || !PyArray_Check(arguments[1]) ||
         !PyArray_Check(arguments[4])) {
-        PyErr_SetString(PyExc_TypeError, "gather_windows takes a catalog, an array of ids, a column, a tick and an array");
+        PyErr_SetString(PyExc_TypeError, "gather_windows takes a catalog, an array of ids, a column, a tick, an array and a bool");
         return NULL;
     }
     Catalog *const catalog = (Catalog *)arguments[0];
@@ -856,29 +908,13 @@ static PyObject *reader_gather_windows(PyObject *self, PyObject *const *argument
         return NULL;
     }
     if (count == 0) Py_RETURN_NONE;
-    npy_intp shape[2] = {2, count};
-    PyObject *const starts = PyArray_SimpleNew(2, shape, NPY_INT32);
     location *const locations = malloc((size_t)count * sizeof *locations);
+    if (!locations) return PyErr_NoMemory();
     Py_INCREF((PyObject *)catalog); /* keeps segments and parts alive without the GIL */
-    Py_ssize_t slices = -2;
-    window cut = {0};
-    if (!starts || !locations) {
-        PyErr_NoMemory();
-    } else {
-        const int64_t first_tick = find_first_tick(catalog, arguments[3]);
-        if (first_tick >= 0 && locate(catalog, first_tick, PyArray_DATA(ids), count, locations) == 0) {
-            const Part *const part = find_windowed((int)column, locations, count);
-            slices = -1;
-            if (part) cut = part->cut;
-            if (part)
-                slices = copy_windows((Reader *)self, (int)column, locations, count, &cut, PyArray_DATA(into),
-                                      PyArray_DATA((PyArrayObject *)starts));
-        }
-    }
     PyObject *result = NULL;
-    if (slices >= 0) result = Py_BuildValue("nOnnn", slices, starts, cut.count, cut.outer, cut.run_bytes);
-    else if (slices == -1) result = Py_NewRef(Py_None);
-    Py_XDECREF(starts);
+    const int64_t first_tick = find_first_tick(catalog, arguments[3]);
+    if (first_tick >= 0 && locate(catalog, first_tick, PyArray_DATA(ids), count, locations) == 0)
+        result = gather_located((Reader *)self, (int)column, locations, count, into, arguments[5] == Py_True);
     free(locations);
     Py_DECREF((PyObject *)catalog);
     return result;

@@ -17,7 +17,7 @@ recycler *recycler_new(Py_ssize_t max_kept_bytes) {
     return r;
 }
 
-/* Remove piece `i` from what is kept, and return its memory. */
+/* Remove kept piece `i`, and return its memory. */
 static void *remove_kept(recycler *r, int i) {
     void *const data = r->kept[i].data;
     r->kept_bytes -= r->kept[i].bytes;
@@ -41,8 +41,8 @@ void recycler_release(recycler *r) {
     free(r);
 }
 
-/* Take out the newest memory of at least `*bytes` bytes, but not far more, and set `*bytes` to its size. NULL if there
- * is none. */
+/* Take out the newest piece of at least `*bytes` bytes, but not far more, and set `*bytes` to its size. NULL if no piece
+ * has such a size. */
 static void *take_kept(recycler *r, Py_ssize_t *bytes) {
     for (int i = r->kept_count - 1; i >= 0; i--) {
         if (r->kept[i].bytes < *bytes || r->kept[i].bytes / 2 > *bytes) continue;

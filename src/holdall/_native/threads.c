@@ -57,7 +57,7 @@ static void join_pool(thread_pool *pool) {
     pool->caller_core = 0;
 }
 
-/* Let helpers run on all cores of the caller, except for the one that it runs on now. Otherwise the kernel wakes helpers
+/* Allow helpers all cores of the caller, except for the one that it runs on now. Otherwise the kernel wakes helpers
  * on that core while all other cores are busy, for example with threads of torch that spin after a training step. The
  * helpers and the caller would then take turns on one core. */
 static void place_helpers(thread_pool *pool) {

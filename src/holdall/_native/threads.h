@@ -12,16 +12,16 @@ typedef void (*work_on)(void *job, int64_t thread);
 
 /* A pool without threads. NULL if there is no memory. */
 thread_pool *threads_new(void);
-/* What the thread of a helper runs until the pool is dismissed. */
+/* Work on jobs until the pool is dismissed. Called by the thread of a helper. */
 void threads_help(thread_pool *pool);
-/* Let the threads of all helpers end. */
+/* Make `threads_help` return in all helpers. */
 void threads_dismiss(thread_pool *pool);
 /* Free a pool without threads. */
 void threads_free(thread_pool *pool);
 
-/* Let up to `helpers` threads begin a job, and return at once. `pool` may be NULL if `helpers` is 0. */
+/* Make up to `helpers` threads begin a job, and return at once. `pool` may be NULL if `helpers` is 0. */
 void threads_begin(thread_pool *pool, work_on work, void *job, int64_t helpers);
-/* Wait until no helper works on the job. Helpers that did not begin it yet never will. */
+/* Wait until no helper works on the job. Helpers that have not begun it will not begin it. */
 void threads_end(thread_pool *pool);
 
 #endif

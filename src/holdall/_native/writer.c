@@ -40,7 +40,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Catalog *catalog; /* what is held; the last segment is open */
+    Catalog *catalog; /* all segments that are held; the last one is open */
     open_column *columns;
     group groups[GROUP_COUNT];
     int reward;
@@ -230,7 +230,7 @@ static int make_room(Writer *w) {
 
 /* ---- arguments of append --------------------------------------------------------------- */
 
-/* Collect the leaves of an argument. Return 1, or 0 if it is none of the accepted forms; -1 with an exception set. New
+/* Collect the leaves of an argument. Return 1; 0 if its form is not accepted; -1 with an exception set. New
  * references are stored in `leaves`, because looking up a key can run code that drops the caller's. */
 static int collect_leaves(const group *g, PyObject *value, PyObject **leaves) {
     if (g->count == 1 && !g->keys && !PyTuple_Check(value)) {
@@ -843,7 +843,7 @@ static PyObject *writer_snapshot(PyObject *self, PyObject *Py_UNUSED(none)) {
         }
         for (int k = 0; closed && k < closed->part_count; k++) closed->parts[k]->is_frozen = 1;
         if (closed) put_segment(catalog, kept, closed);
-        /* Without segments, the floor says which tick comes next. */
+        /* Without segments, the floor is the number of the next tick. */
         if (catalog->segment_count == 0) catalog->floor_tick = catalog_next_tick(w->catalog);
     }
     Py_XDECREF((PyObject *)closed);
@@ -1205,6 +1205,8 @@ int add_writer(PyObject *module) {
         {"FLAG_TERMINATED", FLAG_TERMINATED},
         {"FLAG_TRUNCATED", FLAG_TRUNCATED},
         {"FLAG_INVALID", FLAG_INVALID},
+        {"MAX_COLUMNS", MAX_COLUMNS},
+        {"MAX_NDIM", MAX_NDIM},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;

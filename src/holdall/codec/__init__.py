@@ -1,1 +1,1 @@
-"""Lossless codecs for the slices of one field. `Codec` says how slices are encoded; the loops are in C."""
+"""Lossless codecs for the slices of one field. `Codec` says how slices are encoded. The loops are in C."""

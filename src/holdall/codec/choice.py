@@ -1,4 +1,4 @@
-"""The choice of a codec: presets are measured on a field's own slices.
+"""The choice of a codec: the presets of a field's kind are measured on the field's own slices.
 
 A preset is worth more if it makes a sample smaller, and less if it decodes more slowly. `prefer` says how much time may
 count and which time is too long. The decision depends on the slices alone, never on a clock or on the machine, so that
@@ -10,18 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdall._native import Block, Coded, Dictionary, encode
-from holdall.codec.codec import Codec, Method, Transform
+from holdall.codec.codec import Codec, Transform
 from holdall.codec.dictionary import train_dictionary
 from holdall.codec.presets import (
-    Preset,
     describe_codec,
     estimate_cost,
+    find_kind,
     has_palette,
-    list_change_presets,
+    list_codecs,
     list_fast_codecs,
-    list_presets,
-    list_shuffled_change_presets,
-    list_single_codecs,
 )
 from holdall.codec.sample import Bytes, Sample
 from holdall.schema import Leaf
@@ -34,25 +31,18 @@ class Preference:
     """What `prefer` means for the choice."""
 
     max_cost: float  # Decoding time over that of a raw gather, both on one thread.
-    cost_exponent: float  # How much cost counts against size: with 0.6, twice the cost must save a third of the bytes.
+    cost_exponent: float  # How much cost counts against size: with 0.5, twice the cost must save 29 % of the bytes.
     min_ratio: float  # Ratio below which slices are stored as they are.
-    # Ratio of several slices together over that of single slices. Where a scene comes back, the slices of a transition
-    # are not neighbours, and decoding them costs more than `estimate_cost` says.
-    min_group_gain: float
 
 
 PREFERENCES = {
-    "speed": Preference(max_cost=2.7, cost_exponent=1.2, min_ratio=1.3, min_group_gain=1.2),
-    "balanced": Preference(max_cost=3.0, cost_exponent=0.6, min_ratio=1.3, min_group_gain=1.2),
-    "memory": Preference(max_cost=6.2, cost_exponent=0.1, min_ratio=1.1, min_group_gain=1.1),
+    "speed": Preference(max_cost=2.7, cost_exponent=1.2, min_ratio=1.3),
+    "balanced": Preference(max_cost=3.0, cost_exponent=0.5, min_ratio=1.3),
+    "memory": Preference(max_cost=6.2, cost_exponent=0.1, min_ratio=1.1),
 }
 """Threads share the decoding. A raw gather waits for memory and gains little from a second thread. So with two threads,
 the greatest costs are about 1.8, 2 and 4 raw gathers."""
 
-_LEADING_SHARE = 4
-"""The transform is chosen on one in this many runs of the sample."""
-_LEADING_EXPONENT = 0.6
-"""How much cost counts against size in the choice of the transform."""
 _FAST_SAMPLE_SLICES = 8
 _FAST_RATIO = 32
 """A codec that makes the sample this many times smaller compresses about as fast as memory is filled. It is used while
@@ -80,82 +70,34 @@ class Choice:
 def choose_codec(leaf: Leaf, window: Window, sample: Sample, prefer: str) -> Choice:
     """Return the codec for slices like those of `sample`."""
     preference = PREFERENCES[prefer]
-    search = _Search(window, sample, preference)
-    for codec in search.find_leading(list_single_codecs(leaf, window)):
-        search.measure(list_presets(codec))
-    search.measure(list_change_presets(leaf, window))
-    search.measure(list_shuffled_change_presets(leaf, window))
-    good = [found for found in search.found if search.is_affordable(found) and found.ratio >= preference.min_ratio]
+    good = [
+        choice
+        for choice in try_presets(leaf, window, sample)
+        if choice.cost <= preference.max_cost and choice.ratio >= preference.min_ratio
+    ]
     stored = Choice(Codec(window.slice_bytes), 1.0, 0.0)
-    return max(good, key=lambda found: found.rate(preference.cost_exponent), default=stored)
+    return max(good, key=lambda choice: choice.rate(preference.cost_exponent), default=stored)
 
 
-class _Search:
-    """The presets that were measured so far."""
-
-    def __init__(self, window: Window, sample: Sample, preference: Preference) -> None:
-        self.found: list[Choice] = []
-        self._window = window
-        self._sample = sample
-        self._preference = preference
-        self._dictionaries: dict[Transform, Dictionary | None] = {}
-
-    def find_leading(self, codecs: list[Codec]) -> list[Codec]:
-        """Return the codec of each compressor that makes a part of the sample smallest, and the one worth most.
-
-        Codecs that cannot represent the whole sample are left out.
-        """
-        slices = self._sample.take_runs(_LEADING_SHARE)
-        fitting = [codec for codec in codecs if self._can_represent_sample(codec)]
-        measured = [choice for choice in (self._try(codec, slices) for codec in fitting) if choice is not None]
-        leading: list[Codec] = []
-        for method in (Method.LZ4, Method.ZSTANDARD):
-            by_method = [choice for choice in measured if choice.codec.method is method]
-            leading.append(max(by_method, key=lambda choice: choice.ratio).codec)
-            leading.append(max(by_method, key=lambda choice: choice.rate(_LEADING_EXPONENT)).codec)
-        return list(dict.fromkeys(leading))
-
-    def measure(self, presets: list[Preset]) -> None:
-        """Measure presets in order. Stop when several slices per unit cost too much or gain too little."""
-        alone_ratio = 0.0
-        for preset in presets:
-            codec = preset.codec
-            if codec.group > self._sample.run:
-                continue
-            if preset.has_dictionary:
-                codec = replace(codec, dictionary=self._train(codec))
-            found = self._try(codec, self._sample.measured)
-            if found is None:
-                return
-            if codec.group == 1:
-                alone_ratio = max(alone_ratio, found.ratio)
-            elif not self.is_affordable(found) or found.ratio < self._preference.min_group_gain * alone_ratio:
-                return
-            self.found.append(found)
-
-    def is_affordable(self, choice: Choice) -> bool:
-        """Return whether decoding costs no more than the preference allows."""
-        return choice.cost <= self._preference.max_cost
-
-    def _can_represent_sample(self, codec: Codec) -> bool:
-        """Return whether the sample does not have too many words or colours for a palette."""
-        if not has_palette(codec):
-            return True
-        return encode(self._sample.measured, replace(codec, method=Method.STORED, level=0)) is not None
-
-    def _try(self, codec: Codec, slices: Bytes) -> Choice | None:
-        """Measure a codec on some slices. Return None if it cannot represent them."""
-        coded = encode(slices, codec)
-        if coded is None:
-            return None
-        ratio = slices.nbytes / max(coded.nbytes, 1)
-        return Choice(codec, ratio, estimate_cost(codec, self._window, 1 / ratio))
-
-    def _train(self, codec: Codec) -> Dictionary | None:
-        """Return the dictionary for the transform of `codec`, which both compressors share."""
-        if codec.transform not in self._dictionaries:
-            self._dictionaries[codec.transform] = train_dictionary(codec, self._sample.trained)
-        return self._dictionaries[codec.transform]
+def try_presets(leaf: Leaf, window: Window, sample: Sample) -> list[Choice]:
+    """Compress the sample with every preset of the field's kind, and leave out those that cannot represent it."""
+    measured: list[Choice] = []
+    dictionaries: dict[Transform, Dictionary | None] = {}
+    kind = find_kind(leaf, window, sample.measured)
+    for preset, has_dictionary in list_codecs(kind, leaf, window).items():
+        if preset.group > sample.run:
+            continue
+        codec = preset
+        if has_dictionary:
+            # Both compressors can use the same dictionary.
+            if preset.transform not in dictionaries:
+                dictionaries[preset.transform] = train_dictionary(preset, sample.trained)
+            codec = replace(preset, dictionary=dictionaries[preset.transform])
+        coded = encode(sample.measured, codec)
+        if coded is not None:
+            ratio = sample.measured.nbytes / max(coded.nbytes, 1)
+            measured.append(Choice(codec, ratio, estimate_cost(codec, window, 1 / ratio)))
+    return measured
 
 
 class FieldCodec:
@@ -206,7 +148,7 @@ class FieldCodec:
         return None if choice is None else choice.codec
 
     def describe(self) -> str:
-        """Return what was chosen and why, for reports."""
+        """Return the chosen codec and the reason for it as a sentence for reports."""
         choice = self._choice
         if choice is None:
             return "not chosen yet"
@@ -250,7 +192,8 @@ class FieldCodec:
     def _encode_fast(self, block: Block) -> Coded:
         if self._fast is None:
             slices = block.read(0, min(block.slice_count, _FAST_SAMPLE_SLICES))
-            codecs = list_fast_codecs(self._leaf, self._window)
+            kind = find_kind(self._leaf, self._window, slices)
+            codecs = list_fast_codecs(kind, self._leaf, self._window)
             self._fast = min(codecs, key=lambda codec: _coded_bytes(slices, codec))
         return encode_whole(block, self._fast)
 

@@ -1,104 +1,186 @@
-"""Presets: the codecs that are tried on the slices of a field, and what decoding each of them costs.
+"""Presets: the few codecs that are tried on a kind of field, and what decoding each of them costs.
 
-A preset is a transform that suits the kind of field, a compressor, a number of slices per unit, and whether a
-dictionary is trained. `choice` measures how small the presets make a field's own slices.
+    kind          fields
+    GREY          images of one plane, one byte per pixel
+    COLOURS       images of several planes, such as camera images
+    FEW_COLOURS   images of three planes whose neighbouring slices have at most 256 colours: tiles and sprites
+    FEW_WORDS     words of 2, 4 or 8 bytes that have at most 256 values: images divided by 255, flags, small integers
+    WORDS         other words of 2, 4 or 8 bytes
+    BYTES         everything else
 
-    kind of field          transforms
-    grey image             none, left, changes
-    colour image           none or pixels, left, colours, colour columns, changes
-    words of 2, 4, 8 bytes none, shuffle, palette, changes of palette numbers or of shuffled words; as an image also
-                           palette and left
-    other bytes            none, changes
-
-Decoding costs are counted in raw copies: 1.0 means that decoding takes as long as copying the raw slice out of a large
-memory. A cost follows from the preset and from the measured size alone, never from a clock, so that the same data gets
-the same codec on every machine.
+`choice` measures how small the presets of a field's kind make the field's own slices. Decision 027 has the recordings
+by which the presets were chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall._native import encode
 from holdall.codec.codec import Codec, Method, Transform
 from holdall.schema import Leaf
 from holdall.store.windows import Window
 
-MAX_DICTIONARY_SLICE_BYTES = 32 * 1024
+_MAX_DICTIONARY_SLICE_BYTES = 32 * 1024
 """Larger slices fill the window of a compressor by themselves, so a dictionary adds nothing."""
 
 _MAX_CHANNELS = 4
 """Length of the last axis up to which it counts as the channels of an image."""
+_MAX_PLANES = 16
+"""Length of the first axis up to which it counts as the planes of an image. NetHack has 21 planes of text."""
 _MIN_IMAGE_SIDE = 8
 """Rows and columns from which on an array counts as an image."""
+_COLOUR_GROUP = 8
+"""Neighbouring slices that must have at most 256 colours together."""
 _MAX_UNIT_BYTES = 4 * 2**20
 """Raw bytes of the largest unit."""
 _LZ4_LEVEL = 7
 _ZSTANDARD_LEVEL = 9
 _DIFFERENCES_MIN_MATCH = 6
 """Shorter repetitions of differences happen by chance. Referring to them takes longer to decode and saves no bytes."""
-_GROUPS = (4, 8, 16)
-"""Slices per unit, apart from single slices. A transition of a stack of 4 needs 5 neighbours."""
-_CHANGE_GROUPS = (32, 64)
-"""Slices per unit of changes."""
-_SHUFFLED_CHANGE_GROUPS = (4, 16)
-"""Slices per unit of changes of shuffled words. Noise changes most of the last bytes, so larger units gain little."""
+
+
+class Kind(Enum):
+    """The kinds of fields. Each has presets of its own."""
+
+    GREY = "grey image"
+    COLOURS = "colour image"
+    FEW_COLOURS = "image of few colours"
+    FEW_WORDS = "words of few values"
+    WORDS = "words"
+    BYTES = "bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A codec to try, without its dictionary."""
+    """A codec to try, apart from what follows from the field, such as the sides of its images."""
 
-    codec: Codec
-    has_dictionary: bool
-
-
-def list_single_codecs(leaf: Leaf, window: Window) -> list[Codec]:
-    """Return every transform with every compressor. Slices are compressed alone and without a dictionary."""
-    return [
-        _with_method(base, method)
-        for base in _list_transforms(leaf, window)
-        for method in (Method.LZ4, Method.ZSTANDARD)
-    ]
+    transform: Transform
+    method: Method
+    group: int = 1  # Slices per unit.
+    has_shuffle: bool = False  # Whether the bytes of words are shuffled.
+    may_have_dictionary: bool = True  # Whether a dictionary is trained if the slices are small enough.
 
 
-def list_presets(single: Codec) -> list[Preset]:
-    """Return the transform of `single` without and with a dictionary, and with several slices per unit."""
-    can_have_dictionary = _can_have_dictionary(single)
-    alone = [Preset(single, has_dictionary) for has_dictionary in (False, True)]
-    groups = [group for group in _GROUPS if group * single.slice_bytes <= _MAX_UNIT_BYTES]
-    together = [Preset(replace(single, group=group), can_have_dictionary) for group in groups]
-    return [*alone[: 1 + can_have_dictionary], *together]
+_LZ4 = Method.LZ4
+_ZSTD = Method.ZSTANDARD
+_NONE = Transform.NONE
+_LEFT = Transform.LEFT
+_PIXELS = Transform.PIXELS
+_COLOURS = Transform.COLOURS
+_COLUMNS = Transform.COLOUR_COLUMNS
+_CHANGES = Transform.CHANGES
+_IMAGE_TRANSFORMS = frozenset([_LEFT, _PIXELS, _COLOURS, _COLUMNS])
+"""Transforms that need to know the sides of an image."""
+
+PRESETS: dict[Kind, tuple[Preset, ...]] = {
+    Kind.GREY: (
+        Preset(_NONE, _LZ4),
+        Preset(_NONE, _ZSTD),
+        Preset(_NONE, _ZSTD, 8),
+        Preset(_LEFT, _LZ4),
+        Preset(_LEFT, _ZSTD),
+        Preset(_CHANGES, _LZ4, 32),
+        Preset(_CHANGES, _LZ4, 64),
+        Preset(_CHANGES, _ZSTD, 32),
+    ),
+    Kind.COLOURS: (
+        Preset(_NONE, _LZ4),
+        Preset(_PIXELS, _LZ4, may_have_dictionary=False),  # Pixels of a dictionary are useless once the light changes.
+        Preset(_PIXELS, _ZSTD),
+        Preset(_LEFT, _LZ4),
+        Preset(_LEFT, _LZ4, 4),
+        Preset(_LEFT, _ZSTD),
+        Preset(_LEFT, _ZSTD, 4),
+        Preset(_CHANGES, _LZ4, 32),
+    ),
+    Kind.FEW_COLOURS: (
+        Preset(_COLOURS, _LZ4, 4),
+        Preset(_COLOURS, _LZ4, 8),
+        Preset(_COLOURS, _ZSTD, 8),
+        Preset(_COLOURS, _ZSTD, 16),
+        Preset(_COLUMNS, _LZ4),
+        Preset(_COLUMNS, _ZSTD, 4),
+        Preset(_CHANGES, _LZ4, 32),
+    ),
+    Kind.FEW_WORDS: (
+        Preset(_NONE, _LZ4),
+        Preset(_NONE, _LZ4, 4),
+        Preset(_NONE, _LZ4, 8),
+        Preset(_NONE, _ZSTD, 16),
+        Preset(_LEFT, _LZ4),
+        Preset(_LEFT, _ZSTD),
+        Preset(_LEFT, _ZSTD, 8),
+        Preset(_CHANGES, _LZ4, 64),
+    ),
+    Kind.WORDS: (
+        Preset(_NONE, _LZ4),
+        Preset(_NONE, _LZ4, 4),
+        Preset(_NONE, _ZSTD),
+        Preset(_NONE, _ZSTD, 8),
+        Preset(_NONE, _LZ4, has_shuffle=True),
+        Preset(_CHANGES, _LZ4, 16, has_shuffle=True),
+    ),
+    Kind.BYTES: (
+        Preset(_NONE, _LZ4),
+        Preset(_NONE, _LZ4, 4),
+        Preset(_NONE, _ZSTD),
+        Preset(_NONE, _ZSTD, 4),
+        Preset(_NONE, _ZSTD, 8),
+        Preset(_CHANGES, _LZ4, 32),
+    ),
+}
+"""The codecs that are tried on each kind of field."""
+
+_FAST_TRANSFORMS = (_NONE, _LEFT, _PIXELS)
+"""Transforms that compress several hundred megabytes per second with LZ4's fast compressor."""
 
 
-def list_change_presets(leaf: Leaf, window: Window) -> list[Preset]:
-    """Return the presets that store a unit as its first slice and the changes of the others."""
-    base = Codec(window.slice_bytes, transform=Transform.CHANGES, word_bytes=_palette_word_bytes(leaf))
-    return [
-        Preset(replace(_with_method(base, method), group=group), _can_have_dictionary(base))
-        for method in (Method.LZ4, Method.ZSTANDARD)
-        for group in _CHANGE_GROUPS
-        if group * window.slice_bytes <= _MAX_UNIT_BYTES
-    ]
+# ---------------------------------------------------------------- kinds of fields
 
 
-def list_shuffled_change_presets(leaf: Leaf, window: Window) -> list[Preset]:
-    """Return presets of changes that first shuffle words, for cameras whose images were resized to floats."""
-    word_bytes = _palette_word_bytes(leaf)
-    if not word_bytes:
-        return []
-    base = Codec(window.slice_bytes, transform=Transform.CHANGES, shuffle_bytes=word_bytes)
-    return [
-        Preset(replace(_with_method(base, Method.LZ4), group=group), has_dictionary=False)
-        for group in _SHUFFLED_CHANGE_GROUPS
-        if group * window.slice_bytes <= _MAX_UNIT_BYTES
-    ]
+def list_kinds(leaf: Leaf, window: Window) -> list[Kind]:
+    """Return the kinds that a field may be. If there are two, the first one is for slices that fit a palette."""
+    if leaf.dtype.itemsize in {2, 4, 8}:
+        return [Kind.FEW_WORDS, Kind.WORDS]
+    image = _describe_image(leaf, window)
+    if image is None or leaf.dtype.itemsize != 1:
+        return [Kind.BYTES]
+    if image.planes == 1:
+        return [Kind.GREY]
+    return [Kind.FEW_COLOURS, Kind.COLOURS] if image.planes == 3 else [Kind.COLOURS]
 
 
-def list_fast_codecs(leaf: Leaf, window: Window) -> list[Codec]:
-    """Return codecs that compress several hundred megabytes per second, for a compactor that is behind."""
-    transforms = [base for base in _list_transforms(leaf, window) if not is_of_colours(base)]
-    return [replace(base, method=Method.LZ4, level=0) for base in transforms]
+def find_kind(leaf: Leaf, window: Window, slices: NDArray[np.uint8]) -> Kind:
+    """Return the kind of a field that has slices like the given ones."""
+    kinds = list_kinds(leaf, window)
+    palette = Codec(window.slice_bytes)
+    if kinds[0] is Kind.FEW_WORDS:
+        palette = Codec(window.slice_bytes, word_bytes=leaf.dtype.itemsize)
+    elif kinds[0] is Kind.FEW_COLOURS:
+        image = _describe_image(leaf, window) or palette
+        palette = replace(image, transform=_COLOURS, group=min(_COLOUR_GROUP, max(len(slices), 1)))
+    return kinds[-1] if encode(slices, palette) is None else kinds[0]
+
+
+def list_codecs(kind: Kind, leaf: Leaf, window: Window) -> dict[Codec, bool]:
+    """Return the presets of `kind` as codecs for a field, and whether a dictionary should be trained for each."""
+    codecs: dict[Codec, bool] = {}
+    for preset in PRESETS[kind]:
+        codec = _make_codec(preset, kind, leaf, window)
+        if codec is not None:
+            codecs.setdefault(codec, preset.may_have_dictionary and _can_have_dictionary(codec))
+    return codecs
+
+
+def list_fast_codecs(kind: Kind, leaf: Leaf, window: Window) -> list[Codec]:
+    """Return codecs for a compactor that is behind."""
+    codecs = [_make_codec(Preset(transform, _LZ4), kind, leaf, window) for transform in _FAST_TRANSFORMS]
+    return list(dict.fromkeys(replace(codec, level=0) for codec in codecs if codec is not None))
 
 
 def is_of_colours(codec: Codec) -> bool:
@@ -109,6 +191,11 @@ def is_of_colours(codec: Codec) -> bool:
 def has_palette(codec: Codec) -> bool:
     """Return whether the codec refuses slices that have too many different words or colours."""
     return codec.word_bytes > 0 or is_of_colours(codec)
+
+
+def _can_have_dictionary(codec: Codec) -> bool:
+    """Return whether slices may have bytes in common that a dictionary can hold."""
+    return codec.slice_bytes <= _MAX_DICTIONARY_SLICE_BYTES and not (codec.word_bytes or codec.shuffle_bytes)
 
 
 def describe_codec(codec: Codec) -> str:
@@ -132,128 +219,100 @@ def describe_codec(codec: Codec) -> str:
 
 # ---------------------------------------------------------------- the cost of decoding
 
-_SLICE_COST = 0.85
-"""Raw copies that every decoded slice takes, whatever its codec."""
-_COPY_COST = 0.4
-"""Raw copies to copy a slice that was just decoded."""
-_UNPACK_COST = {Method.STORED: 0.0, Method.LZ4: 0.35, Method.ZSTANDARD: 0.45}
-"""Additional raw copies to decompress a slice that takes hardly any bytes."""
-_LZ4_WORK_COST = {
-    Transform.NONE: 2.0,
-    Transform.LEFT: 2.0,
-    Transform.PIXELS: 2.0,
-    Transform.COLOURS: 5.0,
-    Transform.COLOUR_COLUMNS: 5.0,
-    Transform.CHANGES: 2.8,
-}
-_SHUFFLED_CHANGES_WORK_COST = 1.7
-"""The same for changes of shuffled words: LZ4 copies long stretches of bytes that do not repeat."""
-_ZSTANDARD_WORK_COST = {
-    Transform.NONE: 17.0,
-    Transform.LEFT: 17.0,
-    Transform.PIXELS: 11.0,
-    Transform.COLOURS: 30.0,
-    Transform.COLOUR_COLUMNS: 30.0,
-    Transform.CHANGES: 30.0,
-}
-"""Additional raw copies to decompress a slice, times its compressed share."""
+_SLICE_COST = 0.8
+"""Cost of a decoded slice, whatever its codec."""
+_TRANSFORM_COST = 0.5
+"""Cost of undoing a transform, a shuffle or a palette."""
+_LEFT_COST = 0.65
+"""Cost of adding up differences to the left neighbour."""
+_DICTIONARY_COST = 0.25
+"""Cost of copying a single slice that LZ4 decompresses directly after its dictionary."""
+_UNPACK_COST = 0.4
+"""Cost of decompressing a slice that takes hardly any bytes."""
+_COMPRESSED_COST = {Method.STORED: 0.0, Method.LZ4: 2.0, Method.ZSTANDARD: 17.0}
+"""Cost of decompressing as many compressed bytes as a raw slice has."""
 _START_BYTES = {Method.STORED: 0, Method.LZ4: 0, Method.ZSTANDARD: 7_000}
 """Raw bytes that are copied in the time in which Zstandard reads the tables of a unit."""
-_UNDO_COST = {
-    Transform.NONE: 0.0,
-    Transform.LEFT: 0.65,
-    Transform.PIXELS: 0.75,
-    Transform.COLOURS: 0.45,
-    Transform.COLOUR_COLUMNS: 0.8,
-    Transform.CHANGES: 0.8,
-}
-"""Additional raw copies to undo a transform of a slice."""
-_BUFFER_COST = 0.25
-"""Additional raw copies to copy a single slice that LZ4 decompresses after its dictionary."""
-_SHUFFLE_COST = 0.3
-_WORDS_COST = 0.3
 
 
-def estimate_cost(codec: Codec, window: Window, coded_share: float) -> float:
+def estimate_cost(codec: Codec, window: Window, compressed_share: float) -> float:
     """Return how many times as long as a raw gather it takes one thread to decode random transitions.
 
-    The constants describe gathers of nine recorded fields on one machine. Most gathers took 0.7 to 1.4 times as long.
+    The costs above are counted in copies of a raw slice out of a large memory. They are rounded from gathers of the
+    recordings in decision 027 (`benchmarks/trace_codecs.py --presets`). The result follows from the codec and from the
+    measured size, never from a clock, so that the same data gets the same codec on every machine.
 
     Args:
-        coded_share: Compressed bytes over raw bytes.
+        compressed_share: Compressed bytes over raw bytes.
     """
     copied = 2 * window.count
+    # Slices that both observations show are decoded once.
     decoded = window.count + window.shift
     # The slices that a transition needs begin at a random slice of a unit.
     unpacked = decoded + codec.group - 1
-    unpack = _UNPACK_COST[codec.method] * _bytes_to_compress(codec) / codec.slice_bytes
+    start = _START_BYTES[codec.method] / (codec.group * codec.slice_bytes)
+    unpack = _UNPACK_COST / _bytes_per_number(codec)
     if codec.transform is Transform.CHANGES:
         unpack /= codec.group
-    work = 0.0
-    if codec.method is Method.LZ4:
-        is_shuffled_changes = codec.transform is Transform.CHANGES and codec.shuffle_bytes > 0
-        work = _SHUFFLED_CHANGES_WORK_COST if is_shuffled_changes else _LZ4_WORK_COST[codec.transform]
-    elif codec.method is Method.ZSTANDARD:
-        work = _ZSTANDARD_WORK_COST[codec.transform]
-    start = _START_BYTES[codec.method] / (codec.group * codec.slice_bytes)
-    undo = _SLICE_COST + _UNDO_COST[codec.transform] / max(codec.word_bytes, 1)
-    if codec.group == 1 and codec.method is Method.LZ4 and codec.dictionary is not None:
-        undo += _BUFFER_COST
-    if codec.shuffle_bytes:
-        undo += _SHUFFLE_COST
-    if codec.word_bytes:
-        undo += _WORDS_COST
-    total = unpacked * (start + unpack + work * coded_share) + decoded * undo
-    # Slices that both observations show are decoded once and then copied.
-    return (total + _COPY_COST * (copied - decoded)) / copied
+    unpack += start + _COMPRESSED_COST[codec.method] * compressed_share
+    decode = _SLICE_COST
+    if codec.transform is not Transform.NONE or codec.shuffle_bytes or codec.word_bytes:
+        transform_cost = _LEFT_COST if codec.transform is Transform.LEFT else _TRANSFORM_COST
+        decode += transform_cost / max(codec.word_bytes, 1)
+    if codec.method is Method.LZ4 and codec.group == 1 and codec.dictionary is not None:
+        decode += _DICTIONARY_COST
+    return (unpacked * unpack + decoded * decode) / copied
 
 
-def _bytes_to_compress(codec: Codec) -> int:
-    """Return the bytes of a slice after its transform."""
-    if is_of_colours(codec):
-        return codec.slice_bytes // 3
-    return codec.slice_bytes // max(codec.word_bytes, 1)
+def _bytes_per_number(codec: Codec) -> int:
+    """Return how many bytes of a slice become one byte."""
+    return 3 if is_of_colours(codec) else max(codec.word_bytes, 1)
 
 
-# ---------------------------------------------------------------- transforms
+# ---------------------------------------------------------------- codecs
 
 
-def _list_transforms(leaf: Leaf, window: Window) -> Iterator[Codec]:
-    """Yield codecs that have a transform, and no compressor yet."""
-    plain = Codec(window.slice_bytes)
-    word_bytes = _palette_word_bytes(leaf)
-    yield plain
-    if word_bytes:
-        yield replace(plain, shuffle_bytes=word_bytes)
-        yield replace(plain, word_bytes=word_bytes)
-    if word_bytes or leaf.dtype.itemsize == 1:
-        yield from _list_image_transforms(replace(plain, word_bytes=word_bytes), leaf, window)
+def _make_codec(preset: Preset, kind: Kind, leaf: Leaf, window: Window) -> Codec | None:
+    """Return the codec of a preset for a field. None if the field has no such codec."""
+    if preset.group > 1 and preset.group * window.slice_bytes > _MAX_UNIT_BYTES:
+        return None
+    transform = preset.transform
+    codec = Codec(window.slice_bytes)
+    if transform in _IMAGE_TRANSFORMS:
+        image = None if kind in {Kind.WORDS, Kind.BYTES} else _describe_image(leaf, window)
+        if image is None or (transform is _PIXELS and image.planes == 1):
+            return None
+        if transform is _PIXELS and image.is_interleaved:
+            transform = _NONE
+        else:
+            codec = image
+    word_bytes = leaf.dtype.itemsize
+    return replace(
+        codec,
+        transform=transform,
+        method=preset.method,
+        level=_LZ4_LEVEL if preset.method is _LZ4 else _ZSTANDARD_LEVEL,
+        group=preset.group,
+        word_bytes=word_bytes if kind is Kind.FEW_WORDS else 0,
+        shuffle_bytes=word_bytes if preset.has_shuffle else 0,
+        subtracts_green=transform is _LEFT and codec.planes == 3,
+        min_match=_DIFFERENCES_MIN_MATCH if transform is _LEFT and preset.method is _ZSTD else 0,
+    )
 
 
-def _palette_word_bytes(leaf: Leaf) -> int:
-    """Return the bytes of the words of `leaf`; 0 for single bytes and for words that no palette can number."""
-    return leaf.dtype.itemsize if leaf.dtype.itemsize in {2, 4, 8} else 0
-
-
-def _list_image_transforms(plain: Codec, leaf: Leaf, window: Window) -> Iterator[Codec]:
-    """Yield the transforms of an image. Yield nothing if the slices do not look like images."""
+def _describe_image(leaf: Leaf, window: Window) -> Codec | None:
+    """Return a codec that has the sides of an image. None if the slices do not look like images."""
     shape = _slice_shape(leaf, window)
     if len(shape) not in {2, 3}:
-        return
+        return None
     is_interleaved = len(shape) == 3 and shape[-1] <= _MAX_CHANNELS
     if is_interleaved:
         rows, columns, planes = shape
     else:
         planes, rows, columns = [1, *shape][-3:]
-    if rows < _MIN_IMAGE_SIDE or columns < _MIN_IMAGE_SIDE:
-        return
-    image = replace(plain, planes=planes, rows=rows, columns=columns, is_interleaved=is_interleaved)
-    yield replace(image, transform=Transform.LEFT, subtracts_green=planes == 3)
-    if planes > 1 and not is_interleaved:
-        yield replace(image, transform=Transform.PIXELS)
-    if planes == 3 and not plain.word_bytes:
-        yield replace(image, transform=Transform.COLOURS)
-        yield replace(image, transform=Transform.COLOUR_COLUMNS)
+    if rows < _MIN_IMAGE_SIDE or columns < _MIN_IMAGE_SIDE or planes > _MAX_PLANES:
+        return None
+    return Codec(window.slice_bytes, planes=planes, rows=rows, columns=columns, is_interleaved=is_interleaved)
 
 
 def _slice_shape(leaf: Leaf, window: Window) -> list[int]:
@@ -266,15 +325,3 @@ def _slice_shape(leaf: Leaf, window: Window) -> list[int]:
     if shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
-
-
-def _with_method(base: Codec, method: Method) -> Codec:
-    if method is Method.LZ4:
-        return replace(base, method=method, level=_LZ4_LEVEL)
-    min_match = _DIFFERENCES_MIN_MATCH if base.transform is Transform.LEFT else 0
-    return replace(base, method=method, level=_ZSTANDARD_LEVEL, min_match=min_match)
-
-
-def _can_have_dictionary(base: Codec) -> bool:
-    """Return whether slices may have bytes in common that a dictionary can hold."""
-    return base.slice_bytes <= MAX_DICTIONARY_SLICE_BYTES and not (base.word_bytes or base.shuffle_bytes)

@@ -1,8 +1,8 @@
 """Samples: the slices of a block by which a codec is chosen.
 
-Neighbouring slices are sampled in runs, because codecs compress neighbours together. Dictionaries are trained on other
-slices than those that are measured, so that a dictionary does not know what it is measured on. The same block always
-gives the same sample.
+Neighbouring slices are sampled in runs, because codecs compress neighbours together. The slices on which
+dictionaries are trained are not measured, because a dictionary would make them smaller than later slices. The same
+block always gives the same sample.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ class Sample:
             trained = trained[np.linspace(0, len(trained) - 1, max_runs).astype(np.int64)]
         order = block.lane_order()
         return cls(_copy_runs(block, order, measured, run), _copy_runs(block, order, trained, TRAINED_RUN), run)
-
-    def take_runs(self, divisor: int) -> Bytes:
-        """Return the measured slices of one in `divisor` runs."""
-        runs = self.measured.reshape(-1, self.run, self.measured.shape[1])[::divisor]
-        return np.ascontiguousarray(runs).reshape(-1, self.measured.shape[1])
 
 
 def _run_length(count: int, slice_bytes: int) -> int:

@@ -18,7 +18,7 @@ from holdall.units import format_bytes, parse_bytes
 _MIN_TICKS_PER_SEGMENT = 2
 """Ticks that fit into the smallest segment, even if none of their observations repeats another one."""
 _REWARD_BYTES = 8
-"""Bytes of one number of a reward, whose dtype is not known before the first step."""
+"""Assumed bytes of one number of a reward. Its dtype is not known before the first step."""
 _FLAG_BYTES = 1
 
 
@@ -27,13 +27,13 @@ class Budget:
     """How much RAM a memory may use. Make one with `from_settings`, `limited`, `automatic` or `least`."""
 
     max_bytes: int | None  # Hard limit of everything in RAM. None: nothing is evicted before the capacity is reached.
-    max_raw_bytes: int  # Closed blocks that may stay uncompressed.
-    max_resident_bytes: int | None  # Closed blocks in RAM before the oldest move to disk. None: no such limit.
-    max_queued_bytes: int  # Raw blocks that may wait for the compactor before `add` waits.
-    max_segment_bytes: int  # Blocks of one segment together.
-    reserved_bytes: int  # Part of `max_bytes` for the open segment, blocks in transit, and batches.
+    max_raw_bytes: int  # Bytes of closed blocks that may stay uncompressed.
+    max_resident_bytes: int | None  # Bytes in RAM above which the oldest blocks move to disk. None: no such limit.
+    max_queued_bytes: int  # Bytes of blocks queued for the compactor above which `add` waits.
+    max_segment_bytes: int  # Maximum bytes of the blocks of one segment.
+    reserved_bytes: int  # Part of `max_bytes` for the open segment, blocks in transit and batches.
     can_spill: bool  # Whether there is a disk tier.
-    staging_bytes: int = 0  # Memory of freed batches that may be kept for the next ones.
+    staging_bytes: int = 0  # Memory of freed batches that may be kept for later batches.
     is_automatic: bool = False  # Whether the limits depend on the RAM that is available.
 
     @classmethod
@@ -44,7 +44,7 @@ class Budget:
         """
         if budget is None:
             return cls.least(_measure_available(tuning), can_spill=can_spill, tuning=tuning)
-        if budget == "auto":
+        if isinstance(budget, str) and budget == "auto":
             return cls.automatic(_measure_available(tuning), can_spill=can_spill, tuning=tuning)
         max_bytes = parse_bytes(budget, "budget")
         return cls.limited(max_bytes, can_spill=can_spill, tick_bytes=count_tick_bytes(schema), tuning=tuning)

@@ -1,8 +1,8 @@
 """Columns: the arrays of a transition, in the order in which the native writer stores them.
 
-Observation leaves come first, then action leaves, the reward, extras, and one byte of flags. `Reader.gather` numbers
-its outputs by column: twice the column for the row, the observation or `terminated`, and one more for the next
-observation or `truncated`.
+Observation leaves come first, then action leaves, the reward, extras, and one byte of flags. Every column has two
+outputs of `Reader.gather`. Output `2 * column` is the row, the observation or `terminated`. Output `2 * column + 1` is
+the next observation or `truncated`. Two more outputs follow, see `flags_output` and `ended_output`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from holdall._native import ROLE_FLAGS, ROLE_OBSERVATION, ROLE_ROW
-from holdall.schema import Leaf, Schema, Tree
+from holdall._native import MAX_COLUMNS, MAX_NDIM, ROLE_FLAGS, ROLE_OBSERVATION, ROLE_ROW
+from holdall.errors import SpaceError
+from holdall.schema import MAX_LEAF_BYTES, Leaf, Schema, Tree
+from holdall.units import format_bytes
 
 NativeColumn = tuple[int, int, tuple[int, ...]]
 NativeGroup = tuple[int, tuple[str, ...] | None]
@@ -38,13 +40,14 @@ class Columns:
         terminated_output: Output of `terminated`.
         truncated_output: Output of `truncated`.
         flags_output: Output of the flags as they are stored, one byte per transition: see `FLAG_TERMINATED`.
-        first_step_outputs: What a batch contains of the first step of each row, which is all but the following.
-        last_step_outputs: What a batch contains of the last step: next observation, terminated, truncated.
-        batch_outputs: Both, in this order.
+        first_step_outputs: Outputs that a batch takes from the first step of each row: all except `last_step_outputs`.
+        last_step_outputs: Outputs that a batch takes from the last step: next observation, terminated, truncated.
+        batch_outputs: `first_step_outputs`, then `last_step_outputs`.
         ended_output: Output of `terminated and not truncated` as float32, of shape (rows, 1).
     """
 
     def __init__(self, schema: Schema) -> None:
+        _require_storable(schema)
         self._schema = schema
         obs_count = len(schema.observation.leaves)
         action_count = len(schema.action.leaves)
@@ -72,7 +75,7 @@ class Columns:
         self.batch_outputs = self.first_step_outputs + self.last_step_outputs
 
     def native(self) -> tuple[NativeColumn, ...]:
-        """Return role, type number and shape of every column. The type of the reward is not known yet."""
+        """Return role, type number and shape of every column. The type number of the reward says that it is unknown."""
         schema = self._schema
         return (
             *[_native_column(ROLE_OBSERVATION, leaf) for leaf in schema.observation.leaves],
@@ -83,7 +86,7 @@ class Columns:
         )
 
     def groups(self) -> tuple[NativeGroup, NativeGroup, NativeGroup]:
-        """Return number and keys of the leaves of observations, actions and extras."""
+        """Return the number and the keys of the leaves, for observations, actions and extras."""
         return (
             _native_group(self._schema.observation),
             _native_group(self._schema.action),
@@ -107,6 +110,31 @@ class Columns:
         obs_bytes = sum(4 if i in sliced else leaf.nbytes for i, leaf in leaves)
         others = (*self._schema.action.leaves, *self._schema.extras.leaves)
         return obs_bytes + sum(leaf.nbytes for leaf in others) + reward_bytes + 1
+
+
+def _require_storable(schema: Schema) -> None:
+    """Raise SpaceError if the native writer has no room for the leaves of a schema."""
+    leaves = [("observation_space", leaf) for leaf in schema.observation.leaves]
+    leaves += [("action_space", leaf) for leaf in schema.action.leaves]
+    leaves += [("extras", leaf) for leaf in schema.extras.leaves]
+    max_leaves = MAX_COLUMNS - 2  # The reward and the flags are columns, too.
+    if len(leaves) > max_leaves:
+        raise SpaceError(
+            f"observation_space, action_space and extras have {len(leaves)} arrays together, but a memory stores at "
+            f"most {max_leaves}. Stack arrays of the same shape and dtype along a further axis."
+        )
+    leaves.append(("reward_shape", schema.reward_leaf(np.dtype(np.float64))))
+    for argument, leaf in leaves:
+        if len(leaf.shape) > MAX_NDIM:
+            raise SpaceError(
+                f"{leaf.describe(argument)} has {len(leaf.shape)} axes, but a memory stores arrays of at most "
+                f"{MAX_NDIM}. Join some of the axes."
+            )
+        if leaf.nbytes > MAX_LEAF_BYTES:
+            raise SpaceError(
+                f"{leaf.describe(argument)} has {format_bytes(leaf.nbytes)} per step, but a memory stores arrays of at "
+                f"most {format_bytes(MAX_LEAF_BYTES)}. Split it into several keys."
+            )
 
 
 def _native_column(role: int, leaf: Leaf) -> NativeColumn:

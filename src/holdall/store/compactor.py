@@ -8,11 +8,13 @@ keeps its form, and `failure` says why. The worker sees blocks, never the store 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -32,7 +34,7 @@ class Job(NamedTuple):
     """Work on one block."""
 
     block: Block
-    make_form: Callable[[Block, bool], Coded]  # The second argument asks for a fast codec: the worker is behind.
+    make_form: Callable[[Block, bool], Coded]  # The second argument: whether a fast codec is needed.
     nbytes: int  # Bytes of RAM that the block takes before the job.
     is_spill: bool = False  # Whether the job moves a compressed block to disk, instead of compressing a raw one.
 
@@ -62,14 +64,14 @@ class Compactor:
     Attributes:
         max_queued_bytes: Bytes of queued blocks above which `wait_for_room` waits.
         can_hurry: Whether blocks may be compressed with a fast codec, which makes them larger.
-        failure: Why the last job failed. Empty after a later job of the same kind succeeded.
+        failure: Why a job failed. Empty after a later job of the same kind succeeded.
     """
 
     def __init__(self, tuning: Tuning, max_queued_bytes: int) -> None:
         self.max_queued_bytes = max_queued_bytes
         self.can_hurry = True
         self._tuning = tuning
-        self._jobs: dict[Block, Job] = {}  # Queued jobs, and the one that the worker is at.
+        self._jobs: dict[Block, Job] = {}  # Queued jobs, and the job that the worker runs.
         self._offered: dict[Block, Coded] = {}  # Compressed forms of queued blocks that another thread made.
         self._results: deque[Result] = deque()
         self._failures: dict[bool, str] = {}  # Last failure by kind of job: `is_spill`.
@@ -77,13 +79,13 @@ class Compactor:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiters: deque[threading.Lock] = deque()  # A locked lock of each waiting thread.
         self._worker: threading.Thread | None = None
-        self._is_working = threading.Lock()  # Held by the worker, so that there is one at a time.
+        self._is_working = threading.Lock()  # Held by the worker, so that only one worker runs at a time.
         self._is_draining = False  # Whether a thread waits for all jobs, so that no job has to hurry.
         self._is_closed = False
 
     @property
     def backlog(self) -> int:
-        """Number of blocks that are queued or being worked at."""
+        """Number of blocks that are queued or being compressed or moved."""
         return len(self._jobs)
 
     @property
@@ -192,7 +194,7 @@ class Compactor:
         worker = self._worker
         if (worker is None or not worker.is_alive()) and not self._is_closed:
             worker = threading.Thread(target=self._work, name="holdall compactor", daemon=True)
-            end_before_python(worker, self.stop)
+            end_before_python(worker, functools.partial(_stop, weakref.ref(self)))
             self._worker = worker
             worker.start()
         self._wake.put(None)
@@ -202,7 +204,7 @@ class Compactor:
             while not self._is_closed:
                 job = self._next_job()
                 if job is None:
-                    self._offered.clear()  # Forms that were offered when their jobs had just ended.
+                    self._offered.clear()  # These forms were offered just after the jobs of their blocks had ended.
                     self._wake.get()
                     continue
                 self._run(job)
@@ -245,3 +247,10 @@ class Compactor:
         self._logged_at[kind] = now_s
         _LOG.warning("%s", result.describe_failure())
         _LOG.debug("The error in full.", exc_info=error)
+
+
+def _stop(reference: weakref.ref[Compactor]) -> None:
+    """Stop a compactor when the program ends, unless it is gone."""
+    compactor = reference()
+    if compactor is not None:
+        compactor.stop()

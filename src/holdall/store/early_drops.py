@@ -8,10 +8,12 @@ _LOG = logging.getLogger("holdall")
 
 
 class EarlyDrops:
-    """Warnings about early drops. The first drop is logged, and then every tenfold number of dropped transitions.
+    """Warnings about early drops.
+
+    The first drop is logged. Later warnings follow when `warning_factor` times as many transitions were dropped.
 
     Attributes:
-        reason: Why the newest of them were dropped, and what to do. Empty before the first drop.
+        reason: Why transitions were last dropped early, and what to do. Empty before the first drop.
     """
 
     def __init__(self, warning_factor: int) -> None:
@@ -20,7 +22,7 @@ class EarlyDrops:
         self._next_warning = 1
 
     def warn(self, transitions: int) -> None:
-        """Log that `transitions` were dropped in all, unless nearly as many were logged before."""
+        """Log that `transitions` transitions were dropped in all, unless the last warning is recent enough."""
         if transitions < self._next_warning:
             return
         self._next_warning = self._warning_factor * transitions

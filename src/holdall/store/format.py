@@ -9,7 +9,7 @@ Everything is stored as records (see records.py) of three kinds:
 A checkpoint stores the three kinds apart, and its manifest says where they are. The network sends `pack_segment`: the
 dictionaries and blocks that a segment needs, and then the segment. Uncompressed blocks are compressed first.
 
-Guarantee: what is read back is bit for bit what was written, or DamageError is raised. Every number is checked before
+Guarantee: reading returns bit for bit what was written, or raises DamageError. Every number is checked before
 it is used, here or in the constructors of the native objects.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall._native import Block, Coded, Dictionary, PackedRun, Part, Segment, checksums, encode
+from holdall._native import FLAG_INVALID, Block, Coded, Dictionary, PackedRun, Part, Segment, checksums, encode
 from holdall.checks import read_count, refuse_malformed
 from holdall.codec.codec import Codec, Method
 from holdall.errors import DamageError
@@ -42,14 +42,14 @@ DICTIONARY = "dictionary"
 BLOCK = "block"
 SEGMENT = "segment"
 
-FLAG_INVALID = 4
-"""Bit of a flags row: the entry is not a transition."""
+NEXT_FOLLOWS = np.uint32(1 << 31)
+"""Bit of a cursor: the next observation follows the observation in the log, instead of overlapping it. See engine.h."""
 
 ROW_KINDS = frozenset({"rows", "halves", "bits"})
 """Kinds of the parts of actions, rewards, extras and flags."""
 
 _BITS_BYTES = 32
-"""Bytes of float32 values that a part of kind "bits" stores in one byte."""
+"""Bytes of 8 float32 values, which a part of kind "bits" stores in one byte."""
 _MAX_DICTIONARY_BYTES = 16 * 2**20
 _MAX_NUMBER = 2**32 - 1
 _DEFAULT_LEVEL = 3
@@ -64,7 +64,7 @@ EncodeBlock = Callable[[int, Block], Coded]
 
 
 def encode_block(_column: int, block: Block) -> Coded:
-    """Compress a block with Zstandard, for want of a codec that was chosen for the field. Releases the GIL."""
+    """Compress a block with Zstandard. For callers that know no codec of the field. Releases the GIL."""
     group = min(max(1, _DEFAULT_UNIT_BYTES // block.slice_bytes), _MAX_DEFAULT_GROUP)
     codec = Codec(block.slice_bytes, method=Method.ZSTANDARD, level=_DEFAULT_LEVEL, group=group)
     coded = encode(block, codec)
@@ -80,9 +80,10 @@ def code_form(column: int, block: Block, encode: EncodeBlock = encode_block) -> 
         try:
             return encode(column, block)
         except ValueError:
+            # If the compactor compressed the block meanwhile, its new form is the result.
             form = block.form
             if not isinstance(form, Coded):
-                raise  # Otherwise the compactor compressed the block meanwhile.
+                raise
     return _load_form(form)
 
 
@@ -232,7 +233,7 @@ def _read_codec(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary])
 
 
 def list_blocks(segment: Segment) -> list[Block]:
-    """Return the blocks of a segment in the order of columns, each once. Records of segments number them so."""
+    """Return the blocks of a segment, each once, in the order of columns. Segment records number them in this order."""
     blocks: dict[int, Block] = {}
     for part in segment.parts:
         if part.block is not None:
@@ -241,7 +242,7 @@ def list_blocks(segment: Segment) -> list[Block]:
 
 
 def pack_parts(segment: Segment, columns: Collection[int] | None = None) -> list[Buffer]:
-    """Return a segment without its blocks as a record. `columns` are the parts to write; None: all."""
+    """Return a segment without its blocks as a record. If `columns` is given, write only the parts of these columns."""
     numbers = {block.serial: number for number, block in enumerate(list_blocks(segment))}
     runs: dict[int, tuple[int, PackedRun]] = {}  # By id: number of the run, and the run to keep the id valid.
     described = []
@@ -437,7 +438,7 @@ def unpack_segment(
     dictionaries: MutableMapping[str, Dictionary] | None = None,
     reward_dtype: np.dtype[Any] | None = None,
 ) -> Segment:
-    """Return the segment that `pack_segment` packed. Raise DamageError if `data` is not that or is damaged.
+    """Return the segment that `pack_segment` packed. Raise DamageError if `data` is damaged or of another kind.
 
     Args:
         dictionaries: Dictionaries by name that `data` may refer to. Those that `data` includes are added.
@@ -466,7 +467,10 @@ def build_segment(stored: StoredParts, columns: Columns) -> Segment:
 
 
 def mark_invalid(segment: Segment, is_lost: NDArray[np.bool_]) -> Segment:
-    """Return a segment in which the transitions `is_lost`, numbered by tick and lane, are marked as invalid."""
+    """Return a copy of a segment with some transitions marked as invalid.
+
+    `is_lost` has one bool per transition: all lanes of the first tick, then those of the next one.
+    """
     flags = segment.parts[-1]
     arrays = flags.arrays()
     arrays["rows"][is_lost] |= FLAG_INVALID
@@ -500,7 +504,7 @@ def segments_to_arrays(segments: Sequence[Segment]) -> dict[str, Any]:
 
 def segments_from_arrays(packed: Mapping[str, Any]) -> tuple[Segment, ...]:
     """Return the segments that `segments_to_arrays` packed."""
-    # An array of a pickle belongs to nobody else, so a block uses its memory.
+    # Nothing else uses the arrays of a pickle, so each block takes over the memory of its array.
     blocks = [Block(slice_bytes, count, form, True) for slice_bytes, count, form in packed["blocks"]]
     segments = []
     for first_tick, ticks, lanes, packed_parts, contents in packed["segments"]:
@@ -523,7 +527,7 @@ def _block_to_arrays(block: Block) -> tuple[int, int, Any]:
             return block.slice_bytes, count, block.share()[:count].reshape(-1)
         except ValueError:  # The compactor compressed the block meanwhile.
             form = block.form
-    assert isinstance(form, Coded)  # A block that is not compressed can be read.
+    assert isinstance(form, Coded)  # `share` fails only for compressed blocks.
     return block.slice_bytes, count, _load_form(form)
 
 

@@ -1,4 +1,4 @@
-"""Inventory: the sizes of what a catalog holds, kept up to date from one segment to the next.
+"""Inventory: the sizes of all closed segments in a catalog, kept up to date from one segment to the next.
 
 Describing every segment takes time in proportion to their number. `Inventory.update` describes only the segments and
 blocks that changed since the last call. An inventory can be made again from the catalog at any time.
@@ -13,13 +13,12 @@ from typing import Any
 from holdall._native import Block, Catalog, Coded, Segment
 from holdall.store.compactor import Result
 from holdall.store.placement import BlockState, Form, Holdings
+from holdall.store.snapshot import Layout
 from holdall.store.spill import SpillFile
-
-Layout = tuple[Any, ...]
 
 
 class Inventory:
-    """What placement has to know of the closed segments of a store. Not thread-safe.
+    """Sizes and forms of the closed segments and blocks of a store, for `placement.plan`. Not thread-safe.
 
     Attributes:
         holdings: Sizes of the segments and blocks.
@@ -34,7 +33,7 @@ class Inventory:
     def update(self, catalog: Catalog, results: Iterable[Result] = ()) -> list[Block]:
         """Describe what changed since the last call. Return the blocks that were evicted.
 
-        `results` are the jobs of the compactor that ended.
+        `results` are the results of the compactor since the last call.
         """
         for segment in catalog.closed_segments(self._next_tick):
             self._add_segment(segment)
@@ -47,7 +46,7 @@ class Inventory:
         return self.evict(catalog.first_tick)
 
     def evict(self, before_tick: int) -> list[Block]:
-        """Forget what only ticks before `before_tick` need. Return the blocks that were evicted."""
+        """Remove the segments and blocks that only ticks before `before_tick` need. Return the removed blocks."""
         evicted = self.holdings.evict(before_tick)
         for block in evicted:
             del self._layouts[block]
@@ -55,7 +54,7 @@ class Inventory:
         return evicted
 
     def mark(self, block: Block, form: Form) -> None:
-        """Record that the compactor has a block."""
+        """Record the new form of a block for which the compactor gets a job."""
         self.holdings.change_block(block, replace(self.holdings[block], form=form))
 
     def layout_of(self, block: Block) -> tuple[int, Layout]:
@@ -84,7 +83,7 @@ class Inventory:
 
 
 def describe_block(block: Block, field: int, *, is_kept: bool = False) -> BlockState:
-    """Return what placement has to know of a block. `is_kept`: compression failed."""
+    """Return the form and the sizes of a block. `is_kept` says that its compression failed."""
     raw_bytes = block.slice_count * block.slice_bytes
     form = block.form
     if isinstance(form, Coded):

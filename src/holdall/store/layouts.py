@@ -18,9 +18,9 @@ from holdall.store.windows import Window, WindowDetector
 SHARED: Layout = ("shared",)
 PAIRED: Layout = ("paired",)
 _MAX_EXCEPTION_SHARE = 0.5
-"""Share of next observations stored apart from which on it is cheaper to store all of them."""
+"""Above this share of next observations that are stored separately, it is cheaper to store all of them."""
 _MAX_BROKEN_SHARE = 0.5
-"""Share of transitions that do not follow a window from which on another window is searched for."""
+"""Above this share of transitions that do not follow the window, another window is searched for."""
 
 
 class LayoutSearch:
@@ -34,8 +34,8 @@ class LayoutSearch:
     Attributes:
         layouts: Layout of each observation leaf in the next segment.
         windows: Window of each observation leaf in the next segment.
-        is_searching: Whether `look` wants to see ticks.
-        has_new_window: Whether a window was found that only the next segment uses.
+        is_searching: Whether a search is active, so that `look` must get the ticks.
+        has_new_window: Whether a window was found that no segment uses yet.
     """
 
     def __init__(self, schema: Schema, tuning: Tuning, row_layout: Layout = SHARED) -> None:
@@ -74,8 +74,8 @@ class LayoutSearch:
     def adapt(self, closed: Segment) -> None:
         """Choose the layouts of the segment that follows `closed`. A call that was interrupted can be repeated.
 
-        New windows are used. A layout that did not fit most of the transitions of `closed` is given up, or searched for
-        again.
+        New windows are used. A layout that did not fit most of the transitions of `closed` is given up, or another
+        window is searched for.
         """
         transitions = closed.ticks * closed.lanes
         for i, part in enumerate(closed.parts[: len(self.layouts)]):
@@ -93,7 +93,7 @@ class LayoutSearch:
         self._update()
 
     def restore(self, layouts: tuple[Layout, ...], windows: tuple[Window, ...]) -> None:
-        """Continue with the layouts of a snapshot. Windows that it has are not searched for."""
+        """Continue with the layouts and windows of a snapshot. Fields with a window are not searched again."""
         self.layouts = list(layouts)
         self.windows = list(windows)
         for i, detector in self._detectors.items():

@@ -25,10 +25,10 @@ class MemoryBudget(Protocol):
 
 
 class StoreView(Protocol):
-    """What a store holds, for reading. Methods that take ids of any shape return arrays of that shape.
+    """The transitions of a store, for reading. Methods that take ids of any shape return arrays of that shape.
 
-    A view of a store on the host keeps the transitions of the moment at which it was made. A store on a device is its
-    own view, and reads its newest state.
+    A view of a store on the host keeps the transitions that were held when the view was made. A store on a device is
+    its own view, and reads its newest state.
     """
 
     @property
@@ -117,7 +117,7 @@ class MemoryStore(Protocol):
         """Return new rows of an extra as `rewrite` takes them, or raise ArgumentError."""
 
     def rewrite(self, ids: Ids, rows: Mapping[int, Any], /) -> None:
-        """Overwrite rows of extras, by number. If an id occurs twice, its last row counts."""
+        """Overwrite rows of extras. `rows` maps the number of an extra to its rows. The last row of an id counts."""
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
         """Overwrite `terminated` and `truncated`. If an id occurs twice, its last flags count."""
@@ -148,13 +148,13 @@ class MemoryStore(Protocol):
 
     @property
     def block_source(self) -> Any:
-        """The object that a save asks for codecs, and offers compressed blocks. None: every block is compressed."""
+        """The store from which a save gets codecs, and to which it offers compressed blocks. None: there is none."""
 
     def snapshot(self) -> StoreState:
         """Return everything that is held. The state never changes."""
 
     def restore(self, state: StoreState) -> None:
-        """Hold what `state` holds, under the same ids. Only for a store without ticks."""
+        """Load the transitions of `state` under their ids. Only for a store without ticks."""
 
     # ---------------------------------------------------------------- accounting
 
@@ -199,7 +199,7 @@ class MemoryStore(Protocol):
         """Return the bytes of every field."""
 
     def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Call `check` each time the store grew by a segment."""
+        """Register a function that is called each time the store has grown by a segment."""
 
     def relieve(self, nbytes: int) -> None:
         """Reduce the bytes in RAM by `nbytes`, as far as this evicts nothing."""

@@ -8,8 +8,8 @@ A row consists of words, one for each item of each leaf. The search sorts the wo
 
 - Constant words have one value in the whole sample. All of them form one group, whose log has a single frame.
 - Copies equal an earlier word. They are read from the place of the earlier word.
-- Histories are words that show what a neighbouring word showed one row before. The group stores each value once.
-- Repeating words take few different values together. The group stores each combination once.
+- Histories are words that show what another word of the leaf showed one row before. The group stores each value once.
+- Repeating words take few combinations of values. The group stores each combination once.
 - All other words are dense. They are stored in every record.
 """
 
@@ -23,32 +23,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_WORDS = 4096
-"""Words of a row for which a plan is searched."""
-MAX_LEAF_BYTES = 4096
-"""Bytes of a leaf that a packed run can store."""
+"""Maximum words of a row for which a plan is searched."""
+MAX_PACKED_LEAF_BYTES = 4096
+"""Maximum bytes of a leaf in a packed run."""
 MAX_LEAVES = 256
-"""Leaves that a packed run can store."""
+"""Maximum number of leaves in a packed run."""
 
 _MAX_SAMPLE_WORDS = 1 << 19
-"""Words of the sample that are examined. Further rows are ignored."""
+"""Maximum words of the sample that are examined. Further rows are ignored."""
 _MAX_SAMPLE_ROWS = 4096
-"""Rows of the sample that are examined."""
+"""Maximum rows of the sample that are examined."""
 _MAX_HISTORY_WORDS = 1024
-"""Words of a leaf in which histories are searched, because every distance between two words is tried."""
+"""Maximum words of a leaf in which histories are searched, because every distance between two words is tried."""
 _HISTORY_PAIRS = 64
 """Pairs of consecutive rows by which a history is recognised."""
 _MIN_HISTORY_AGREEMENT = 0.8
-"""Share of the pairs that must agree with a history. Episode ends are the rest."""
+"""Share of the pairs that must agree with a history. Pairs at the ends of episodes do not agree."""
 _MIN_HISTORY_CHANGES = 0.5
 """Share of the rows in which a word must change to be part of a history."""
 _MAX_DISTINCT = 0.75
 """Number of different values per row above which a word is dense."""
 _CURSOR_BYTES = 6
-"""Cost of another group for each row: the bytes of a cursor, and the time to follow it."""
+"""Cost of a further group per row, in bytes. It covers the cursor, and the time to follow the cursor."""
 _MAX_COST = 0.9
 """Share of the dense bytes that a group of repeating words may cost."""
 _MAX_REPEATING_GROUPS = 32
-"""Groups of repeating words."""
+"""Maximum number of groups of repeating words."""
 
 Words = NDArray[np.uint64]
 Piece = tuple[int, int, int, int, int, int, bool]
@@ -75,7 +75,7 @@ class _Group:
 
     Attributes:
         chains: Sequences of words, oldest value first. All have one word for each frame of a row.
-        is_dense: Whether the words are stored in the records instead.
+        is_dense: Whether the words are stored in the records, and not in a log.
     """
 
     chains: tuple[tuple[int, ...], ...]
@@ -148,7 +148,7 @@ def _check_leaves(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]
     if not 0 < len(leaves) <= MAX_LEAVES or len(leaves[0]) < 2:
         return None
     leaf_bytes = [array.shape[1] for array in leaves]
-    if max(leaf_bytes) > MAX_LEAF_BYTES or min(leaf_bytes) == 0:
+    if max(leaf_bytes) > MAX_PACKED_LEAF_BYTES or min(leaf_bytes) == 0:
         return None
     row = _Row(leaf_bytes, item_bytes)
     return row if row.word_count <= MAX_WORDS else None
@@ -163,10 +163,10 @@ def _make_chains(words: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _find_copies(words: Words, row: _Row, varying: list[int]) -> dict[int, int]:
-    """Return the words that equal an earlier word, with that word.
+    """Return the copies, each with the earlier word that it equals.
 
-    A few rows may differ, because these rows can be stored whole. Two words are therefore compared if one quarter of
-    the sample is equal.
+    A few rows may differ, because a row that differs can be stored whole. So two words are compared in all rows if they
+    are equal in one quarter of the sample.
     """
     quarters = np.array_split(words, min(4, words.shape[1]), axis=1)
     row_bytes = sum(row.leaf_bytes)
@@ -263,7 +263,7 @@ def _group_repeating(words: Words, row: _Row, candidates: list[int]) -> list[lis
         if len(values) <= _MAX_DISTINCT * rows:
             singles.append(_RepeatingGroup([word], labels, len(values), row))
     groups: list[_RepeatingGroup] = []
-    # Words with few values first, so that a word with many values does not decide what a group is about.
+    # Words with few values start groups, so that a word with many values does not decide which words join its group.
     for single in sorted(singles, key=lambda each: each.frame_count):
         joined = [group.join(single, row) for group in groups]
         increases = [new.cost - old.cost for new, old in zip(joined, groups, strict=True)]

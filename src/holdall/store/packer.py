@@ -1,7 +1,7 @@
 """SegmentPacker: packs the small observations of closed segments.
 
-The packer looks for a plan in the rows of a segment, and uses it for later segments as long as it works. Every row is
-compared when it is packed, so a plan that does not fit costs memory and never changes a value.
+The packer searches the rows of a segment for a plan, and uses the plan for later segments as long as it saves memory.
+Every row is compared when it is packed, so a plan that does not fit costs memory and never changes a value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from holdall._native import PackedRun, Part, Segment
 from holdall.schema import Leaf
-from holdall.store.packed_columns import MAX_LEAF_BYTES, PackingPlan, find_plan
+from holdall.store.packed_columns import MAX_PACKED_LEAF_BYTES, PackingPlan, find_plan
 from holdall.store.tuning import Tuning
 
 _MAX_GROWTH = 1.25
@@ -54,11 +54,11 @@ class SegmentPacker:
         return tuple(
             number
             for number, leaf in enumerate(self._leaves)
-            if segment.parts[number].kind == "shared" and 0 < leaf.nbytes <= MAX_LEAF_BYTES
+            if segment.parts[number].kind == "shared" and 0 < leaf.nbytes <= MAX_PACKED_LEAF_BYTES
         )
 
     def _pack_rows(self, rows: list[NDArray[np.uint8]], segment: Segment) -> PackedRun | None:
-        """Pack with the plan that there is. Search for another plan if that does not work as well as expected."""
+        """Pack with the current plan. Search for another plan if the packed rows are larger than expected."""
         plain_bytes = sum(each.nbytes for each in rows)
         run = None
         if self._plan is not None:

@@ -5,9 +5,9 @@ no state, no threads and no clock, so its tests are tables of inputs and outputs
 segment and carries the plan out. A plan looks only at the blocks that it names and at sums, so it costs the same for
 ten segments and for ten thousand.
 
-A plan is safe to repeat, because the compactor ignores blocks that it is working at. Ticks are only evicted because of
-sizes that are known: a block that is about to be compressed counts as nothing until its compressed size is known.
-`Budget.reserved_bytes` covers it in the meantime.
+A plan is safe to repeat, because the compactor ignores blocks that it already works on. Evictions depend only on known
+sizes: a block that is about to be compressed counts as zero bytes until its compressed size is known.
+`Budget.reserved_bytes` covers the block in the meantime.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Generic, TypeVar
 from holdall.store.budget import Budget
 
 _ASSUMED_RATIO = 0.5
-"""Compressed size over raw size, as long as no block was compressed."""
+"""Compressed size divided by raw size. Assumed until the first block is compressed."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Form(Enum):
-    """Where the bytes of a block are."""
+    """Where the bytes of a block are, and whether they are compressed."""
 
     OPEN = "open"  # In memory. Slices may still be added, and `Budget.reserved_bytes` covers the block.
     RAW = "raw"  # In memory, uncompressed.
-    COMPRESSING = "compressing"  # In memory, uncompressed. The compactor has it.
+    COMPRESSING = "compressing"  # In memory, uncompressed. The compactor has a job to compress it.
     KEPT = "kept"  # In memory, uncompressed, because compression failed.
     CODED = "coded"  # In memory, compressed.
-    MOVING = "moving"  # In memory, compressed. The compactor has it, and moves it to disk.
+    MOVING = "moving"  # In memory, compressed. The compactor has a job to move it to disk.
     FILED = "filed"  # On disk, compressed.
 
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """What placement knows of a block."""
+    """Form and sizes of a block."""
 
     form: Form
     raw_bytes: int  # Bytes of the uncompressed block.
@@ -56,7 +56,7 @@ class BlockState:
 
     @property
     def coded_bytes(self) -> int:
-        """Bytes of the compressed block, wherever they are."""
+        """Bytes of the compressed block, in memory and on disk."""
         return self.memory_bytes + self.disk_bytes
 
 
@@ -73,9 +73,9 @@ class Holdings(Generic[Key]):
 
     Attributes:
         segments: The segments, oldest first.
-        rows_bytes: Bytes of rows and logs, which leave memory only by eviction.
-        block_bytes: Bytes of RAM of all blocks, by form.
-        raw_bytes: Bytes of all blocks if none was compressed.
+        rows_bytes: Bytes of rows and logs. Only eviction frees them.
+        block_bytes: Bytes of RAM of all blocks, by form. 0 for open blocks, which `Budget.reserved_bytes` covers.
+        raw_bytes: Bytes that all blocks have without compression.
         ticks: Ticks of all segments.
     """
 
@@ -87,7 +87,7 @@ class Holdings(Generic[Key]):
         self.ticks = 0
         self._states: dict[Key, BlockState] = {}
         self._keys_by_form: dict[Form, dict[Key, None]] = {form: {} for form in Form}
-        self._end_ticks: dict[Key, int] = {}  # By block: the tick after the last one that needs it.
+        self._end_ticks: dict[Key, int] = {}  # By block: the tick after the last tick that needs the block.
         self._measured_raw_bytes = 0
         self._measured_coded_bytes = 0
         self._measured_fields: set[int] = set()
@@ -97,12 +97,12 @@ class Holdings(Generic[Key]):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of RAM of everything."""
+        """Bytes of RAM of all rows, logs and blocks, except open blocks."""
         return self.rows_bytes + sum(self.block_bytes.values())
 
     @property
     def ratio(self) -> float:
-        """Compressed size over raw size of the blocks that were compressed."""
+        """Compressed size divided by raw size, of all blocks that were compressed."""
         if self._measured_raw_bytes == 0:
             return _ASSUMED_RATIO
         return self._measured_coded_bytes / self._measured_raw_bytes
@@ -121,21 +121,21 @@ class Holdings(Generic[Key]):
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes of RAM when the compactor is idle. An estimate, as far as blocks are still to be compressed."""
+        """Bytes of RAM after the compactor has done its jobs. An estimate while blocks are still to be compressed."""
         saved_bytes = (1.0 - self.ratio) * self.block_bytes[Form.COMPRESSING]
         return self.memory_bytes - int(saved_bytes) - self.block_bytes[Form.MOVING]
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of RAM without the blocks that are still to be compressed or moved to disk."""
+        """Bytes of RAM without the blocks that the compactor has a job for."""
         return self.memory_bytes - self.block_bytes[Form.COMPRESSING] - self.block_bytes[Form.MOVING]
 
     def blocks(self, form: Form) -> Collection[Key]:
-        """Return the blocks of one form, in the order in which they got it."""
+        """Return the blocks of one form, in the order in which they took that form."""
         return self._keys_by_form[form].keys()
 
     def end_tick(self, key: Key) -> int:
-        """Return the tick after the last one that needs a block."""
+        """Return the tick after the last tick that needs the block."""
         return self._end_ticks[key]
 
     def file_size(self, file: int) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class Holdings(Generic[Key]):
         return self._blocks_by_file[file], self._bytes_by_file[file]
 
     def add_segment(self, end_tick: int, ticks: int, rows_bytes: int, blocks: Mapping[Key, BlockState]) -> None:
-        """Append a closed segment. Blocks that earlier segments need, too, get their state from `blocks`."""
+        """Append a closed segment. The state in `blocks` replaces the older state of a block."""
         self.segments.append(_SegmentState(end_tick, ticks, rows_bytes, tuple(blocks)))
         self.rows_bytes += rows_bytes
         self.ticks += ticks
@@ -170,7 +170,7 @@ class Holdings(Generic[Key]):
             self._bytes_by_file[state.file] += state.disk_bytes
 
     def evict(self, before_tick: int) -> list[Key]:
-        """Remove the segments that end before `before_tick`. Return the blocks that no other segment needs."""
+        """Remove the segments that end before `before_tick`. Return the blocks that no remaining segment needs."""
         evicted: list[Key] = []
         while self.segments and self.segments[0].end_tick <= before_tick:
             segment = self.segments.popleft()
@@ -198,11 +198,11 @@ class Holdings(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan(Generic[Key]):
-    """Work that brings what is held within the budget."""
+    """Work that brings a memory within its budget."""
 
     to_compress: tuple[Key, ...] = ()  # Blocks to compress, oldest first.
     to_spill: tuple[Key, ...] = ()  # Compressed blocks to move to disk, oldest first.
-    evict_before_tick: int | None = None  # Ticks before this one are evicted first. None: no tick is evicted.
+    evict_before_tick: int | None = None  # Evict older ticks first, and then do the rest. None: no eviction.
     freed_disk_bytes: int = 0  # Disk space that the eviction frees.
 
 
@@ -214,7 +214,7 @@ def plan(
     Blocks are compressed before they are moved to disk, and moved to disk before ticks are evicted.
 
     Args:
-        disk_room_bytes: Bytes that the disk takes, with the blocks that are being moved. None: as many as needed.
+        disk_room_bytes: Free bytes of the disk, with those that blocks being moved will take. None: no known limit.
         can_evict: Whether ticks may be evicted.
     """
     limit_room = None if budget.max_bytes is None else max(budget.max_bytes - budget.reserved_bytes, 0)
@@ -241,7 +241,10 @@ def plan(
 
 
 def has_room_for_speed(holdings: Holdings[Key], budget: Budget) -> bool:
-    """Return whether blocks may be compressed fast and less well: without a limit, or while it is far from full."""
+    """Return whether blocks may be compressed fast and less well.
+
+    True without a limit, or while the memory is far below its limit.
+    """
     if budget.max_bytes is None:
         return True
     free_bytes = budget.max_bytes - budget.reserved_bytes - holdings.expected_bytes
@@ -249,7 +252,7 @@ def has_room_for_speed(holdings: Holdings[Key], budget: Budget) -> bool:
 
 
 def count_ticks_that_fit(holdings: Holdings[Key], budget: Budget) -> int | None:
-    """Return how many ticks like those that are held fit into the limit. None without a limit, or if not known yet."""
+    """Return how many ticks like the held ones fit into the limit. None if that is unknown or there is no limit."""
     if budget.max_bytes is None or holdings.ticks == 0 or holdings.unmeasured_fields:
         return None
     tick_bytes = (holdings.rows_bytes + holdings.ratio * holdings.raw_bytes) / holdings.ticks
@@ -257,7 +260,9 @@ def count_ticks_that_fit(holdings: Holdings[Key], budget: Budget) -> int | None:
 
 
 def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room: int | None) -> list[Key]:
-    """Return the oldest raw blocks: as many as are too many uncompressed, or too many in memory.
+    """Return the raw blocks to compress, oldest first.
+
+    They bring the uncompressed bytes within `budget.max_raw_bytes`, and the bytes in memory within `room` if possible.
 
     With a limit, the first block of every field is compressed at once, because its compressed size tells how many
     transitions fit.
@@ -288,7 +293,7 @@ def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room: int | Non
 def _choose_to_spill(
     holdings: Holdings[Key], evict_before: int | None, excess_bytes: int, disk_room_bytes: int | None
 ) -> list[Key]:
-    """Return the oldest compressed blocks: as many as exceed the memory and fit on the disk."""
+    """Return compressed blocks to move to disk, oldest first: enough to free `excess_bytes` if the disk has room."""
     chosen: list[Key] = []
     for key in holdings.blocks(Form.CODED):
         if excess_bytes <= 0:
@@ -329,7 +334,7 @@ def _choose_eviction(
         spilled_bytes = coded_bytes
         if disk_room_bytes is not None:
             disk_room = disk_room_bytes + freed_disk_bytes
-            # A block is moved whole, so room for a part of a block is no room.
+            # A block is moved whole, so room for a part of a block is useless.
             spilled_bytes = min(coded_bytes, disk_room) if disk_room >= next_spill_bytes else 0
         return excess_bytes <= spilled_bytes
 

@@ -27,7 +27,7 @@ from holdall.checks import refuse_malformed
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
 
 MAGIC = b"holdall\x01"
-"""Seven letters and the version of the format."""
+"""Seven letters, and one byte with the version of the format."""
 PREAMBLE_BYTES = 32
 MAX_HEAD_BYTES = 16 * 2**20
 MAX_RECORD_BYTES = 2**31
@@ -39,7 +39,7 @@ _MIN_SAVING = 0.1
 """Share of an array that compression must save. Otherwise the array is stored uncompressed."""
 _MIN_COMPRESSED_BYTES = 256
 
-# What parsed JSON takes in memory, to refuse a small text that would take gigabytes.
+# Estimates of the memory that parsed JSON takes, to refuse a small text that would take gigabytes.
 _LIST_BYTES = 64
 _DICT_BYTES = 240
 _VALUE_BYTES = 48
@@ -48,7 +48,7 @@ _MAX_EXPANSION = 8
 
 Buffer = bytes | memoryview
 Read = Callable[[int, int], bytes]
-"""Returns (offset, length) of a file. The result is shorter at the end of the file."""
+"""Function of an offset and a length that reads bytes of a file. The result is shorter at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from holdall.store.format import segments_from_arrays, segments_to_arrays
 from holdall.store.windows import Window
 
 Layout = tuple[Any, ...]
-"""How an observation column is stored, as the native writer takes it."""
+"""How an observation column is stored: a layout of the native writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class StoreState:
     """The content of a store at one moment. Immutable."""
 
     first_tick: int  # Oldest tick that is held. The first segment may begin earlier.
-    next_tick: int  # Tick after the newest one. It may be positive in a store that holds nothing.
+    next_tick: int  # Tick after the newest one. May be above 0 even if no tick is held.
     segments: tuple[Segment, ...]  # Closed segments, oldest first, without gaps.
     layouts: tuple[Layout, ...]  # Layout of each observation leaf in the next segment.
     windows: tuple[Window, ...]  # Window of each observation leaf.

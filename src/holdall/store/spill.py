@@ -29,7 +29,8 @@ _FOLDER_NAME = re.compile(r"\.?holdall-spill-[0-9a-f]{16}")
 _FILE_NAME = re.compile(r"[0-9]{8}\.seg")
 _LOCK_NAME = "lock"
 _MAX_LOCK_ATTEMPTS = 16
-"""Attempts to make a folder while other processes delete what they take for the folder of a dead process."""
+"""Maximum attempts to make a folder. Another process may delete a new folder before it is locked, because an unlocked
+folder looks like that of a killed process."""
 
 
 class SpillFile:
@@ -50,7 +51,7 @@ class SpillFile:
         self.descriptor = os.open(path, flags, 0o600)
         self._delete = weakref.finalize(self, _delete_file, path, self.descriptor, os.getpid())
         if hasattr(os, "posix_fadvise"):
-            # Batches read slices at random, so reading ahead would be in vain.
+            # Batches read slices at random, so reading ahead would be useless.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -94,7 +95,8 @@ class SpillFolder:
             raise ArgumentError(
                 f"spill_dir ('{spill_dir}') cannot be written to ({error}). Pass a directory of a disk with free space."
             ) from error
-        self._file: SpillFile | None = None  # File that `store` appends to.
+        # File that `store` appends to. It stays on disk when its last block is evicted.
+        self._file: SpillFile | None = None
         self._files: tuple[weakref.ref[SpillFile], ...] = ()
         self._next_number = 0
         self._is_closed = False
@@ -167,11 +169,11 @@ class SpillFolder:
 class DiskRoom:
     """What is known of the free space for the disk tier.
 
-    The free space is only known after a block could not be written. It is then what was freed since. Other programs may
-    free more, so a block is written on trial now and then.
+    Nothing is known until the disk refuses a block. From then on, the known room is what evictions from this tier have
+    freed. Other programs may free more, so a block is written on trial now and then.
 
     Attributes:
-        free_bytes: Bytes that the disk takes. None: no block was refused lately.
+        free_bytes: Bytes that can still be written. None: unknown, because the disk has taken every block lately.
         failure: Why the last block was refused, and what to do.
         trial: The block that is written on trial, or None.
     """
@@ -184,14 +186,14 @@ class DiskRoom:
         self._pause_segments = 0
 
     def is_trial_due(self) -> bool:
-        """Count a closed segment. Return whether a block is to be written on trial."""
+        """Count a closed segment. Return whether a block should be written on trial."""
         if self.free_bytes is None or self.trial is not None:
             return False
         self._pause_segments -= 1
         return self._pause_segments < 0
 
     def record_failure(self, block: Block, failure: str) -> None:
-        """Record that the disk refused a block. A refused trial says nothing of the room that is known."""
+        """Record that the disk refused a block. `free_bytes` becomes 0, unless the block was the trial."""
         self.failure = failure
         if block is self.trial:
             self.trial = None
@@ -238,7 +240,7 @@ class _LockedFolder:
 
 def _make_locked_folder(path: Path) -> int:
     """Make the folder `path` with a locked lock file. Return the descriptor of the lock file."""
-    # The folder gets its name when it is locked. Another process that deletes it before that only causes a new attempt.
+    # The folder gets its final name after it is locked. If another process deletes it before, it is made again.
     unlocked = path.with_name(f".{path.name}")
     for attempt in range(1, _MAX_LOCK_ATTEMPTS + 1):
         unlocked.mkdir(0o700, exist_ok=True)
@@ -301,7 +303,7 @@ def _delete_stale_folders(parent: Path) -> None:
 
 
 def _delete_folder(folder: Path) -> None:
-    """Delete a folder with its spill files. Files of other names, and then the folder itself, are kept."""
+    """Delete the spill files in a folder, and the folder itself if it has no other files."""
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             if _FILE_NAME.fullmatch(path.name) is not None:

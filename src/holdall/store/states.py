@@ -1,7 +1,7 @@
 """States: trees of numbers, text, bytes and arrays, as a record.
 
-A memory saves what its sampler, its generator and its store need to continue. Every number comes back as it was:
-integers of more than 53 bits, infinities and NaN are written in hexadecimal, because JSON readers cut or refuse them.
+A memory saves what its sampler, its generator and its store need to continue. Every number is restored
+exactly: integers of more than 53 bits, infinities and NaN are written as text, because JSON readers cut or refuse them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_DEPTH = 32
 
 
 def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:
-    """Return `value` as JSON has it. Arrays are appended to `arrays` and referred to by their index.
+    """Return `value` as types that JSON has. Arrays are appended to `arrays` and referred to by their index.
 
     `what` names the value in errors.
     """

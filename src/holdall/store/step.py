@@ -1,4 +1,4 @@
-"""Checks of what users add: the arguments of `add` and `extend` become arrays in leaf order, or an error."""
+"""Checks of the arguments of `add` and `extend`, and their conversion to arrays in leaf order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_step(
     valid: Any = None,
     infos: Any = None,
 ) -> Step:
-    """Return the arguments of an `add`, or of an `extend` if `leading` has a time axis. Raise ArgumentError.
+    """Return the checked arguments of `add`, or of `extend` if `leading` has a time axis. Raise ArgumentError.
 
     Args:
         reward_dtype: Dtype of the rewards that are held; None before the first one.
@@ -77,7 +77,7 @@ def _read_time_limits(infos: Any) -> NDArray[np.bool_]:
 
 
 def count_steps(reward: Any) -> int:
-    """Return the number of steps of trajectories, which the leading axis of their rewards has."""
+    """Return the number of steps of trajectories, which is the length of the leading axis of their rewards."""
     shape = reward.shape if hasattr(reward, "shape") else as_array(reward, "reward").shape
     if not shape:
         raise ArgumentError("reward is a scalar. extend takes arrays with a leading time axis.")
@@ -85,5 +85,5 @@ def count_steps(reward: Any) -> int:
 
 
 def _in_c_order(arrays: list[Array]) -> tuple[Array, ...]:
-    # `ascontiguousarray` makes one dimension of none, so arrays without dimensions are left as they are.
+    # `ascontiguousarray` gives an array without dimensions one dimension, so contiguous arrays are left as they are.
     return tuple(array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays)

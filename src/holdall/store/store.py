@@ -4,8 +4,8 @@
     view   -> View.read -> Reader.gather       one native call
 
 `append` writes one tick. When the open segment is full, the store closes it, decides how the next one is laid out, and
-asks `placement` which blocks to compress, to move to disk or to evict. `view` returns what is held, to read it by
-transition id.
+asks `placement` which blocks to compress, to move to disk or to evict. `view` returns the transitions that are held, to
+read them by their ids.
 
 Guarantee: `view().read(ids, outputs)` returns, bit for bit, what was written under these ids, in whatever form it is
 stored by then.
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import FULL, UNCHECKED, WRITTEN, Block, Catalog, Coded, Reader, Segment, Writer
+from holdall.batch import Flags, Ids
 from holdall.codec.choice import FieldCodec
 from holdall.codec.codec import Codec
 from holdall.errors import ArgumentError, HoldallError, TransitionIdError
@@ -52,17 +53,14 @@ from holdall.units import format_bytes
 
 _LOG = logging.getLogger("holdall")
 
-Ids = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-
 _ASSUMED_REWARD_BYTES = 8
 
 
 class Store:
     """Every field of every transition of one memory.
 
-    `append` and `view` may be called from any thread, because each of them changes or reads what is held in one native
-    call. A lock guards only the work between two segments.
+    `append` and `view` may be called from any thread, because each of them accesses the transitions in one native call.
+    A lock guards only the work between two segments.
 
     Attributes:
         schema: Spaces of all fields.
@@ -70,7 +68,8 @@ class Store:
         tuning: Sizes and limits.
         budget: How much RAM the store may use.
         reward_dtype: Dtype of all rewards, which the first one sets. None before it.
-        before_read: Called with a catalog and ids before rows are read. It brings blocks that are stored elsewhere.
+        before_read: Function that fetches blocks which are not on this machine yet. It is called with a catalog and ids
+            before rows are read. None: all blocks are on this machine.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Store:
         self.budget = budget
         self.reward_dtype: np.dtype[Any] | None = None
         self.before_read: Callable[[Catalog, Ids], None] | None = None
-        self._pressure_check: PressureCheck | None = None  # Called each time a segment was filled.
+        self._pressure_check: PressureCheck | None = None  # Called each time a segment is full.
         self._capacity_ticks = capacity_ticks
         self.prefer = prefer
         self._spill = spill
@@ -101,10 +100,10 @@ class Store:
         weakref.finalize(self, self._compactor.stop)  # A store that is dropped without `close` leaves no thread.
         self._codecs: dict[tuple[int, Layout], FieldCodec] = {}  # By observation leaf and layout.
         self._drops = EarlyDrops(self.tuning.drop_warning_factor)
-        self._inventory: Inventory | None = Inventory()  # None after an interrupt: it is made again.
-        self._is_measured = not budget.is_automatic  # Whether `budget` is that of the RAM available now.
+        self._inventory: Inventory | None = Inventory()  # None: the next `_balance` makes a new one.
+        self._is_measured = not budget.is_automatic  # False: `budget` is measured when a segment is full.
         self._is_fit_logged = False
-        self._start_tick = first_tick  # First tick that this store was ever to hold. Only `failure` uses it.
+        self._start_tick = first_tick  # First tick when the store was made or restored. Only `failure` uses it.
         self._roll_lock = threading.RLock()  # Re-entrant, because a signal handler may add, too.
         self._layouts = LayoutSearch(schema, self.tuning)  # Guarded by `_roll_lock`.
         self._packer = SegmentPacker(schema.observation.leaves, self.tuning)
@@ -153,7 +152,7 @@ class Store:
 
     @property
     def catalog(self) -> Catalog:
-        """What is held right now."""
+        """The segments that are held right now."""
         return self._writer.catalog
 
     @property
@@ -221,7 +220,7 @@ class Store:
             self._finish_append(outcome, step)
 
     def _finish_append(self, outcome: int, step: tuple[Any, ...]) -> None:
-        """Write a tick that the writer did not accept at once, and show it to the search for windows."""
+        """Write a tick that the writer did not accept at once, and then show the tick to the search for windows."""
         while outcome != WRITTEN:
             if outcome == UNCHECKED:
                 step = self._check((self.schema.num_envs,), step)
@@ -280,11 +279,11 @@ class Store:
         """Return new rows of an extra as an array, or raise ArgumentError."""
         return leaf.fit(on_host(value), leading, argument, "one row per id")
 
-    def rewrite(self, ids: NDArray[np.int64], rows_by_extra: Mapping[int, Array]) -> None:
+    def rewrite(self, ids: Ids, rows_by_extra: Mapping[int, Array]) -> None:
         """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held.
 
-        An extra that was stored in fewer bytes per value grows if a value does not fit. All bytes are then compared
-        with the budget at once.
+        An extra that was stored in fewer bytes per value grows if a value does not fit. The store then compares its
+        bytes with the budget immediately.
         """
         columns = tuple(self.columns.first_extra + extra for extra in rows_by_extra)
         rows = tuple(array if array.flags.c_contiguous else array.copy() for array in rows_by_extra.values())
@@ -300,7 +299,7 @@ class Store:
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
         """Overwrite `terminated` and `truncated`. Raise TransitionIdError if an id is not held.
 
-        The native call also counts the change in the catalog, so samplers notice it whenever flags were overwritten.
+        The same native call increases `Catalog.flags_changed`, by which samplers notice that flags were overwritten.
         """
         flags = np.asarray(terminated, np.bool_).astype(np.uint8)
         flags |= np.asarray(truncated, np.bool_).astype(np.uint8) << np.uint8(1)
@@ -331,7 +330,7 @@ class Store:
     def adopt(self, segment: Segment) -> int:
         """Append a closed segment that was built elsewhere. Return its first tick.
 
-        The dtype of rewards must be set before. Raise ValueError if the segment has other columns or lanes.
+        Call `set_reward_dtype` first. Raise ValueError if the segment has other columns or lanes.
         """
         with self._roll_lock:
             while True:
@@ -348,7 +347,7 @@ class Store:
         return first_tick
 
     def _check(self, leading: tuple[int, ...], step: tuple[Any, ...]) -> Step:
-        """Return a step as the writer takes it. The first step sets the dtype of rewards."""
+        """Return the checked arguments of `Writer.append` or `extend`. The first step sets the dtype of rewards."""
         checked = check_step(self.schema, leading, self.reward_dtype, *step)
         if self.reward_dtype is None:
             with self._roll_lock:
@@ -361,7 +360,7 @@ class Store:
 
     @staticmethod
     def _cut(steps: Step, position: int) -> tuple[Any, ...]:
-        """Return the observations of one step of several, in the places that they have in a step."""
+        """Return step number `position` as arguments of `append`. Only its observations are filled in."""
         obs = tuple(array[position] for array in steps.obs)
         next_obs = tuple(array[position] for array in steps.next_obs)
         return (obs, None, None, next_obs, None, None, None, None)
@@ -369,7 +368,7 @@ class Store:
     # ---------------------------------------------------------------- reading
 
     def view(self) -> View:
-        """Return what is held now. Everything in it stays readable until the view is dropped."""
+        """Return the transitions that are held now. They stay readable until the view is dropped."""
         if self._reader.wanted_helpers > self._helpers.count:
             self._helpers.start()
         return View(self._writer.catalog, self._reader, self.columns, self.before_read)
@@ -385,7 +384,7 @@ class Store:
             self._balance()
 
     def _close_segment(self) -> None:
-        """Close the open segment, also if it has no ticks."""
+        """Close the open segment, even an empty one."""
         open_segment = self._writer.catalog.last_segment
         if open_segment.ticks > 0:
             self._layouts.adapt(open_segment)
@@ -403,13 +402,13 @@ class Store:
         return inventory is not None and inventory.holdings.memory_bytes >= self.budget.max_raw_bytes
 
     def _balance(self, *, can_evict: bool = True, can_probe: bool = True) -> bool:
-        """Compare what is held with the budget, and start the work that brings it back within the budget.
+        """Compare the bytes held with the budget, and start the work that brings them back within the budget.
 
         Everything here is derived from the catalog. If an interrupt stops it half-way, the next call decides again.
 
         Args:
             can_evict: Whether ticks may be evicted early.
-            can_probe: Whether to try if a full disk takes blocks again.
+            can_probe: Whether a block may be written on trial, to find out whether a full disk has room again.
 
         Returns:
             Whether there is work for the compactor.
@@ -505,12 +504,12 @@ class Store:
         return self._codecs[key]
 
     def find_chosen_codec(self, leaf: int, layout: Layout) -> Codec | None:
-        """Return the codec of an observation leaf, as far as one was chosen. Any thread may call this."""
+        """Return the codec that was chosen for an observation leaf, or None before that. Any thread may call this."""
         field = self._codecs.get((leaf, layout))
         return None if field is None else field.chosen
 
     def offer_form(self, block: Block, coded: Coded) -> None:
-        """Use a compressed form that a save made, if the budget asks for one and the compactor is not there yet."""
+        """Use `coded`, which a save has compressed, if the block is queued for compression."""
         self._compactor.offer(block, coded)
 
     def _log_fit(self, inventory: Inventory) -> None:
@@ -531,7 +530,7 @@ class Store:
             )
 
     def _search_windows(self, step: tuple[Any, ...]) -> None:
-        """Show a tick to the search for windows. If it finds one, start a segment that uses it."""
+        """Show a tick to the search for windows. If the search finds a window, start a segment that uses the window."""
         with self._roll_lock:
             if self._layouts.look(step[0], step[3]):
                 self._roll()
@@ -553,11 +552,11 @@ class Store:
 
     @property
     def block_source(self) -> Store:
-        """The store: a save asks it for codecs, and offers it compressed blocks."""
+        """The store itself. A save gets codecs from it, and offers it compressed blocks."""
         return self
 
     def restore(self, state: StoreState) -> None:
-        """Hold what `state` holds, under the same ids, and continue after it. Only for a store without ticks.
+        """Load the transitions of `state` under their ids. New ticks follow them. Only for a store without ticks.
 
         A smaller capacity keeps the newest ticks.
         """
@@ -565,7 +564,7 @@ class Store:
             if self._writer.next_tick > self._writer.first_tick:
                 raise HoldallError("A state can only be restored in a store that holds no transitions.")
             first_tick = max(state.first_tick, state.next_tick - self._capacity_ticks)
-            segments = [each for each in state.segments if each.first_tick + each.ticks > first_tick]
+            segments = [segment for segment in state.segments if segment.first_tick + segment.ticks > first_tick]
             self._layouts.restore(state.layouts, state.windows)
             self.reward_dtype = state.reward_dtype
             writer = self._new_writer(segments[0].first_tick if segments else state.next_tick)
@@ -599,7 +598,8 @@ class Store:
     def failure(self) -> str:
         """Why a block could not be compressed or moved to disk. Empty if all could.
 
-        With a disk tier, it is not empty as long as transitions are missing that were dropped early.
+        With a disk tier, this is also the reason of early drops, until enough newer transitions are held to fill the
+        capacity.
         """
         failure = self._compactor.failure
         if failure or self._spill is None:
@@ -614,7 +614,7 @@ class Store:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory of freed batches that is kept for the next ones."""
+        """Memory of freed batches that is kept for later batches."""
         return self._reader.kept_bytes
 
     @property
@@ -642,11 +642,11 @@ class Store:
         return ticks * self.schema.num_envs
 
     def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Call `check` each time a segment was filled."""
+        """Set a function that is called each time a segment is full."""
         self._pressure_check = check
 
     def relieve(self, nbytes: int) -> None:
-        """Reduce the bytes in RAM by `nbytes`: blocks are compressed and moved to disk. Nothing is evicted."""
+        """Lower the budget so that compressing blocks, or moving them to disk, frees `nbytes`. Nothing is evicted."""
         with self._roll_lock:
             self._balance(can_evict=False)
             holdings = Inventory().holdings if self._inventory is None else self._inventory.holdings
@@ -691,7 +691,7 @@ class Store:
         return found if codec is None else f"{found}; {codec.describe()}"
 
     def _count_shared_slices(self, leaf: int) -> float:
-        """Return the average number of slices that a next observation has in common with its observation."""
+        """Return the average number of slices that a next observation shares with its observation."""
         window = self._layouts.windows[leaf]
         transitions = 0
         broken = 0

@@ -19,10 +19,10 @@ class Tuning:
     block_bytes: int = 16 * _MIB  # Maximum bytes of unique slices in one block.
     max_segment_ticks: int = 65_536  # Maximum ticks of a segment.
     min_segment_ticks: int = 16  # Ticks of a segment in a memory of small capacity.
-    segments_per_capacity: int = 16  # Minimum number of segments in a full memory, because a segment is freed whole.
+    segments_per_capacity: int = 16  # Minimum segments of a full memory, because a segment is freed whole.
 
     # Which observation fields are cut into slices.
-    small_field_bytes: int = 4096  # Largest observation that is stored as rows if no window was found.
+    small_field_bytes: int = 4096  # Largest observation that is stored as rows until a window is found.
     tiny_field_bytes: int = 256  # Largest observation that is always stored as rows.
 
     # The search for windows.
@@ -34,11 +34,11 @@ class Tuning:
     detector_max_pause_doublings: int = 16  # Limit of the pause after unsuccessful searches: 2 ** 16 segments.
 
     # Packing of small observations.
-    packed_segment_bytes: int = 2 * _MIB  # Rows of a segment that is packed, because adding waits for the packer.
-    min_packed_rows: int = 512  # Rows of a segment that is packed. Fewer rows say little about what repeats.
-    packed_sample_rows: int = 4096  # Rows in which a plan is searched.
-    packed_sample_lanes: int = 8  # Lanes of these rows.
-    packed_search_interval: int = 16  # Segments before a plan is searched again, if packing did not pay.
+    packed_segment_bytes: int = 2 * _MIB  # Maximum bytes of rows to pack at once. Adding waits for the packer.
+    min_packed_rows: int = 512  # Minimum rows of a packed segment. Fewer rows say little about repetition.
+    packed_sample_rows: int = 4096  # Maximum rows in which a plan is searched.
+    packed_sample_lanes: int = 8  # Maximum lanes from which these rows are taken.
+    packed_search_interval: int = 16  # Segments between two searches for a plan.
 
     # The budget.
     segments_per_limit: int = 32  # Minimum number of segments that fit into a limit.
@@ -46,12 +46,12 @@ class Tuning:
     staging_divisor: int = 8  # A limit divided by this number is set aside for batches.
     max_staging_bytes: int = 256 * _MIB  # Upper bound of the memory that is set aside for batches.
     auto_raw_divisor: int = 4  # "auto": available memory divided by this number may hold uncompressed blocks.
-    auto_resident_divisor: int = 2  # "auto" with a disk tier: the share of available memory that holds any blocks.
+    auto_resident_divisor: int = 2  # "auto" with a disk tier: the same for all that stays in RAM.
 
     available_bytes: int | None = None  # RAM that counts as available. None: it is measured.
 
     # Batches.
-    bytes_per_thread: int = 2**19  # Bytes of a batch for which another thread is woken.
+    bytes_per_thread: int = 2**19  # A batch is shared by one thread per this many bytes.
 
     # The compactor.
     min_queued_segments: int = 2  # Segments that may always be queued: one is filled while another is compressed.
@@ -59,7 +59,7 @@ class Tuning:
     max_queued_bytes: int = 1024 * _MIB  # Upper bound of the bytes that may be queued without a limit.
     poll_s: float = 0.2  # Seconds between checks of a thread that waits for the worker.
     slow_warning_s: float = 10.0  # Seconds of waiting after which a warning is logged.
-    drop_warning_factor: int = 10  # Early drops are logged again when this many times as many were dropped.
+    drop_warning_factor: int = 10  # Early drops are logged again when their number grew by this factor.
     repeat_warning_s: float = 600.0  # Seconds before a failure of the same kind is logged again.
     stop_timeout_s: float = 30.0  # Seconds that closing waits for the current job, because a disk may hang.
 
@@ -69,15 +69,15 @@ class Tuning:
 
     # The disk tier.
     spill_file_bytes: int = 1 * _MIB  # Smallest size at which a spill file is finished.
-    spill_files: int = 32  # A spill file is finished at this share of the disk tier, because disk is freed by file.
+    spill_files: int = 32  # A large disk tier has about this many files, because disk space is freed by file.
     write_bytes: int = 4 * _MIB  # Bytes of one write call.
-    disk_trial_interval: int = 3  # Segments between two trials whether a full disk takes blocks again.
+    disk_trial_interval: int = 3  # Segments between two blocks that are written on trial to a full disk.
 
     def segment_ticks(self, capacity_ticks: int, tick_bytes: int, max_segment_bytes: int) -> int:
         """Return the maximum number of ticks of a segment.
 
-        `tick_bytes` are the bytes of one tick that are stored as rows. A segment of rows takes at most
-        `max_segment_bytes`, because a limited memory frees whole segments.
+        `tick_bytes` are the bytes of one tick that are stored as rows. The rows of a segment take at most
+        `max_segment_bytes`, because a memory with a limit frees whole segments.
         """
         ticks = max(capacity_ticks // self.segments_per_capacity, self.min_segment_ticks)
         ticks = min(ticks, self.max_segment_ticks)

@@ -1,7 +1,7 @@
-"""View: what a store holds at one moment.
+"""View: the transitions that a store holds at one moment.
 
-A draw and the batch that is made of it use one view. Other threads may add transitions meanwhile, and the store may
-compress, move or evict some: everything that the view holds can be read from it all the same.
+A draw, and the batch that is made from the draw, use one view. Other threads may add transitions meanwhile, and the
+store may compress, move or evict some. All transitions of the view stay readable.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import FLAG_INVALID, FLAG_TERMINATED, FLAG_TRUNCATED, Catalog, Coded, Reader
+from holdall.batch import Flags, Ids
 from holdall.errors import DamageError, HoldallError, TransitionIdError
 from holdall.schema import Array
 from holdall.store.columns import Columns
-
-Ids = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from holdall.store.spill import SpillFile
 
 _ENDED = FLAG_TERMINATED | FLAG_TRUNCATED
 
@@ -26,7 +25,7 @@ ALIGNMENT_BYTES = 64
 """Every array in the memory that a caller gives to `View.read` begins at a multiple of this number."""
 
 BeforeRead = Callable[[Catalog, Ids], None]
-"""Called before rows are read. Brings blocks that are not on this machine yet."""
+"""Function that is called before rows are read. It fetches blocks that are not on this machine yet."""
 
 
 def align(nbytes: int) -> int:
@@ -35,7 +34,10 @@ def align(nbytes: int) -> int:
 
 
 class WindowSlices(NamedTuple):
-    """Slices of observations and next observations. A slice that both share is there once."""
+    """Slices of observations and next observations.
+
+    A slice occurs once if an observation and its next observation share it, or a row and the one before it.
+    """
 
     slice_count: int
     # (2, rows): number of the first slice of each observation and next observation; -1: stored in another form.
@@ -53,7 +55,7 @@ class WindowSlices(NamedTuple):
 class View:
     """The transitions from `first_id` to `next_id` - 1.
 
-    It keeps everything that it holds alive, so it should be dropped when the batch is made.
+    A view keeps the memory of its transitions alive, so it should be dropped when the batch is made.
 
     Attributes:
         columns: Numbers of the columns and of their outputs.
@@ -84,7 +86,7 @@ class View:
         self.first_tick = first_tick
         self.first_id = first_tick * lanes
         self.next_id = catalog.next_tick * lanes
-        self.flags_changed = catalog.flags_changed  # Counted before any flag is read here.
+        self.flags_changed = catalog.flags_changed  # Read before any flag, so that no later change is missed.
         self._catalog = catalog
         self._reader = reader
         self._before_read = before_read
@@ -101,15 +103,18 @@ class View:
         except (IndexError, ValueError, OSError) as error:
             raise explain_read_error(error, self._catalog, ids) from error
 
-    def read_windows(self, ids: Ids, leaf: int, into: NDArray[np.uint8]) -> WindowSlices | None:
+    def read_windows(
+        self, ids: Ids, leaf: int, into: NDArray[np.uint8], with_whole: bool = False
+    ) -> WindowSlices | None:
         """Write the slices of an observation leaf to `into`, which has room for all observations of `ids`, twice.
 
-        Return None if no observation is stored as slices of a window.
+        Return None if no observation is stored as slices of a window. `with_whole` says whether observations of one
+        slice count as windows of one slice.
         """
         if self._before_read is not None:
             self._before_read(self._catalog, ids)
         try:
-            found = self._reader.gather_windows(self._catalog, ids, leaf, self.first_tick, into)
+            found = self._reader.gather_windows(self._catalog, ids, leaf, self.first_tick, into, with_whole)
         except (IndexError, ValueError, OSError) as error:
             raise explain_read_error(error, self._catalog, ids) from error
         return None if found is None else WindowSlices(*found)
@@ -138,7 +143,7 @@ class View:
         return valid
 
     def are_ends(self, ids: Ids) -> Flags:
-        """Return which ids are the last of their episodes: terminated or truncated."""
+        """Return which ids are the last steps of their episodes: terminated or truncated."""
         ends: Flags = (self._read_flags(ids) & _ENDED) != 0
         return ends
 
@@ -167,14 +172,14 @@ class View:
 
 
 def explain_read_error(error: Exception, catalog: Catalog, ids: Ids) -> HoldallError:
-    """Return the error to raise if the native reader could not find a transition, or not decode it."""
+    """Return the error to raise if the native reader could not find or decode a transition."""
     if isinstance(error, IndexError):
         return TransitionIdError(f"Transition {error}.")
-    return DamageError(f"A transition cannot be read: {find_damage(catalog, ids) or error}.")
+    return DamageError(f"A transition cannot be read. {find_damage(catalog, ids) or error}")
 
 
 def find_damage(catalog: Catalog, ids: Ids) -> str:
-    """Return which block of `ids` cannot be read, and why. Empty if all blocks can be read now."""
+    """Return which file of `ids` cannot be read, and why, as sentences. Empty if all blocks can be read now."""
     ticks = np.unique(ids // catalog.lanes)
     for segment in catalog.segments:
         if not np.any((ticks >= segment.first_tick) & (ticks < segment.first_tick + segment.ticks)):
@@ -187,5 +192,11 @@ def find_damage(catalog: Catalog, ids: Ids) -> str:
                 form.in_memory()
             except (ValueError, OSError) as error:
                 path = getattr(form.file, "path", "a checkpoint")
-                return f"{error} in a block of ticks {segment.first_tick} and later, file '{path}'"
+                reason = str(error).removesuffix(".")
+                remedy = "To load a checkpoint without the transitions that need damaged bytes, pass recover=True."
+                if isinstance(form.file, SpillFile):
+                    remedy = "Check the disk of spill_dir."
+                return (
+                    f"A block of ticks {segment.first_tick} and later in file '{path}' is damaged: {reason}. {remedy}"
+                )
     return ""

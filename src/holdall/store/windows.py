@@ -23,7 +23,7 @@ from holdall.schema import Leaf
 from holdall.store.tuning import Tuning
 
 SlicedLayout = tuple[str, int, int, int, int]
-"""The layout of a sliced column as the native writer takes it."""
+"""The layout of a sliced column for the native writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +129,14 @@ class WindowDetector:
     `Tuning.detector_max_pairs` pairs were seen. Equal pairs fit every window and are skipped, so a static first screen
     only makes the search longer.
 
-    A search that finds nothing is followed by a pause, counted in closed segments. Every further search in vain
-    doubles the pause.
+    A search that finds nothing is followed by a pause, counted in closed segments. Every further search without a
+    result doubles the pause.
 
     Not thread-safe: callers hold the memory's lock.
 
     Attributes:
         window: Result of the last finished search. None if that search found nothing or none has finished.
-        is_searching: Whether `look` wants to see ticks.
+        is_searching: Whether a search is active, so that `look` must get the ticks.
     """
 
     def __init__(self, leaf: Leaf, tuning: Tuning) -> None:
@@ -147,11 +147,11 @@ class WindowDetector:
         self._tuning = tuning
         self._votes: Counter[tuple[int, int]] = Counter()  # Pairs that an (axis, step) explains.
         self._pair_count = 0
-        self._searches_in_vain = 0
+        self._failed_searches = 0
         self._pause_segments = 0
 
     def look(self, obs: NDArray[Any], next_obs: NDArray[Any]) -> bool:
-        """Use one tick as evidence. Return whether this tick ended the search.
+        """Search in the observations of one tick. Return whether this tick ended the search.
 
         Both arrays have a leading lane axis. Does nothing if no search is active.
         """
@@ -209,10 +209,10 @@ class WindowDetector:
         self.window = best
         self.is_searching = False
         if best is None:
-            self._searches_in_vain += 1
+            self._failed_searches += 1
         else:
-            self._searches_in_vain = 0
-        self._pause_segments = 1 << min(self._searches_in_vain, self._tuning.detector_max_pause_doublings)
+            self._failed_searches = 0
+        self._pause_segments = 1 << min(self._failed_searches, self._tuning.detector_max_pause_doublings)
         return True
 
     def _best_window(self) -> Window | None:
