@@ -82,6 +82,11 @@ class Batch:
     `obs`, `next_obs`, `action` and `extras` are nested like their spaces. Arrays are NumPy arrays, or torch tensors on
     the memory's device. `ids` is a NumPy array, because callers pass it back to the memory and not to a network. It is
     a tensor if the device draws. In a batch of sequences, time is the second axis of every array except `weights`.
+
+    Examples:
+        >>> batch = memory.sample(32)
+        >>> batch.obs.shape, batch.action.shape, batch.ids.shape
+        ((32, 4), (32,), (32,))
     """
 
     obs: Any
@@ -197,6 +202,15 @@ class RolloutBatch:
     Arrays have shape (batch, ...) for single steps. For sequences they have shape (sequences, time, ...), with zeros
     after the end of each sequence. They are NumPy arrays, or torch tensors on the memory's device. `ids` is always a
     NumPy array.
+
+    Examples:
+        >>> rollout = holdall.RolloutMemory(env.observation_space, env.action_space, num_steps=4, num_envs=1)
+        >>> obs, _ = env.reset(seed=0)
+        >>> while not rollout.is_full:
+        ...     rollout.add(obs, 0, 1.0, False, False, value=np.zeros(1, np.float32), log_prob=np.zeros(1, np.float32))
+        >>> rollout.finish(np.zeros(1, np.float32))
+        >>> for batch in rollout.minibatches(batch_size=2, epochs=1):
+        ...     assert batch.obs.shape == (2, 4) and batch.advantage.shape == (2,)
     """
 
     obs: Any
@@ -240,7 +254,7 @@ def check_ids_of_any_shape(ids: Any) -> Ids:
 
 
 class Validity(Protocol):
-    """Which of the held ids are transitions. Entries added with `valid=False` are not."""
+    """Which of the held ids are transitions. Entries added with `valid=False` are not. This never changes for an id."""
 
     @property
     def all_valid(self) -> bool:

@@ -18,10 +18,12 @@ from holdall.errors import ArgumentError, DamageError, HoldallError
 _MAX_COUNT = 2**62
 
 
-def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> int:
-    """Return `value`, which must be a whole number of at least `least`."""
+def require_count(argument: str, value: Any, least: int = 1, reason: str = "", most: int | None = None) -> int:
+    """Return `value`, which must be a whole number of at least `least`, and at most `most` if that is given."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
+    if most is not None and int(value) > most:
+        raise ArgumentError(f"{argument} ({value!r}) must be at most {most}; pass a smaller number")
     return int(value)
 
 
@@ -45,6 +47,8 @@ def require_path(argument: str, value: Any) -> str:
         path = b""
     if isinstance(path, bytes):
         raise ArgumentError(f"{argument} ({value!r}) must be text or a pathlib.Path; pass one of them")
+    if not path:
+        raise ArgumentError(f"{argument} is an empty text. Pass a path; '.' is the working directory.")
     return str(path)
 
 

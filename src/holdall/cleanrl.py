@@ -64,6 +64,10 @@ class ReplayBuffer:
         prefer: See `holdall.ReplayMemory`.
         spill_dir: See `holdall.ReplayMemory`. Without it, a budget in bytes that does not hold `buffer_size` keeps the
             newest transitions that fit.
+
+    Examples:
+        >>> from holdall.cleanrl import ReplayBuffer
+        >>> rb = ReplayBuffer(1_000, env.observation_space, env.action_space, "cpu", handle_timeout_termination=False)
     """
 
     def __init__(
@@ -300,7 +304,7 @@ def _cast(spec: Spec, value: Any, argument: str) -> NDArray[Any]:
 
 
 def _describe_space(space: spaces.Space[Any], n_envs: int, argument: str) -> Spec:
-    """Return shape and dtype of what is stored of a space that CleanRL's buffer accepts."""
+    """Return the shape and dtype of the rows of a space. Raise SpaceError if CleanRL's buffer does not accept it."""
     kinds = spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
     if not isinstance(space, kinds) or space.shape is None:
         raise SpaceError(

@@ -62,7 +62,7 @@ _RESULT_KEYS = ("id", "discount", "mask")
 
 
 class Feature(NamedTuple):
-    """One key of a dataset: what a single step has under it."""
+    """Shape and dtype of one key of a step."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -109,6 +109,12 @@ class Dataset:
         schema: Spaces of all fields.
         fps: Steps per second, or None if that is neither recorded nor given.
         attached: Files that were saved with the checkpoint, by name.
+
+    Examples:
+        >>> _ = memory.save("recording").result()
+        >>> with holdall.Dataset.open("recording", allow_writer=True) as dataset:
+        ...     print(len(dataset), dataset[[3, 1]]["observation"].shape)
+        100 (2, 4)
     """
 
     def __init__(self, settings: _DatasetSettings, cache: _CacheDirectory | None = None) -> None:
@@ -627,7 +633,7 @@ def _list_outputs(
 
     def add(prefix: str, tree: Tree, outputs: tuple[int, ...]) -> None:
         for leaf, output in zip(tree.leaves, outputs, strict=True):
-            name = leaf.name if not prefix else f"{prefix}.{leaf.name}" if leaf.name else prefix
+            name = ".".join(part for part in (prefix, leaf.name) if part)
             if name in found or name in _RESULT_KEYS:
                 name = f"extras.{name}"
             found[name] = (output, Feature(leaf.shape, leaf.dtype))

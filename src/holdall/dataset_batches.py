@@ -38,7 +38,7 @@ class Batches:
         self._num_batches = count // self._batch_size
         if num_batches is not None:
             self._num_batches = require_count("num_batches", num_batches, 1)
-        new_generator(seed)  # Refuses what is not a seed.
+        new_generator(seed)  # Raises an error for an invalid seed.
         self._seed = np.random.SeedSequence(seed).entropy
         self.epoch = 0
         if self._num_batches == 0:

@@ -57,7 +57,7 @@ _FORMAT = 1
 
 
 class Selector(Protocol):
-    """What `embodied.replay.selectors` have: draws numbers of sequences."""
+    """The methods of the classes in `embodied.replay.selectors`, which draw numbers of sequences."""
 
     def __call__(self) -> Any:
         """Return the number of a sequence."""
@@ -84,14 +84,22 @@ class Replay:
         capacity: Sequences that are held. The oldest is removed first.
         directory: Place of the checkpoints of `save` and `load`: a directory, or a prefix of an object store.
         chunksize: Not used. holdall chooses the lengths of its segments.
-        online: Whether every worker's newest steps are drawn once, without overlap, before others.
-        selector: Draws sequences, as those of `embodied.replay.selectors`; uniform by default.
+        online: Whether `sample` first returns new sequences, with each step of a worker once. Then the selector draws.
+        selector: Object that draws sequences, as in `embodied.replay.selectors`; uniform by default.
         save_wait: Whether `save` returns only when the checkpoint is complete.
         name: Name for log messages.
         seed: Seed of the uniform selector.
         budget: RAM that may be used; see `holdall.ReplayMemory`.
         prefer: How much slower sampling compressed data may be; see `holdall.ReplayMemory`.
         spill_dir: Directory for the oldest images that exceed the budget.
+
+    Examples:
+        >>> from holdall.dreamer import Replay
+        >>> replay = Replay(length=2, capacity=100)
+        >>> for step in range(10):
+        ...     replay.add({"image": np.zeros((8, 8, 3), np.uint8), "is_first": step == 0, "is_last": False})
+        >>> replay.sample(4)["image"].shape
+        (4, 2, 8, 8, 3)
     """
 
     def __init__(
@@ -132,7 +140,7 @@ class Replay:
         self._token = uuid.uuid4().bytes[:_TOKEN_BYTES]  # The first bytes of all step ids.
         self._change = threading.Condition(threading.RLock())  # Guards everything below; notified of new sequences.
         ring = self.capacity + _WORKERS * self.length
-        # By step id modulo the length: how many ids later the next step of the same worker is. 0: there is none yet.
+        # By id modulo `ring`: the distance to the id of the next step of the same worker. 0: it has not been added yet.
         self._distances: NDArray[np.uint32] = np.zeros(ring, np.uint32)
         self._starts: Ids = np.zeros(self.capacity, np.int64)  # By number of the sequence modulo the capacity.
         self._first_number = 0
@@ -163,7 +171,8 @@ class Replay:
         arrays = {key: np.asarray(value) for key, value in step.items() if not key.startswith("log/")}
         with self._change:
             if self._memory is None:
-                # Smaller observations would be stored twice, because a step does not know the next one.
+                # Smaller arrays become extras. As observations they would be stored twice, because `add` does not get
+                # `next_obs`.
                 tuning = self._settings["_tuning"] or Tuning()
                 self._begin({key: _Key.of(key, array, tuning.small_field_bytes) for key, array in arrays.items()})
             memory = self.memory
@@ -183,7 +192,7 @@ class Replay:
         self._keys = keys
 
     def _record_step(self, number: int, stream: _Stream) -> None:
-        """Append step id `number` to a stream. Record the sequence that it completes."""
+        """Append the step with id `number` to a stream. Record the sequence that ends with this step."""
         first_id = self.memory.first_id
         ring = len(self._distances)
         self._distances[number % ring] = 0
@@ -229,8 +238,8 @@ class Replay:
     def sample(self, batch: int, mode: str = "train") -> dict[str, Array]:
         """Return `batch` sequences, each key with the axes (batch, length). Wait until there is a sequence.
 
-        `stepid` names every step, for `update`. The first step of a sequence has `is_first`, and a step before the
-        first one of another episode has `is_last`.
+        `stepid` identifies every step, for `update`. `is_first` is set in the first step of every sequence. `is_last`
+        is set in every step that is followed by the first step of another episode.
         """
         batch = require_count("batch", batch, 1)
         if mode not in _MODES:
@@ -245,7 +254,7 @@ class Replay:
         return data
 
     def _draw(self, mode: str) -> int:
-        """Return the step id with which a sequence begins. Called with the lock, which is released while it waits."""
+        """Return the id of the first step of a sequence. Called with the lock, which is released while it waits."""
         if mode == "train":
             self.metrics["samples"] += 1
         while True:
@@ -319,11 +328,11 @@ class Replay:
     def _require_rewritable(self, name: str, array: Array, leading: tuple[int, ...]) -> None:
         key = self._keys.get(name)
         if key is None:
-            raise ArgumentError(f"{name!r} is no key of the steps, which have {sorted(self._keys)}. Leave it out.")
+            raise ArgumentError(f"{name!r} is not a key of the steps, which have {sorted(self._keys)}. Leave it out.")
         if key.kind != "extra":
             raise ArgumentError(
-                f"{name!r} is stored as an {key.kind}, which is what happened and cannot be rewritten. Add what the "
-                "network computes under another key, as floating point numbers."
+                f"{name!r} is stored as an {key.kind}, which cannot be rewritten. Add what the network computes "
+                "under another key, as floating point numbers."
             )
         if array.shape != (*leading, *key.shape) or array.dtype != key.dtype:
             raise ArgumentError(
@@ -389,7 +398,7 @@ class Replay:
             handle.result()
 
     def _pack_state(self) -> dict[str, bytes]:
-        """Return which sequences are held, and the state of the uniform selector, as files of a checkpoint."""
+        """Return the sequences and the state of the uniform selector, as files of a checkpoint."""
         memory = self.memory
         held = np.arange(memory.first_id, memory.next_id)
         numbers = np.arange(self._first_number, self._next_number)
@@ -470,7 +479,7 @@ class Replay:
 
 
 class _Stream:
-    """The steps of one worker that are not the first of a sequence yet."""
+    """The newest steps of one worker. `pending` are those whose sequence of `length` steps is not complete."""
 
     def __init__(self) -> None:
         self.pending: deque[int] = deque()
@@ -488,9 +497,9 @@ class _Key(NamedTuple):
 
     @classmethod
     def of(cls, name: str, array: Array, small_bytes: int) -> _Key:
-        """Return the key of an array. Raise ArgumentError if it has no numbers.
+        """Return the key of an array. Raise ArgumentError if its dtype is not numeric.
 
-        Larger arrays than `small_bytes` are images, unless they are floating point.
+        Arrays of more than `small_bytes` are images, unless they are floating point.
         """
         if array.dtype.kind not in "biuf" or name == "stepid":
             raise ArgumentError(
@@ -585,7 +594,7 @@ def _make_arguments(keys: Mapping[str, _Key], arrays: Step) -> dict[str, Any]:
         "obs": by_kind["image"],
         "action": {},
         "reward": by_kind["reward"].get("reward", _NO_REWARD),
-        "next_obs": by_kind["image"],  # Not read. The same image takes no memory.
+        "next_obs": by_kind["image"],  # Nobody reads it. An image that equals `obs` takes no memory.
         "terminated": _FLAG,
         "truncated": _FLAG,
         "extras": by_kind["extra"],
@@ -640,9 +649,9 @@ def _unpack_state(memory: ReplayMemory, place: str, length: int) -> tuple[dict[s
     }
     arrays = {}
     for name, length_of in lengths.items():
-        # A damaged file must not take more memory than it says.
+        # A damaged file must not decompress to more bytes than the state says.
         content = zlib.decompressobj().decompress(memory.attached[f"dreamer/{name}"], 8 * length_of + 1)
         if len(content) != 8 * length_of:
-            raise CheckpointError(f"{place} has another number of {name} than it says. Load another checkpoint.")
+            raise CheckpointError(f"{place} is damaged: its number of {name} is wrong. Load another checkpoint.")
         arrays[name] = np.frombuffer(content, "<i8").astype(np.int64)
     return state, arrays

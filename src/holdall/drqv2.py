@@ -3,8 +3,8 @@
 DrQ-v2 writes every episode to a compressed file, and its loader workers keep all episodes uncompressed. Here the
 storage and the loader of a folder share one memory, in which every frame of the stacks is stored once.
 
-Guarantee: batches are bit for bit those of DrQ-v2's rules: an episode is drawn, then a start in it, and n rewards and
-discounts are accumulated in float32. With one seed, the rows are those that DrQ-v2 draws without worker processes.
+Guarantee: with the same seed, batches equal, bit for bit, those that DrQ-v2 makes without worker processes. For every
+row, an episode is drawn, and then the first of n consecutive steps. Rewards and discounts are accumulated in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Episode(NamedTuple):
 
 
 class _Draw(NamedTuple):
-    """The transitions of a batch: the first one of each row."""
+    """The first transition of each row of a batch, and how many steps a row has."""
 
     first_ids: Ids
     nstep: int
@@ -97,7 +97,7 @@ class ReplayBufferStorage:
             "_tuning": _tuning,
         }
         self._saves_snapshots = False
-        self._latest: dict[str, NDArray[Any]] | None = None  # The time step before, if its episode goes on.
+        self._latest: dict[str, NDArray[Any]] | None = None  # The last time step, if its episode has not ended.
         self._first_id = 0  # First transition of the current episode.
         self._transitions = 0
         self._episodes: deque[_Episode] = deque()
@@ -129,7 +129,7 @@ class ReplayBufferStorage:
         return [name for name in self._specs if name not in {"observation", "action", "reward"}]
 
     def add(self, time_step: Any) -> None:
-        """Add a time step of dm_env, extended by action, reward and discount. The last of an episode completes it."""
+        """Add a time step of DrQ-v2: one of dm_env, with an action. The last time step of an episode completes it."""
         values = {name: self._check(name, time_step[name]) for name in self._specs}
         before = None if time_step.first() else self._latest
         if time_step.first():
@@ -153,7 +153,7 @@ class ReplayBufferStorage:
                 self._memory.save(self._replay_dir)
 
     def _check(self, name: str, value: Any) -> NDArray[Any]:
-        """Return the array of a spec. A number fills it, as in DrQ-v2."""
+        """Return `value` as an array of the spec `name`. A single number fills the array, as in DrQ-v2."""
         spec = self._specs[name]
         dtype = np.dtype(spec.dtype)
         array = np.full(spec.shape, value, dtype) if np.isscalar(value) else np.asarray(value)
@@ -165,7 +165,7 @@ class ReplayBufferStorage:
         return array
 
     def _end_episode(self, *, is_cut: bool) -> None:
-        """Complete the current episode, if it has transitions. `is_cut`: its last transition is truncated now."""
+        """Complete the current episode, if it has transitions. `is_cut`: mark its last transition as truncated."""
         self._latest = None
         if self._memory is None:
             return
@@ -251,7 +251,7 @@ class ReplayBufferStorage:
 
 
 class ReplayLoader:
-    """What `make_replay_loader` returns. Every iterator over it is endless and draws on its own."""
+    """An endless loader of batches, which `make_replay_loader` returns. Every iterator draws batches of its own."""
 
     def __init__(
         self, storage: ReplayBufferStorage, batch_size: int, prefetch: int, nstep: int, discount: float
@@ -287,7 +287,7 @@ def make_replay_loader(
         max_size: Maximum number of transitions of the storage.
         num_workers: Batches that one thread reads ahead. There are no processes: all batches come from one memory.
         save_snapshot: Write a checkpoint to `replay_dir` at the end of every episode, in the background.
-        nstep: Steps of a row. Episodes with fewer steps are not drawn.
+        nstep: Consecutive steps from `obs` to `next_obs`. Episodes with fewer steps are not drawn.
         discount: Discount of one step.
     """
     storage = _STORAGES.get(Path(replay_dir).resolve())

@@ -56,6 +56,16 @@ class TrajectoryBuffer(list[torch.Tensor]):
     Args:
         device: Device of the tensors. None for a CUDA device if there is one, else the CPU.
         slot_bytes: Size of a pinned staging slot. There are four.
+
+    Examples:
+        >>> import torch
+        >>> from holdall.elegantrl import TrajectoryBuffer
+        >>> buffer = TrajectoryBuffer("cpu")
+        >>> states, rewards, masks = torch.rand(16, 4, 8), torch.rand(16, 4), torch.ones(16, 4)
+        >>> rollout = [states, rewards, masks, torch.rand(16, 4, 2), torch.rand(16, 4, 2)]
+        >>> steps, mean_reward = buffer.update_buffer([rollout, rollout])
+        >>> steps
+        32
     """
 
     def __init__(self, device: torch.device | str | None = None, slot_bytes: int = SLOT_BYTES) -> None:
@@ -158,7 +168,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
 
 
 def _group_host_items(items: list[Item]) -> list[list[int]]:
-    """Return the numbers of items on the host, in groups of neighbours. What is between groups is not overwritten."""
+    """Return the numbers of items on the host, in groups of neighbours. Items between groups are not overwritten."""
     on_host = [number for number, item in enumerate(items) if item[0].device.type == "cpu"]
     # Neighbouring numbers have the same difference to their position.
     groups = groupby(enumerate(on_host), lambda pair: pair[1] - pair[0])

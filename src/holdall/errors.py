@@ -39,7 +39,15 @@ class ClosedError(HoldallError, RuntimeError):
     """The memory was closed."""
 
 
-class DamageError(HoldallError, OSError):
+class _StorageError(HoldallError, OSError):
+    """Base of errors that may have an `errno`."""
+
+    def __str__(self) -> str:
+        """Return the message. `OSError` puts the number before it."""
+        return self.strerror or super().__str__()
+
+
+class DamageError(_StorageError):
     """Stored bytes are damaged. None of them was returned."""
 
 
@@ -47,7 +55,7 @@ class NewerFormatError(DamageError):
     """Stored bytes have a format that this version does not know. They were not changed."""
 
 
-class CheckpointError(HoldallError, OSError):
+class CheckpointError(_StorageError):
     """A checkpoint could not be written or found. Earlier checkpoints were not changed."""
 
 
@@ -67,7 +75,7 @@ class ShardError(HoldallError, RuntimeError):
     """A shard does not answer, or it refused a call."""
 
 
-class WatchError(HoldallError, OSError):
+class WatchError(_StorageError):
     """A process cannot be read, or a file of the watch cannot be written."""
 
 

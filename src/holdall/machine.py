@@ -108,8 +108,9 @@ def available_bytes() -> int:
 def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> list[Limit]:
     """Return the memory limits of all control groups of the process with the id `process`. None: this process."""
     limits = []
-    for directory, files in _directories(proc / ("self" if process is None else str(process))):
-        limit, usage = _number(directory / files.limit), _number(directory / files.usage)
+    for directory, files in list_control_groups(proc / ("self" if process is None else str(process))):
+        limit = _number(directory / files.limit)
+        usage = _number(directory / files.usage)
         if limit is None or usage is None or limit >= _NO_LIMIT:
             continue
         free = limit - usage + _stat(directory / "memory.stat", files.reclaimable)
@@ -127,34 +128,27 @@ def largest_mapping(proc: Path = Path("/proc")) -> int | None:
     return int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
 
 
-def shared_memory() -> Limit | None:
-    """Return the limit on memory that processes share. None: the system does not limit it separately."""
-    return _disk("/dev/shm", Path("/dev/shm"))
-
-
 def disk(directory: Path) -> Limit | None:
     """Return the limit of the disk of `directory`, which need not exist. None: it cannot be read."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
-    return _disk(f"disk at {directory}", directory)
-
-
-def _disk(name: str, directory: Path) -> Limit | None:
     try:
         usage = shutil.disk_usage(directory)
     except OSError:
         return None
-    return Limit(name, usage.free, usage.total)
+    return Limit(f"disk at {directory}", usage.free, usage.total)
 
 
-def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
+def list_control_groups(process: Path) -> Iterator[tuple[Path, _Files]]:
     """Yield the directory of the memory control group of a process, and of all groups that contain this group."""
     paths = _paths(process / "cgroup")
     for mount, root, kind, controllers in _mounts(process / "mountinfo"):
         if kind == "cgroup2":
-            files, path = _V2, paths.get("")
+            files = _V2
+            path = paths.get("")
         elif "memory" in controllers:
-            files, path = _V1, paths.get("memory")
+            files = _V1
+            path = paths.get("memory")
         else:
             continue
         if path is None:
@@ -314,7 +308,8 @@ def _mappings(text: bytes) -> Iterator[Mapping]:
             start, _, end = header[0].partition(b"-")
             name = header[5].decode("utf-8", "replace") if len(header) > 5 else ""
             yield Mapping(int(start, 16), int(end, 16), header[1].decode("ascii", "replace"), name, *sums[:3])
-        header, sums = line.split(None, 5), [0] * 4
+        header = line.split(None, 5)
+        sums = [0] * 4
 
 
 def _count(line: bytes, sums: list[int]) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from holdall.background import CLOSE_S
 from holdall.batch import Batch, Draw, check_ids, require_held, require_in_range
-from holdall.checkpoint import LOAD_S, Attached, MemorySnapshot, Progress, Restored, SaveHandle, Savers, load_memory
+from holdall.checkpoint import LOAD_S, Attached, Loading, MemorySnapshot, Progress, Restored, SaveHandle, Savers
 from holdall.checks import require_choice, require_count, require_number, require_path, to_whole
 from holdall.codec.choice import PREFERENCES
 from holdall.delivery import Loader, new_delivery
@@ -46,7 +46,7 @@ from holdall.sampling import (
     restore_generator,
     resume_sampler,
 )
-from holdall.schema import Schema, fit_flags, on_host
+from holdall.schema import MAX_LANES, Schema, fit_flags, on_host
 from holdall.schema_json import schema_to_json
 from holdall.store.budget import Budget
 from holdall.store.closed import FORKED, ClosedStore
@@ -56,6 +56,9 @@ from holdall.store.store import Store
 from holdall.store.tuning import Tuning
 
 _LOG = logging.getLogger("holdall")
+
+_MAX_CAPACITY = 2**60
+"""Ids stay below 2**63, however many transitions are added."""
 
 
 class ReplayMemory:
@@ -70,8 +73,8 @@ class ReplayMemory:
         budget: RAM that the memory may use. "8GiB" or a number of bytes is a hard limit. "auto" keeps the newest
             transitions raw, up to a quarter of the RAM that is available when the first block is full, and compresses
             all others. None compresses all transitions.
-        prefer: How much slower sampling compressed data may be than sampling raw data: "speed" 1.2 times, "balanced" 2
-            times, "memory" 4 times.
+        prefer: How much slower sampling compressed data may be than sampling raw data: "speed" about 1.8 times,
+            "balanced" 2 times, "memory" 4 times.
         spill_dir: Directory for the oldest compressed transitions that exceed the budget. Without it, a memory with a
             hard limit drops its oldest transitions early, see `report().capacity_that_fits`.
         device: None for batches of NumPy arrays; "cpu" or "cuda" for torch tensors there; "jax" for arrays of JAX.
@@ -86,6 +89,15 @@ class ReplayMemory:
         batch_source: The sampler, the generator, and batches that are made with them. For adapters.
         schema: Spaces of all fields.
         capacity: Transitions over all lanes that are held at most.
+
+    Examples:
+        >>> with holdall.ReplayMemory(Box(-1, 1, (3,)), Discrete(2), capacity=100, seed=0) as small:
+        ...     obs = np.zeros(3, np.float32)
+        ...     for _ in range(10):
+        ...         small.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
+        ...     batch = small.sample(4)
+        >>> batch.obs.shape, batch.reward
+        ((4, 3), array([1., 1., 1., 1.]))
     """
 
     def __init__(
@@ -110,9 +122,9 @@ class ReplayMemory:
         if isinstance(observation_space, Schema):
             schema = observation_space
         else:
-            require_count("num_envs", num_envs, 1)
+            require_count("num_envs", num_envs, 1, most=MAX_LANES)
             of_lanes = " (num_envs: it counts transitions over all lanes)"
-            capacity = require_count("capacity", capacity, num_envs, of_lanes)
+            capacity = require_count("capacity", capacity, num_envs, of_lanes, _MAX_CAPACITY)
             schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
         require_choice("prefer", prefer, PREFERENCES)
         self._settings: dict[str, Any] = {
@@ -191,6 +203,11 @@ class ReplayMemory:
                 one of the next episode.
             valid: False marks lanes that made no transition, such as the step after the end of an episode in
                 Gymnasium's next-step autoreset. Such entries are never sampled and not counted.
+
+        Examples:
+            >>> obs, _ = env.reset(seed=0)
+            >>> next_obs, reward, terminated, truncated, _ = env.step(1)
+            >>> memory.add(obs, 1, reward, next_obs, terminated, truncated)
         """
         self.store.append(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
@@ -209,6 +226,12 @@ class ReplayMemory:
 
         Everything is checked before the first step is written. An interrupt is raised after the last step. A second
         interrupt leaves the first steps, each of them complete.
+
+        Examples:
+            >>> obs = np.zeros((20, 1, 4), np.float32)  # 20 steps of one environment
+            >>> actions = np.zeros((20, 1), np.int64)
+            >>> never = np.zeros((20, 1), np.bool_)
+            >>> memory.extend(obs, actions, np.ones((20, 1)), obs, terminated=never, truncated=never)
         """
         self.store.extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
@@ -220,13 +243,23 @@ class ReplayMemory:
         return self.batch_source.sampler
 
     def sample(self, batch_size: int) -> Batch:
-        """Draw `batch_size` transitions with the memory's sampler."""
+        """Draw `batch_size` transitions with the memory's sampler.
+
+        Examples:
+            >>> memory.sample(32).obs.shape
+            (32, 4)
+        """
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
         return self.batch_source.sample(batch_size)
 
     def gather(self, ids: Any) -> Batch:
-        """Return the transitions `ids`, in that order."""
+        """Return the transitions `ids`, in that order.
+
+        Examples:
+            >>> memory.gather([memory.first_id, memory.next_id - 1]).reward
+            array([1., 1.])
+        """
         return self.batch_source.deliver(Draw.from_ids(check_ids(ids)))
 
     def loader(self, batch_size: int, prefetch: int = 2, device: str | None = None) -> Loader:
@@ -239,6 +272,11 @@ class ReplayMemory:
         Args:
             prefetch: Number of batches that are made ahead. Each takes the memory of a batch.
             device: Device of the batches; the memory's own device by default.
+
+        Examples:
+            >>> with memory.loader(32, prefetch=2) as batches:
+            ...     for step, batch in zip(range(10), batches):
+            ...         assert batch.obs.shape == (32, 4)
         """
         batch_size = require_count("batch_size", batch_size, 1)
         return self.batch_source.load(batch_size, require_count("prefetch", prefetch, 0), device)
@@ -246,7 +284,12 @@ class ReplayMemory:
     # ---------------------------------------------------------------- validity and rewriting
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
-        """Return which of some held ids are transitions. Entries added with `valid=False` are not."""
+        """Return which of some held ids are transitions. Entries added with `valid=False` are not.
+
+        Examples:
+            >>> memory.are_valid([memory.first_id])
+            array([ True])
+        """
         view: StoreView = self.store.view()
         wanted = check_ids(ids)
         require_in_range(wanted, view.first_id, view.next_id)
@@ -258,6 +301,13 @@ class ReplayMemory:
         Args:
             ids: Ids of a batch. Ids that were evicted since are ignored.
             priorities: Numbers of at least 0, one per row of the batch.
+
+        Examples:
+            >>> memory = holdall.ReplayMemory(env.observation_space, env.action_space, sampler=holdall.Prioritized())
+            >>> obs, _ = env.reset(seed=0)
+            >>> memory.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
+            >>> batch = memory.sample(1)
+            >>> memory.update_priorities(batch.ids, np.array([0.5]))
         """
         self.batch_source.update_priorities(ids, priorities)
 
@@ -269,6 +319,15 @@ class ReplayMemory:
         Args:
             ids: Ids of transitions; for sequences `batch.ids[batch.mask]`. If an id occurs twice, its last row counts.
             columns: New rows by the name of their extra, one per id, with the extra's shape and dtype.
+
+        Examples:
+            >>> extras = {"value": Box(-np.inf, np.inf, (), np.float32)}
+            >>> memory = holdall.ReplayMemory(env.observation_space, env.action_space, extras=extras)
+            >>> obs, _ = env.reset(seed=0)
+            >>> memory.add(obs, 0, 1.0, obs, False, False, extras={"value": np.zeros(1, np.float32)})
+            >>> memory.update([0], value=np.ones(1, np.float32))
+            >>> memory.gather([0]).extras["value"]
+            array([1.], dtype=float32)
         """
         store: MemoryStore = self.store
         view = store.view()
@@ -281,7 +340,14 @@ class ReplayMemory:
         store.rewrite(wanted, rows)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Overwrite terminated and truncated of transitions: some frameworks cut the last episode afterwards."""
+        """Overwrite terminated and truncated of transitions: some frameworks cut the last episode afterwards.
+
+        Examples:
+            >>> newest = [memory.next_id - 1]
+            >>> memory.set_flags(newest, terminated=[False], truncated=[True])
+            >>> memory.gather(newest).truncated
+            array([ True])
+        """
         store: MemoryStore = self.store
         view = store.view()
         wanted = check_ids(ids)
@@ -316,7 +382,12 @@ class ReplayMemory:
         return store.held_count / self.capacity
 
     def report(self) -> MemoryReport:
-        """Account for the bytes that the memory holds, field by field, and compare them with the plain layout."""
+        """Account for the bytes that the memory holds, field by field, and compare them with the plain layout.
+
+        Examples:
+            >>> memory.report().transitions == len(memory)
+            True
+        """
         store: MemoryStore = self.store
         return MemoryReport(
             transitions=len(store),
@@ -335,6 +406,9 @@ class ReplayMemory:
         """Reduce the RAM in use by `nbytes`, as far as this evicts nothing.
 
         Raw data is compressed. With `spill_dir`, compressed data is spilled.
+
+        Examples:
+            >>> memory.relieve(64 * 2**20)
         """
         self.store.relieve(require_count("nbytes", nbytes, 0))
 
@@ -369,6 +443,11 @@ class ReplayMemory:
                 handle's `mirrored()` waits for that.
             progress: Called in the background with the current phase and the bytes so far. If it takes three arguments,
                 also with the approximate total of bytes.
+
+        Examples:
+            >>> checkpoint = memory.save("runs/first", attach={"notes.txt": b"lr 3e-4"}).result()
+            >>> checkpoint.number, checkpoint.transitions == len(memory)
+            (1, True)
         """
         return self._savers.save(self._snapshot, url, attach, require_count("keep", keep, 1), mirror, progress)
 
@@ -388,6 +467,10 @@ class ReplayMemory:
         Args:
             seconds: Seconds between two checkpoints.
             transitions: Transitions between two checkpoints. With both limits, the first that is reached counts.
+
+        Examples:
+            >>> memory.save_every("runs/often", seconds=60)
+            >>> memory.close()
         """
         autosave = self._savers.save_every(self, url, seconds, transitions, keep, mirror)
         before = self._autosave
@@ -432,6 +515,12 @@ class ReplayMemory:
             store_device: As in the constructor. A memory whose data lived on a device returns there.
             timeout: Seconds without an answer of an object store after which `load` raises an error. Later, sampling
                 waits until the store answers or the memory is closed.
+
+        Examples:
+            >>> _ = memory.save("runs/second").result()
+            >>> loaded = holdall.ReplayMemory.load("runs/second")
+            >>> bool((loaded.sample(32).ids == memory.sample(32).ids).all())
+            True
         """
         settings = {
             "budget": budget,
@@ -441,14 +530,20 @@ class ReplayMemory:
             "store_device": store_device,
             "_tuning": _tuning,
         }
-        memory: Self = load_memory(
-            cls, cls._restore, url, settings, sampler, to_whole(capacity), num_envs, recover, timeout
+        loading: Loading[Self] = Loading(
+            cls, cls._restore, settings, sampler, to_whole(capacity), num_envs, recover=recover
         )
-        return memory
+        return loading.load(url, timeout)
 
     @property
     def attached(self) -> Attached:
-        """Files that were saved with the checkpoint that this memory was loaded from, by name."""
+        """Files that were saved with the checkpoint that this memory was loaded from, by name.
+
+        Examples:
+            >>> _ = memory.save("runs/third", attach={"notes.txt": b"lr 3e-4"}).result()
+            >>> holdall.ReplayMemory.load("runs/third").attached["notes.txt"]
+            b'lr 3e-4'
+        """
         return self._attached
 
     def _snapshot(self) -> MemorySnapshot:

@@ -30,6 +30,11 @@ def model(
         total_timesteps: Argument of `learn`: the buffer may never fill.
         budget: Bytes, or text such as "8GiB": a limit beside those of the machine.
         measures: Measure an update, and what holdall's memory takes.
+
+    Examples:
+        >>> from holdall import plan
+        >>> from stable_baselines3 import DQN
+        >>> planned = plan.model(DQN("MlpPolicy", env, buffer_size=10_000), total_timesteps=50_000)
     """
     if not hasattr(model, "observation_space") or not hasattr(model, "policy_class"):
         raise ArgumentError(f"model ({type(model).__name__}) must be a model of Stable-Baselines3.")

@@ -49,6 +49,15 @@ class Recorder:
 
     The recorder resets lanes before it steps them: all of them at first, and with "disabled" those whose episodes
     ended. A policy acts on `recorder.obs`, which is always the observation that the next step begins with.
+
+    Examples:
+        >>> spaces = envs.single_observation_space, envs.single_action_space
+        >>> target = holdall.ReplayMemory(*spaces, capacity=1_000, num_envs=2)
+        >>> recorder = holdall.Recorder(envs, target)
+        >>> for _ in range(5):
+        ...     _ = recorder.step(envs.action_space.sample())
+        >>> len(target)
+        10
     """
 
     def __init__(self, envs: Any, memory: Any, *, autoreset_mode: Any = None) -> None:

@@ -21,7 +21,12 @@ def field_name(prefix: str, leaf: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FieldReport:
-    """The bytes of one field by kind, and how the field is stored."""
+    """The bytes of one field by kind, and how the field is stored.
+
+    Examples:
+        >>> [field.name for field in memory.report().fields]
+        ['obs', 'action', 'reward', 'flags']
+    """
 
     name: str
     slice_bytes: int  # Unique slices in memory, raw or compressed.
@@ -47,7 +52,13 @@ class FieldReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The bytes of all fields of a memory, and what it dropped."""
+    """The bytes of all fields of a memory, and what it dropped.
+
+    Examples:
+        >>> report = memory.report()
+        >>> report.transitions, report.dropped_early
+        (100, 0)
+    """
 
     transitions: int
     fields: tuple[FieldReport, ...]

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from holdall.batch import RolloutBatch
 from holdall.checks import require_count, require_number
 from holdall.delivery.minibatches import new_minibatches
-from holdall.errors import ArgumentError, ClosedError
+from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.memory_registry import MEMORIES, Hooks, PressureCheck
 from holdall.report import FieldReport, MemoryReport
 from holdall.rollout_host import ESTIMATES, HostRollout
 from holdall.rollout_sequences import RolloutSequences
 from holdall.sampling import new_generator
-from holdall.schema import Schema
+from holdall.schema import MAX_LANES, Schema
 from holdall.store.tuning import Tuning
 
 _CLOSED = "The memory was closed. Make a new RolloutMemory."
@@ -88,11 +88,24 @@ class RolloutMemory:
         num_envs: Number of lanes, which is the leading axis of everything that is added.
         device: None for NumPy minibatches; "cpu" or "cuda" for torch tensors there.
         compress: None stores raw frames. "speed", "balanced" or "memory" compresses them as they come, so that reading
-            them takes at most 1.2, 2 or 4 times as long.
+            them takes at most about 1.8, 2 or 4 times as long.
         extras: Further fields per step, by name, such as recurrent states or action masks.
         seed: Seeds the order of minibatches.
 
     Only one thread may use it at a time.
+
+    Examples:
+        >>> spaces = envs.single_observation_space, envs.single_action_space
+        >>> rollout = holdall.RolloutMemory(*spaces, num_steps=8, num_envs=2)
+        >>> obs, _ = envs.reset(seed=0)
+        >>> zeros = np.zeros(2, np.float32)
+        >>> while not rollout.is_full:
+        ...     action = envs.action_space.sample()
+        ...     obs, reward, terminated, truncated, _ = envs.step(action)
+        ...     rollout.add(obs, action, reward, terminated, truncated, value=zeros, log_prob=zeros, final_obs=obs)
+        >>> rollout.finish(zeros, gamma=0.99, gae_lambda=0.95)
+        >>> [batch.advantage.shape for batch in rollout.minibatches(batch_size=8, epochs=1)]
+        [(8,), (8,)]
     """
 
     def __init__(
@@ -109,11 +122,18 @@ class RolloutMemory:
         _tuning: Tuning | None = None,
     ) -> None:
         self.num_steps = require_count("num_steps", num_steps)
-        self.num_envs = require_count("num_envs", num_envs)
+        self.num_envs = require_count("num_envs", num_envs, most=MAX_LANES)
         self.schema = Schema.of(observation_space, action_space, extras, self.num_envs)
         self._minibatch_maker = new_minibatches(device, self.schema.leaves)
         self._generator = new_generator(seed)
-        self._host = HostRollout(self.schema, self.num_steps, compress, self._minibatch_maker, _tuning)
+        try:
+            self._host = HostRollout(self.schema, self.num_steps, compress, self._minibatch_maker, _tuning)
+        except HoldallError:
+            raise
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise ArgumentError(
+                f"num_steps ({self.num_steps}) takes more address space than this machine gives ({error}). Lower it."
+            ) from error
         # Where steps are stored. Replaced by a rollout on the device if the first observations are there.
         self._steps: _Steps = self._host
         self._now = _Progress()
@@ -214,8 +234,8 @@ class RolloutMemory:
     def sequences(self, batch_size: int, epochs: int = 1, length: int | None = None) -> Iterator[RolloutBatch]:
         """Return minibatches of whole sequences, for recurrent networks: (sequences, time, ...) with a mask.
 
-        A sequence has the steps of one lane within one episode, at most `length` of them. Sequences come in a new order
-        in each epoch. A minibatch has as many as have at most `batch_size` steps together, but at least one.
+        A sequence has the steps of one lane within one episode, at most `length` of them. Their order is
+        new in each epoch. A minibatch has as many sequences as have `batch_size` steps together, but at least one.
         """
         self._require_batches(batch_size, epochs)
         if length is not None:
@@ -225,13 +245,13 @@ class RolloutMemory:
         return self._make_sequences(sequences, batch_size, epochs, self._now.rollout)
 
     def reset(self) -> None:
-        """Forget the rollout. Its memory is that of the next one."""
+        """Forget the rollout. The next one uses the same memory."""
         self._require_open()
         self._now = _Progress(rollout=self._now.rollout + 1, is_stale=True)
         self._clear_stale()
 
     def __len__(self) -> int:
-        """Return the number of steps over all lanes, without lanes that made none."""
+        """Return the number of steps over all lanes. Lanes with `valid=False` do not count."""
         self._require_open()
         return int(np.count_nonzero(self._steps.held(self._now.steps)))
 
@@ -301,7 +321,7 @@ class RolloutMemory:
                 yield self._gather(places.reshape(-1), places.shape)
 
     def _gather(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
-        """Return the steps at `places`; as sequences of `shape`, and with a mask, unless that is None."""
+        """Return the steps at `places`. If `shape` is given, return sequences of this shape, with a mask."""
         schema = self.schema
         delivered = self._steps.gather(places, padded=shape is not None)
         if shape is not None:

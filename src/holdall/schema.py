@@ -28,6 +28,11 @@ from holdall.space_leaves import STORABLE_KINDS, LeafForm, Structure, flatten_sp
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
+MAX_LANES = 2**24 - 1
+"""Maximum number of lanes."""
+MAX_LEAF_BYTES = 2**30
+"""Maximum bytes of one lane of a leaf at one step."""
+
 _MAX_SHOWN_NUMBERS = 8
 """Arrays of at most this size are shown in error messages."""
 
@@ -55,6 +60,7 @@ class Leaf:
         array = value if type(value) is np.ndarray else as_array(value, self.describe(argument))
         if array.dtype != self.dtype:
             array = self._convert_integers(array, argument)
+        array = unify_type(array, self.dtype)
         if array.shape == leading + self.shape:
             return array
         if not axes and lacks_lane_axis(array.shape, leading, self.shape):
@@ -282,8 +288,10 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     array = value if type(value) is np.ndarray else as_array(value, "reward")
     if dtype is None:
         _require_reward_dtype(array.dtype)
+        dtype = np.dtype(array.dtype.str)
     elif array.dtype != dtype:
         array = _convert_reward(array, dtype)
+    array = unify_type(array, dtype)
     if array.shape == leading + shape:
         return array
     if lacks_lane_axis(array.shape, leading, shape):
@@ -337,8 +345,13 @@ def _require_reward_shape(shape: Any) -> tuple[int, ...]:
 
 
 def on_host(value: Any) -> Any:
-    """Return a tensor of any device on the CPU. Return any other value unchanged."""
-    return value.detach().cpu() if hasattr(value, "detach") else value
+    """Return a tensor of any device on the CPU. Return any other value, or a tensor without data, unchanged."""
+    if not hasattr(value, "detach"):
+        return value
+    try:
+        return value.detach().cpu()
+    except NotImplementedError:  # The tensor is on torch's device "meta". `as_array` refuses it.
+        return value
 
 
 def as_array(value: Any, argument: str) -> Array:
@@ -359,6 +372,15 @@ def as_array(value: Any, argument: str) -> Array:
             f"{argument} is a {type(value).__name__} of unequal or unknown objects; pass one array of numbers"
         )
     return array
+
+
+def unify_type(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array whose dtype equals `dtype` with the same type number as `dtype`, without a copy.
+
+    C has several integer types of the same size, such as long and long long. Their dtypes are equal, but have different
+    type numbers, which the native module compares.
+    """
+    return array if array.dtype.num == dtype.num else array.view(dtype)
 
 
 def convert_integers(array: Array, dtype: np.dtype[Any], *, to_floats: bool = False) -> Array | None:

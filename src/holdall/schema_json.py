@@ -1,6 +1,6 @@
 """Conversion of a schema to JSON and back.
 
-What is read is not trusted: names, shapes and sizes are checked, and a DamageError is raised if they are impossible.
+Files are not trusted: names, shapes and sizes are checked, and a DamageError is raised if they are impossible.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from holdall.errors import CheckpointError, DamageError
-from holdall.schema import Leaf, Schema, Tree
+from holdall.schema import MAX_LANES, MAX_LEAF_BYTES, Leaf, Schema, Tree
 from holdall.space_leaves import Structure
 
 _MAX_DEPTH = 32
-_MAX_LEAF_BYTES = 2**30
-_MAX_LANES = 2**24
 _MAX_AXES = 32
 _MAX_AXIS = 2**31
 _DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
@@ -48,7 +46,7 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
 def schema_from_json(fields: dict[str, Any]) -> Schema:
     """Return the schema that `schema_to_json` described."""
     lanes = fields["num_envs"]
-    if type(lanes) is not int or not 1 <= lanes < _MAX_LANES:
+    if type(lanes) is not int or not 1 <= lanes <= MAX_LANES:
         raise DamageError(f"Corrupt checkpoint: {lanes!r} is not a possible number of environments.")
     reward = _leaf_from_json("reward", "<f8", fields.get("reward_shape", ()))
     return Schema(
@@ -102,6 +100,6 @@ def _leaf_from_json(name: Any, dtype: Any, shape: Any) -> Leaf:
     stored = dtype_from_json(dtype)
     if not isinstance(name, str) or not are_lengths or len(lengths) > _MAX_AXES:
         raise DamageError(f"Corrupt checkpoint: its schema has an impossible leaf {name!r} of shape {lengths}.")
-    if math.prod(lengths) * stored.itemsize > _MAX_LEAF_BYTES:
+    if math.prod(lengths) * stored.itemsize > MAX_LEAF_BYTES:
         raise DamageError(f"Corrupt checkpoint: its schema has a leaf {name!r} of shape {lengths}, which is too large.")
     return Leaf(name, lengths, stored)

@@ -27,6 +27,13 @@ class SharedObservations:
         observation_space: Space of one lane's observation.
         num_envs: Number of lanes.
         context: Multiprocessing context that starts the workers. None for the default one.
+
+    Examples:
+        >>> board = holdall.SharedObservations(Box(0, 255, (2,), np.uint8), num_envs=2)
+        >>> board.write(1, np.array([7, 8], np.uint8))
+        >>> board.obs
+        array([[0, 0],
+               [7, 8]], dtype=uint8)
     """
 
     def __init__(self, observation_space: spaces.Space[Any], num_envs: int, context: BaseContext | None = None) -> None:
@@ -37,7 +44,7 @@ class SharedObservations:
             )
         self._tree = Tree.of(observation_space, "observation_space")
         self._lanes = num_envs
-        # The block has no name, so the system frees it with the last process that has it.
+        # An anonymous block: the system frees it with the last process that has it.
         maker: Any = multiprocessing if context is None else context
         self._block = maker.RawArray("B", max(1, _count_bytes(self._tree.leaves, self._lanes)))
         self._view()

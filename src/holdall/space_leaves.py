@@ -55,7 +55,8 @@ def flatten_space(space: spaces.Space[Any] | None, path: str, argument: str, lea
         raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store. {remedy}")
     if not dtype.isnative:
         raise SpaceError(f"{where} has dtype {dtype}, which has the byte order of other machines. Use np.{dtype.name}.")
-    leaves.append((path, tuple(int(n) for n in space.shape), dtype))
+    # The name gives the usual one of several C types of the same size, see `holdall.schema.unify_type`.
+    leaves.append((path, tuple(int(n) for n in space.shape), np.dtype(dtype.str)))
     return len(leaves) - 1
 
 

@@ -35,6 +35,11 @@ def track(name: str, array: Any, fill: FillFunction | None = None) -> None:
         array: An array or a tensor. It is followed for as long as it lives, and is not kept alive. A torch module or an
             optimizer is shown as parameters, gradients and optimizer state.
         fill: Returns how full the array is, from 0 to 1. Without it, growth of the touched part counts as a leak.
+
+    Examples:
+        >>> from holdall import watch
+        >>> features = np.zeros(1_000)
+        >>> watch.track("features", features)
     """
     if not 1 <= len(name) <= 100:
         raise ArgumentError(f"name ({name!r}) must be a text of 1 to 100 letters.")
@@ -67,6 +72,11 @@ def start(
             and move more to their `spill_dir`; "checkpoint" calls `checkpoint`. The last watch with "spill" counts.
         pressure_at: Share of a limit from which on memory is short.
         checkpoint: Function that saves. It is called in a thread of its own, once each time memory runs short.
+
+    Examples:
+        >>> from holdall import watch
+        >>> with watch.start(interval_s=0.5) as watched:
+        ...     reading = watched.reading()  # None before the first one
     """
     if not interval_s >= 0.1:
         raise ArgumentError(f"interval_s ({interval_s}) must be at least 0.1, because a reading takes some of that.")
@@ -82,7 +92,7 @@ def start(
 
 
 class Watch:
-    """A watch of this process; also a context manager. Make one with `holdall.watch.start`."""
+    """A watch of this process. A context manager. Make one with `holdall.watch.start`."""
 
     def __init__(self, guard: MemoryGuard, options: dict[str, Any]) -> None:
         self.agent = get_agent()

@@ -3,8 +3,8 @@
 `python -m rl_zoo3.train --algo dqn --env PongNoFrameskip-v4 --gym-packages holdall.zoo`
 
 Importing this module replaces the algorithms in rl_zoo3's table by subclasses that choose holdall's buffers.
-Hyperparameters and files do not change, and one seed gives the same weights. `enjoy` and `load` read the trained models
-without this module.
+Hyperparameters and files do not change, and one seed gives the same weights as without this module. `enjoy` and `load`
+read the trained models without this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdall.sb3 import HerReplayBuffer, ReplayBuffer, RolloutBuffer
 from holdall.sb3.contrib import equip
 from holdall.sb3.prioritized import made_with
 
-_N_STEP = getattr(buffers, "NStepReplayBuffer", buffers.ReplayBuffer)  # from 2.7 on
+_N_STEP = getattr(buffers, "NStepReplayBuffer", buffers.ReplayBuffer)  # New in Stable-Baselines3 2.7.
 _REPLAYS = (buffers.ReplayBuffer, buffers.DictReplayBuffer, _N_STEP)
 _ROLLOUTS = (buffers.RolloutBuffer, buffers.DictRolloutBuffer)
 _TIERS = ("budget", "prefer", "spill_dir")

@@ -73,6 +73,10 @@ class ReplayBuffer:
         spill_dir: See `holdall.ReplayMemory`. Without it, a budget in bytes that does not hold `capacity` keeps the
             newest transitions that fit.
         lossy_8bit_images: Round images to the nearest `k / 255`. This changes images that were resized.
+
+    Examples:
+        >>> from holdall.lerobot import ReplayBuffer
+        >>> buffer = ReplayBuffer(capacity=1_000, device="cpu", state_keys=["observation.state"], use_drq=False)
     """
 
     def __init__(

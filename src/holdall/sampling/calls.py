@@ -13,7 +13,7 @@ from holdall.sampling.held import Held
 from holdall.sampling.registry import is_shipped
 from holdall.sampling.sampler import Sampler
 from holdall.sampling.uniform import Uniform
-from holdall.schema import as_array
+from holdall.schema import as_array, on_host
 
 _HALF_PRECISION_BYTES = 2
 
@@ -52,9 +52,7 @@ def draws_once(sampler: Sampler) -> bool:
 def draw_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
     """Draw `count` rows. The draws of samplers that holdall does not ship are verified."""
     draw = sampler.draw(held, count, generator)
-    if not is_shipped(sampler):
-        held.require_draw(draw)
-    return draw
+    return draw if is_shipped(sampler) else held.check_draw(draw)
 
 
 def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> None:
@@ -79,9 +77,6 @@ def check_priorities(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, 
 
 def _widen_half_precision(priorities: Any) -> Any:
     """Copy a tensor to the host, and convert half precision to float32. NumPy does not have the dtype bfloat16."""
-    if not hasattr(priorities, "detach"):
-        return priorities
-    values = priorities.detach().cpu()
-    if values.is_floating_point() and values.itemsize == _HALF_PRECISION_BYTES:
-        return values.float()
-    return values
+    values = on_host(priorities)
+    is_half = hasattr(values, "detach") and values.is_floating_point() and values.itemsize == _HALF_PRECISION_BYTES
+    return values.float() if is_half else values

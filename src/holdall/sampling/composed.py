@@ -1,6 +1,6 @@
-"""Samplers that build on single transitions, which another sampler draws.
+"""`ComposedSampler`, the base class of samplers that let another sampler draw the first transition of each row.
 
-A memory over shards also needs to know how likely each transition is. `Likelihood` computes that.
+`Likelihood` computes how likely each transition is drawn, which memories over shards need to know.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from holdall.sampling.uniform import Uniform
 
 
 class ComposedSampler(ABC):
-    """Base class of samplers whose transitions are drawn `by` another sampler, which has the state and the priorities.
+    """Base class of samplers that let the sampler `by` draw the first transition of each row.
+
+    `by` has the state and the priorities.
 
     A subclass implements `draw`. If not every transition can begin a row, it also implements `restrict_to_starts`.
 
@@ -58,7 +60,7 @@ class ComposedSampler(ABC):
         self._require_prioritized().update_priorities(held, ids, priorities)
 
     def check_update(self, ids: Ids, priorities: NDArray[Any]) -> Ids:
-        """Return the transitions whose priorities are set, see `Prioritized.check_update`."""
+        """Return the transitions whose priorities `update_priorities` would set. See `Prioritized.check_update`."""
         return self._require_prioritized().check_update(self.find_first_ids(ids), priorities)
 
     def state(self) -> State:
@@ -85,7 +87,7 @@ class ComposedSampler(ABC):
 
 
 class Likelihood:
-    """How likely a sampler of holdall draws each transition.
+    """Computes how likely a sampler of holdall draws each transition.
 
     Every transition that can be drawn has a mass: its scaled priority, or 1 for samplers without priorities. The
     probability of a draw is mass / total mass.
@@ -107,11 +109,11 @@ class Likelihood:
 
     @property
     def highest(self) -> float:
-        """Mass of new transitions. 0 for samplers without priorities."""
+        """Scaled priority that new transitions get. 0 for samplers without priorities."""
         return self._by.highest if isinstance(self._by, Prioritized) else 0.0
 
     def raise_highest(self, held: Held, scaled: float) -> None:
-        """Give transitions that are added from now on at least the mass `scaled`."""
+        """Give new transitions at least the scaled priority `scaled`. No effect on samplers without priorities."""
         if isinstance(self._by, Prioritized):
             self._by.raise_highest(self._restrict_to_starts(held), scaled)
 

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import Draw, Flags, Ids, Validity, require_held
+from holdall.batch import Draw, Flags, Ids, Validity, check_ids_of_any_shape, require_held
 from holdall.errors import ArgumentError
 from holdall.sampling.row_order import PLACES_PER_LANE, RowOrder
+
+_INT64 = np.dtype(np.int64)
 
 
 class SmallFields(Validity, Protocol):
@@ -126,14 +128,26 @@ class Held:
         """Raise TransitionIdError unless all `ids`, of any shape, are held and are transitions."""
         require_held(ids, self.first_id, self.next_id, self.fields)
 
-    def require_draw(self, draw: Draw) -> None:
-        """Raise TransitionIdError unless all transitions of `draw` are held. Raise ArgumentError if it is no `Draw`."""
+    def check_draw(self, draw: Draw) -> Draw:
+        """Return `draw` with ids that can be read: contiguous arrays of int64.
+
+        Raise TransitionIdError unless all its transitions are held, ArgumentError if it is not a `Draw` with integers.
+        """
         if not isinstance(draw, Draw):
             raise ArgumentError(
                 f"draw ({draw!r}) is not a Draw. Pass a result of the method draw of a sampler or of a batch_source."
             )
-        self.require_ids(draw.ids)
-        if draw.last_ids is not None:
-            self.require_ids(draw.last_ids)
-        if draw.goals is not None:
-            self.require_ids(draw.goals.ids)
+        ids = self._check_ids(draw.ids)
+        last_ids = None if draw.last_ids is None else self._check_ids(draw.last_ids)
+        goals = draw.goals
+        if goals is not None:
+            goals = replace(goals, ids=self._check_ids(goals.ids))
+        if ids is draw.ids and last_ids is draw.last_ids and goals is None:
+            return draw
+        return replace(draw, ids=ids, last_ids=last_ids, goals=goals)
+
+    def _check_ids(self, ids: Ids) -> Ids:
+        is_readable = type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous
+        checked = ids if is_readable else check_ids_of_any_shape(ids)
+        self.require_ids(checked)
+        return checked

@@ -33,6 +33,11 @@ class Hindsight(ComposedSampler):
         by: Sampler of the transitions: `Uniform()` or `Prioritized(...)`.
         achieved_key: Key of the observation that has the achieved goal.
         desired_key: Key of the observation that has the desired goal.
+
+    Examples:
+        >>> def compute_reward(achieved_goal, desired_goal, extras):
+        ...     return (achieved_goal == desired_goal).all(axis=-1).astype(np.float32)
+        >>> sampler = holdall.Hindsight("future", k=4, reward_fn=compute_reward)
     """
 
     def __init__(

@@ -28,6 +28,16 @@ class NStep(ComposedSampler):
         n: Largest number of steps of a return. A return stops at the end of its episode, or at the newest step.
         gamma: Discount of a reward per step.
         by: Sampler of the first steps: `Uniform()` or `Prioritized(...)`.
+
+    Examples:
+        >>> sampler = holdall.NStep(2, gamma=0.5)
+        >>> returns = holdall.ReplayMemory(Box(-1, 1, (3,)), Discrete(2), 100, sampler=sampler, seed=0)
+        >>> obs = np.zeros(3, np.float32)
+        >>> for _ in range(2):
+        ...     returns.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
+        >>> batch = returns.sample(2)
+        >>> batch.ids, batch.reward  # no step follows transition 1
+        (array([1, 1]), array([1., 1.]))
     """
 
     def __init__(self, n: int, gamma: float, by: Uniform | Prioritized | None = None) -> None:

@@ -34,6 +34,15 @@ class Prioritized:
         beta: How much of the unevenness the weights correct. 1 corrects all of it. May be changed at any time, for
             example by agents that anneal it.
         floor: Added to every priority, so that every transition can be drawn again.
+
+    Examples:
+        >>> sampler = holdall.Prioritized(alpha=0.6)
+        >>> chosen = holdall.ReplayMemory(Box(-1, 1, (3,)), Discrete(2), capacity=100, sampler=sampler)
+        >>> obs = np.zeros(3, np.float32)
+        >>> for _ in range(10):
+        ...     chosen.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
+        >>> batch = chosen.sample(4)
+        >>> chosen.update_priorities(batch.ids, np.ones(4))  # TD errors
     """
 
     def __init__(self, alpha: float = 0.6, beta: float = 0.4, floor: float = 1e-6) -> None:
@@ -50,7 +59,7 @@ class Prioritized:
         self._tree: SumTree | None = None
         # First id that was held when the tree was last brought up to date.
         self._first_id = 0
-        # First id that has no priority yet.
+        # Id after the newest transition with a priority.
         self._next_id = 0
         # `flags_changed` of the memory when the tree was last brought up to date; None: not known.
         self._flags_changed: int | None = None
@@ -62,7 +71,7 @@ class Prioritized:
 
     @property
     def floor(self) -> float:
-        """What is added to every priority."""
+        """The number that is added to every priority."""
         return self._floor
 
     @property

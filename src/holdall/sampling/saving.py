@@ -55,7 +55,7 @@ def choose_sampler(sampler: Sampler | None, saved: Mapping[str, Any], *, has_sam
 
 
 def resume_sampler(sampler: Sampler, saved: Mapping[str, Any], capacity: int, first_id: int) -> bool:
-    """Restore the saved state if the sampler is of the saved kind. Return whether it is.
+    """Restore the saved state if `sampler` has the class that was saved. Return whether it has.
 
     Args:
         sampler: Sampler of the loaded memory.
@@ -73,7 +73,7 @@ def resume_sampler(sampler: Sampler, saved: Mapping[str, Any], capacity: int, fi
 
 
 def _construct_sampler(saved: Mapping[str, Any]) -> Sampler:
-    """Make a sampler from a result of `describe_sampler`. Raise DamageError for settings that it does not have."""
+    """Make a sampler from a result of `describe_sampler`. Raise DamageError if its class refuses the settings."""
     sampler_class: Any = find_sampler_class(saved["kind"])
     if sampler_class is None:
         raise DamageError(f"The checkpoint has settings of an unknown sampler ({saved['kind']!r}). Pass sampler=...")

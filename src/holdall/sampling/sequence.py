@@ -21,16 +21,27 @@ from holdall.sampling.uniform import Uniform
 class Sequence(ComposedSampler):
     """Sampler that draws sequences of `length` steps, with the `burn_in` steps before them.
 
-    `mask` is False for padding. Steps after the end of an episode repeat its last step. Steps of the burn-in before the
-    beginning of an episode repeat its first step. Compute the loss over `mask[:, burn_in:]`. A sequence has one weight.
-    `update_priorities(batch.ids, ...)` takes one priority per sequence.
+    `mask` is False for padding. Without `crossing`, positions after the end of an episode repeat its last step. Steps
+    of the burn-in before the beginning of an episode repeat its first step. Compute the loss over `mask[:, burn_in:]`.
+    A sequence has one weight. `update_priorities(batch.ids, ...)` takes one priority per sequence.
 
     Args:
         length: Number of steps to learn from.
         burn_in: Number of steps before them, which warm up a recurrent state.
-        stride: Sequences begin at the first step of an episode, and at every `stride`-th tick.
+        stride: Sequences begin at the first step of an episode, and at ticks that `stride` divides. The first tick of
+            the memory is 0.
         crossing: Continue after the end of an episode. `terminated` and `truncated` show where episodes end.
         by: Sampler of the first steps: `Uniform()` or `Prioritized(...)`.
+
+    Examples:
+        >>> sampler = holdall.Sequence(4, burn_in=2)
+        >>> steps = holdall.ReplayMemory(Box(-1, 1, (3,)), Discrete(2), 100, sampler=sampler, seed=0)
+        >>> obs = np.zeros(3, np.float32)
+        >>> for _ in range(10):
+        ...     steps.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
+        >>> batch = steps.sample(5)
+        >>> batch.obs.shape, batch.mask.shape
+        ((5, 6, 3), (5, 6))
     """
 
     def __init__(
@@ -62,7 +73,7 @@ class Sequence(ComposedSampler):
         return self.complete(held, drawn)
 
     def complete(self, held: Held, drawn: Draw) -> Draw:
-        """Return the draw of the sequences whose first steps after the burn-in are those of `drawn`."""
+        """Extend each transition of `drawn`, the first one after the burn-in, to a sequence."""
         before, is_real_before = find_steps_around(held, drawn.ids, -self.burn_in, 0, is_crossing=self.crossing)
         after, is_real_after = find_steps_around(held, drawn.ids, 0, self.length, is_crossing=self.crossing)
         steps = np.concatenate([before, after], axis=1)
@@ -98,7 +109,7 @@ class Sequence(ComposedSampler):
         return np.asarray(is_on_stride | is_first)
 
     def _find_lost_starts(self, held: Held, first_ids: Ids) -> Flags:
-        """Return which held steps no longer begin a sequence. Raise TransitionIdError for steps that never did.
+        """Return which held steps no longer begin a sequence. Raise TransitionIdError if a step certainly never did.
 
         A step no longer begins a sequence if the end of the previous episode was evicted or flags were overwritten.
         """

@@ -1,4 +1,4 @@
-"""Drop-ins for Stable-Baselines3: the same constructors, and the same draws and weights for one seed; and callbacks.
+"""Drop-ins for Stable-Baselines3: buffers with the same constructors, draws and weights for one seed, and callbacks.
 
 Every name is imported from its module when it is first used, so `from holdall.sb3 import ReplayBuffer` loads no tool.
 """

@@ -57,8 +57,6 @@ _PACKAGES = ("stable_baselines3", "sb3_contrib", "holdall.sb3.prioritized", "hol
 class CheckpointCallback(BaseCallback):
     """Saves everything that training needs to continue, every `save_freq` calls, between two steps.
 
-    `model.learn(100_000, callback=CheckpointCallback(10_000, "runs/dog", keep=3))`
-
     Args:
         save_freq: Calls of `env.step()` between two checkpoints, as in Stable-Baselines3's own callback.
         path: Place of the checkpoints: anything that `ReplayMemory.save` accepts.
@@ -67,6 +65,14 @@ class CheckpointCallback(BaseCallback):
             episodes. "pickle": for a DummyVecEnv of environments that can be pickled, with any wrappers.
             `(get, put)`: `get(env)` returns the state as bytes, `put(env, state)` sets it again. `env` is the model's
             VecEnv with all of its wrappers.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from holdall.sb3 import CheckpointCallback, ReplayBuffer, resume
+        >>> model = DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer)
+        >>> _ = model.learn(40, callback=CheckpointCallback(20, "runs/cart", env_state="pickle"))
+        >>> resume("runs/cart", gym.make("CartPole-v1"), env_state="pickle").num_timesteps
+        40
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class CheckpointCallback(BaseCallback):
         files = training_files(self.model, self.env_state)
         self._handle = self._memory().save(self.path, attach=files, keep=self.keep)
         if self.verbose >= 2:
-            _LOG.info("saving a checkpoint of step %d to %s", self.num_timesteps, self.path)
+            _LOG.info("Saving a checkpoint of step %d to %s.", self.num_timesteps, self.path)
         return self._handle
 
     def _on_step(self) -> bool:
@@ -119,10 +125,10 @@ class CheckpointCallback(BaseCallback):
         try:
             handle.finish()
         except OSError as error:
-            _LOG.warning("a checkpoint could not be saved (%s); training continues", error)
+            _LOG.warning("A checkpoint could not be saved: %s Training continues.", error)
 
     def _memory(self) -> ReplayMemory:
-        """Return the memory that is saved with the rest; for on-policy algorithms an empty one."""
+        """Return the memory that is saved with the rest. On-policy algorithms get an empty one."""
         buffer = getattr(self.model, "replay_buffer", None)
         if buffer is None:
             if self._carrier is None:
@@ -271,7 +277,12 @@ def _restore_training(
         raise ArgumentError(
             "env_state was given, but the checkpoint was saved without it. Leave it out, or pass it to both."
         )
-    lanes = memory.num_envs if env is None else env.num_envs if isinstance(env, VecEnv) else 1
+    if env is None:
+        lanes = memory.num_envs
+    elif isinstance(env, VecEnv):
+        lanes = env.num_envs
+    else:
+        lanes = 1
     if training["buffer"] is not None and lanes != memory.num_envs:
         raise ArgumentError(
             f"env has {lanes} environments, but the training was saved with {memory.num_envs}. Pass as many, or load "
@@ -314,9 +325,11 @@ def _parse_training(raw: bytes, where: str) -> Any:
         training = json.loads(raw)
         names = [training[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamageError(f"{where}: the saved training cannot be read ({error})") from error
+        raise DamageError(
+            f"The training saved in {where} cannot be read ({error}). Load another checkpoint."
+        ) from error
     if training["priorities"] is not None and len(training["priorities"]) != 2:
-        raise DamageError(f"{where}: the saved training cannot be read ({names})")
+        raise DamageError(f"The training saved in {where} cannot be read ({names}). Load another checkpoint.")
     return training
 
 
@@ -342,7 +355,9 @@ def _vecnormalize_state(env: VecNormalize | None) -> dict[str, Any]:
     found: dict[str, Any] = {"vecnormalize/returns": env.returns}
     for name in _AVERAGES:
         average = getattr(env, name, None)
-        named = average if isinstance(average, dict) else {} if average is None else {"": average}
+        if average is None:
+            continue
+        named = average if isinstance(average, dict) else {"": average}
         for key, one in named.items():
             start = f"vecnormalize/{name}/{key}"
             found |= {f"{start}/mean": one.mean, f"{start}/var": one.var, f"{start}/count": one.count}

@@ -1,4 +1,4 @@
-"""Drop-ins for sb3-contrib: rollouts with action masks or recurrent states, each frame stored once; prioritized QR-DQN.
+"""Drop-ins for sb3-contrib: rollouts with action masks or recurrent states, and prioritized QR-DQN.
 
 Guarantee: MaskablePPO and RecurrentPPO get the minibatches that their own buffers would return. Masks, recurrent
 states, padding and draws are sb3-contrib's own code. Only observations and advantages come from `RolloutBuffer`, so one
@@ -44,7 +44,15 @@ class _Compressing:
 
 
 class MaskableRolloutBuffer(_Compressing, maskable.MaskableRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
-    """Drop-in for MaskablePPO with Box observations, as `rollout_buffer_class`."""
+    """Drop-in for MaskablePPO with Box observations, as `rollout_buffer_class`.
+
+    Examples:
+        >>> from sb3_contrib import MaskablePPO
+        >>> from sb3_contrib.common.envs import InvalidActionEnvDiscrete
+        >>> from holdall.sb3.contrib import MaskableRolloutBuffer
+        >>> masked = InvalidActionEnvDiscrete(dim=4, n_invalid_actions=2)
+        >>> _ = MaskablePPO("MlpPolicy", masked, n_steps=64, rollout_buffer_class=MaskableRolloutBuffer).learn(64)
+    """
 
 
 class MaskableDictRolloutBuffer(_Compressing, maskable.MaskableDictRolloutBuffer, RolloutBuffer):
@@ -52,7 +60,7 @@ class MaskableDictRolloutBuffer(_Compressing, maskable.MaskableDictRolloutBuffer
 
 
 class RecurrentRolloutBuffer(_Compressing, recurrent.RecurrentRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
-    """Drop-in for RecurrentPPO with Box observations; see `equip`."""
+    """Drop-in for RecurrentPPO with Box observations, which `equip` gives to a model."""
 
 
 class RecurrentDictRolloutBuffer(_Compressing, recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
@@ -60,11 +68,22 @@ class RecurrentDictRolloutBuffer(_Compressing, recurrent.RecurrentDictRolloutBuf
 
 
 class PrioritizedQRDQN(PrioritizedReplay, QRDQN):
-    """QR-DQN with prioritized experience replay; priorities are the errors of the mean over quantiles."""
+    """QR-DQN with prioritized experience replay. Priorities are the errors of the mean over quantiles.
+
+    Examples:
+        >>> from holdall.sb3.contrib import PrioritizedQRDQN
+        >>> _ = PrioritizedQRDQN("MlpPolicy", env, alpha=0.6, beta=0.4).learn(50)
+    """
 
 
 def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:
-    """Give a RecurrentPPO, which takes no `rollout_buffer_class`, a buffer of holdall's; return the model."""
+    """Give a RecurrentPPO, which takes no `rollout_buffer_class`, a buffer of holdall's. Return the model.
+
+    Examples:
+        >>> from sb3_contrib import RecurrentPPO
+        >>> from holdall.sb3.contrib import equip
+        >>> _ = equip(RecurrentPPO("MlpLstmPolicy", env, n_steps=32)).learn(32)
+    """
     plain = model.rollout_buffer
     if type(plain) is recurrent.RecurrentDictRolloutBuffer:
         kind: Any = RecurrentDictRolloutBuffer

@@ -37,8 +37,6 @@ _GOAL_HOOKS = ("_get_real_samples", "_get_virtual_samples", "_sample_goals")
 class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     """Drop-in for Stable-Baselines3's `HerReplayBuffer`.
 
-    `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.HerReplayBuffer)`
-
     Args:
         env: The training environment; Stable-Baselines3's algorithms pass it.
         n_sampled_goal: Transitions that get another goal, for every one that keeps its own.
@@ -49,6 +47,13 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         prefer: See `holdall.ReplayMemory`.
         spill_dir: See `holdall.ReplayMemory`.
         prefetch: See `ReplayBuffer`.
+
+    Examples:
+        >>> from stable_baselines3 import SAC
+        >>> from stable_baselines3.common.envs import BitFlippingEnv
+        >>> from holdall.sb3 import HerReplayBuffer
+        >>> goals = BitFlippingEnv(n_bits=3, continuous=True)
+        >>> _ = SAC("MultiInputPolicy", goals, replay_buffer_class=HerReplayBuffer, learning_starts=20).learn(30)
     """
 
     _takes_steps = False

@@ -56,6 +56,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         alpha: See `holdall.Prioritized`. With 0, draws are those of `ReplayBuffer`, and weights are 1.
         beta: See `holdall.Prioritized`. It can be changed later, as `buffer.sampler.beta`.
         settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir, prefetch.
+
+    Examples:
+        >>> from holdall.sb3 import PrioritizedReplayBuffer
+        >>> buffer = PrioritizedReplayBuffer(1_000, env.observation_space, env.action_space, "cpu", alpha=0.6, beta=0.4)
     """
 
     on_sample: Callable[[PrioritizedSamples], object] | None = None
@@ -99,7 +103,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return PrioritizedSamples.of(super()._make_device_samples(batch), batch.weights.reshape(-1, 1), batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
-        """Set the priorities of a batch, such as the absolute values of its TD errors; see `ReplayMemory`."""
+        """Set the priorities of a batch, as `ReplayMemory.update_priorities` does."""
         self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
 
     def _choose_sampler(self) -> dict[str, Any]:
@@ -115,8 +119,6 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 class PrioritizedReplay(OffPolicyAlgorithm):
     """Mix-in: an algorithm of the DQN family that learns from prioritized draws.
 
-    `class PrioritizedQRDQN(PrioritizedReplay, QRDQN): ...`
-
     `train` is the algorithm's own. While it runs, the gradient that reaches the network is multiplied by the weight of
     its row, which equals a weighted loss, and the TD errors of every batch become its priorities. The logged loss is
     not weighted.
@@ -129,6 +131,13 @@ class PrioritizedReplay(OffPolicyAlgorithm):
             remaining progress, from 1 to 0, as Stable-Baselines3's schedules do.
         settings: As in the algorithm. `replay_buffer_kwargs` may have the settings of `PrioritizedReplayBuffer`.
             `n_steps` is passed to the buffer.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from holdall.sb3 import PrioritizedReplay
+        >>> class PrioritizedDQN(PrioritizedReplay, DQN):
+        ...     pass
+        >>> _ = PrioritizedDQN("MlpPolicy", env, alpha=0.6, beta=0.4).learn(50)
     """
 
     def __init__(
@@ -201,7 +210,12 @@ class PrioritizedReplay(OffPolicyAlgorithm):
 
 
 class PrioritizedDQN(PrioritizedReplay, DQN):
-    """DQN with prioritized experience replay: `PrioritizedDQN("CnnPolicy", env, alpha=0.6, beta=0.4)`."""
+    """DQN with prioritized experience replay.
+
+    Examples:
+        >>> from holdall.sb3 import PrioritizedDQN
+        >>> _ = PrioritizedDQN("MlpPolicy", env, alpha=0.6, beta=0.4).learn(50)
+    """
 
 
 @contextmanager

@@ -62,12 +62,10 @@ _ONLY_SAMPLES = frozenset({"_get_samples"})
 class ReplayBuffer(buffers.ReplayBuffer):
     """Drop-in for Stable-Baselines3's `ReplayBuffer` and `DictReplayBuffer`.
 
-    `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.ReplayBuffer)`
-
     Args:
         buffer_size: Transitions over all environments, as in Stable-Baselines3.
-        optimize_memory_usage: Accepted and without effect: observations are always shared, and truncation is right all
-            the same.
+        optimize_memory_usage: Accepted and without effect: each observation is always stored once, and truncation is
+            right in both cases.
         handle_timeout_termination: As in Stable-Baselines3.
         n_steps: Steps of the returns, as in its `NStepReplayBuffer`; Dict observations too.
         gamma: Discount of a reward one step later, for `n_steps` above 1.
@@ -76,6 +74,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
         spill_dir: See `holdall.ReplayMemory`. Without it, a budget in bytes that does not hold `buffer_size` keeps the
             newest transitions that fit.
         prefetch: Batches that are made ahead on a GPU. Each is drawn `prefetch` calls of `sample` early.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from holdall.sb3 import ReplayBuffer
+        >>> model = DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs={"budget": "1GiB"})
+        >>> _ = model.learn(50)
+        >>> model.replay_buffer.report().dropped_early
+        0
     """
 
     observations: Any = SlotField()
@@ -465,7 +471,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
     # ---------------------------------------------------------------- arrays over slots
 
     def view_field(self, name: str) -> SlotArray | dict[str, SlotArray]:
-        """Return the array of a field; for Dict observations, one for every key."""
+        """Return the array of a field, or one for every key of Dict observations."""
         columns = self._columns
         if name == "observations":
             return self._view_observations(name, columns.obs_outputs)
@@ -553,10 +559,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def adopt(self, memory: ReplayMemory) -> None:
         """Continue with a memory that was loaded, and close the present one."""
         lanes = self.n_envs
-        if memory.num_envs != lanes or memory.capacity != self.buffer_size * lanes:
+        # Shards of a memory hold equal numbers of transitions, so its capacity may be below `buffer_size`.
+        capacity = self.memory.capacity
+        if memory.num_envs != lanes or memory.capacity != capacity:
             raise ArgumentError(
                 f"A memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
-                f"{self.buffer_size * lanes} in {lanes}. Make the model with the settings that it was saved with."
+                f"{capacity} in {lanes}. Make the model with the settings that it was saved with."
             )
         self.memory.close()
         self.memory = memory
@@ -567,7 +575,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return a buffer with the transitions of one of Stable-Baselines3's, in the same slots, so draws are the same.
 
         `model.load_replay_buffer(path)` of a file that Stable-Baselines3's buffer was saved to gives the model that
-        buffer. To go on with holdall's: `model.replay_buffer = ReplayBuffer.copy_of(model.replay_buffer)`.
+        buffer. To continue with holdall's: `model.replay_buffer = ReplayBuffer.copy_of(model.replay_buffer)`.
 
         Args:
             settings: budget, prefer and spill_dir, as in the constructor.

@@ -46,6 +46,11 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     Args:
         compress: See `holdall.RolloutMemory`. Pass it through `rollout_buffer_kwargs`.
+
+    Examples:
+        >>> from stable_baselines3 import PPO
+        >>> from holdall.sb3 import RolloutBuffer
+        >>> _ = PPO("MlpPolicy", env, n_steps=64, rollout_buffer_class=RolloutBuffer).learn(64)
     """
 
     _compress: str | None = None

@@ -300,7 +300,7 @@ def _is_basic(part: Any) -> bool:
 
 
 def _count_axes(part: Any) -> int:
-    """Return the number of axes that a part of a key selects from; 0 if only NumPy can tell."""
+    """Return the number of axes that a part of a key selects from, or 0 if only NumPy can tell."""
     if part is None or isinstance(part, bool | np.bool_) or (isinstance(part, np.ndarray) and part.ndim == 0):
         return 0
     if _is_basic(part):

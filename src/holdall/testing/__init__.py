@@ -5,10 +5,11 @@
             return MySampler()
 
 Subclass a contract to test something of your own by the rules of holdall's, which pass the same classes:
-`SamplerContract`, `CodecContract`, `MemoryContract` for adapters, `ReplayMemoryContract` for a form or a device of
-`ReplayMemory`, and `BlobStoreContract`. pytest collects the subclass and runs every rule. Plain `unittest` works, too,
-with `unittest.TestCase` as second base. Everything is compared with the oracle, bit for bit. Nothing here imports
-pytest. `holdall.testing.strategies` needs Hypothesis and is imported by name.
+`SamplerContract`, `CodecContract`, `MemoryContract` for adapters, `ReplayContract` for drop-ins that replace a
+framework's buffer, `ReplayMemoryContract` for a form or a device of `ReplayMemory`, and `BlobStoreContract`. pytest
+collects the subclass and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base.
+Everything is compared with the oracle or with the framework's buffer, bit for bit. Nothing here imports pytest.
+`holdall.testing.strategies` needs Hypothesis and is imported by name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from holdall.testing.blob_store_contract import BlobStoreContract
 from holdall.testing.codec_contract import CodecContract
 from holdall.testing.memory_contract import MemoryContract
 from holdall.testing.oracle import OracleMemory, as_array, assert_same_bits
+from holdall.testing.replay_contract import ReplayContract
 from holdall.testing.replay_memory_contract import ReplayMemoryContract
 from holdall.testing.sampler_contract import SamplerContract
 from holdall.testing.streams import LeafPlan, Mishaps, Stream, random_rows
@@ -28,6 +30,7 @@ __all__ = [
     "MemoryContract",
     "Mishaps",
     "OracleMemory",
+    "ReplayContract",
     "ReplayMemoryContract",
     "SamplerContract",
     "Stream",

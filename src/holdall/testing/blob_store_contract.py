@@ -12,6 +12,7 @@ from holdall.testing.rules import require, require_raises
 
 _THREADS = 6
 _CREATIONS = 12
+_REPLACEMENTS = 30
 _BAD_NAMES = ("", "/a", "a/", "a//b", "../a", "a/../b", ".hidden", "-a", "a b", "a\\b", "a\x00", "ä", "a" * 300)
 
 
@@ -108,6 +109,30 @@ class BlobStoreContract:
             found = list(self.open_store().list(prefix))
             require(dict(found) == expected, f"list({prefix!r}) gives {found}")
             require(len(found) == len(expected), f"list({prefix!r}) gives a name twice")
+
+    def test_a_blob_or_its_successor_is_listed(self) -> None:
+        """A listing never misses both a blob that is deleted meanwhile and one that was created before the deletion."""
+        store = self.open_store()
+        store.create("manifests/0", b"0")
+        is_over = threading.Event()
+        empty_listings: list[int] = []
+
+        def read() -> None:
+            reader = self.open_store()
+            while not is_over.is_set():
+                if not list(reader.list("manifests/")):
+                    empty_listings.append(1)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            for number in range(_REPLACEMENTS):
+                store.create(f"manifests/{number + 1}", b"%d" % number)
+                store.delete(f"manifests/{number}")
+        finally:
+            is_over.set()
+            thread.join()
+        require(not empty_listings, f"{len(empty_listings)} listings show neither a blob nor its successor")
 
     def test_deleted_blobs_are_gone(self) -> None:
         """A name can be created again, and deleting what does not exist has no effect."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from holdall import _native
 from holdall._native import Coded, Dictionary
 from holdall.codec.codec import Codec, Method
-from holdall.codec.presets import list_change_presets, list_presets, list_single_codecs
+from holdall.codec.presets import list_codecs, list_fast_codecs, list_kinds
 from holdall.schema import Bytes, Leaf
 from holdall.store.windows import Window
 from holdall.testing.rules import require, require_raises
@@ -41,10 +41,9 @@ class CodecContract:
         yield Codec(leaf.nbytes)
         yield Codec(leaf.nbytes, Method.ZSTANDARD, 3, dictionary=Dictionary(b"frames of a film " * 30))
         yield Codec(leaf.nbytes, Method.ZSTANDARD, 3, group=4)
-        for single in list_single_codecs(leaf, window):
-            yield single
-            yield from (preset.codec for preset in list_presets(single))
-        yield from (preset.codec for preset in list_change_presets(leaf, window))
+        for kind in list_kinds(leaf, window):
+            yield from list_codecs(kind, leaf, window)
+            yield from list_fast_codecs(kind, leaf, window)
 
     def encode(self, slices: Bytes, codec: Codec, order: NDArray[np.uint32] | None = None) -> Coded | None:
         """Compress slices. Return None if the codec cannot represent them."""

@@ -108,6 +108,13 @@ class OracleMemory:
         while self.first_id < first_id:
             self._ticks.popleft()
 
+    def copy_newest(self, capacity: int) -> OracleMemory:
+        """Return an oracle of another capacity that holds the newest ticks of this one. Ids stay the same."""
+        copied = OracleMemory(capacity, self.num_envs)
+        copied._ticks.extend(self._ticks)
+        copied._added = self._added
+        return copied
+
     def held(self) -> Held:
         """Return the view of this memory that samplers get. Reading an id that is not held raises TransitionIdError."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs

@@ -1,4 +1,4 @@
-"""The rules of `ReplayMemory` in all of its forms, as a test class."""
+"""The rules of `ReplayMemory`, as a test class. Every form in which a memory can store transitions passes it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from holdall.testing.streams import LeafPlan, Mishaps, Stream, StreamStep
 _LOAD_SETTINGS = ("budget", "prefer", "spill_dir", "device", "store_device", "_tuning")
 _BATCH = 16
 _MIN_BATCHES = 50
-"""Batches that a thread reads at least while another one adds."""
+"""Least number of batches that a thread reads while another thread adds."""
 
 
 class ReplayMemoryContract(MemoryContract):
-    """All promises of `ReplayMemory`, for one form in which it can keep experience.
+    """All promises of `ReplayMemory`, for one form in which it can store transitions, such as compressed or on disk.
 
-    Override `settings` with the constructor's arguments that choose the form, and `check_form`, so that a memory that
-    silently keeps another form is noticed.
+    Override `settings` to return the constructor's arguments that choose the form. Override `check_form`, so that the
+    tests fail if the memory silently stores another form.
     """
 
     memory_class: type[ReplayMemory] = ReplayMemory
@@ -44,7 +44,7 @@ class ReplayMemoryContract(MemoryContract):
         return {}
 
     def check_form(self, memory: ReplayMemory) -> None:
-        """Raise AssertionError unless a memory that was filled twice keeps its data in the form that is tested."""
+        """Raise AssertionError unless `memory`, which was filled twice, stores its data in the form that is tested."""
 
     def make_memory(self, stream: Stream, **more: Any) -> ReplayMemory:
         """Return an empty memory with the settings of this form and with `more`."""
@@ -93,7 +93,7 @@ class ReplayMemoryContract(MemoryContract):
     # ---------------------------------------------------------------- the form
 
     def test_every_held_transition_comes_back_in_its_last_form(self) -> None:
-        """After all work in the background is done, and while the memory has the form that is tested."""
+        """`gather` is compared with the oracle after all work in the background, when the form is the one to test."""
         for stream in self.streams():
             with self.make_memory(stream) as memory:
                 oracle = OracleMemory(self.capacity, self.num_envs)
@@ -106,7 +106,7 @@ class ReplayMemoryContract(MemoryContract):
     # ---------------------------------------------------------------- adding
 
     def test_extend_adds_what_add_would_add(self) -> None:
-        """Also when a trajectory is longer than the capacity."""
+        """This also holds for a trajectory that is longer than the capacity."""
         for stream in self.streams():
             for count in (1, 7, 2 * self._count_ticks()):
                 with self.make_memory(stream) as memory:
@@ -177,7 +177,7 @@ class ReplayMemoryContract(MemoryContract):
                     self._compare(self.gather(memory, oracle.ids), oracle, oracle.ids)
 
     def test_a_priority_of_zero_is_never_drawn(self) -> None:
-        """And new transitions are drawn, although nobody set their priority."""
+        """New transitions are drawn, although nobody has set their priority."""
         stream = self.nested_stream()
         with self.make_memory(stream, sampler=Prioritized(), seed=2) as memory:
             oracle = OracleMemory(self.capacity, self.num_envs)
@@ -197,7 +197,10 @@ class ReplayMemoryContract(MemoryContract):
     # ---------------------------------------------------------------- drawing
 
     def test_one_seed_gives_one_sequence_of_batches(self) -> None:
-        """Also through a loader that makes batches ahead. When a budget drops ticks depends on the compressor."""
+        """A loader that makes batches ahead gives the same sequence.
+
+        Streams are skipped where a budget dropped different ticks, because that depends on the speed of compression.
+        """
         for stream in self.streams():
             first = self.make_memory(stream, seed=11)
             second = self.make_memory(stream, seed=11)
@@ -267,7 +270,7 @@ class ReplayMemoryContract(MemoryContract):
                     self._require_same_content(loaded, memory, oracle)
 
     def test_a_pickle_continues_with_the_same_batches(self) -> None:
-        """Also the memory that was pickled."""
+        """The restored memory and the memory that was pickled draw the same batches."""
         for stream in self.streams():
             with self.make_memory(stream, seed=4) as memory:
                 oracle = OracleMemory(self.capacity, self.num_envs)

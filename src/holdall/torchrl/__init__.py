@@ -83,6 +83,11 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             see `holdall.ReplayMemory`.
         prefer: How much slower sampling compressed data may be; see `holdall.ReplayMemory`.
         spill_dir: Directory for the oldest compressed elements that exceed the budget.
+
+    Examples:
+        >>> from torchrl.data import TensorDictReplayBuffer
+        >>> from holdall.torchrl import HoldallStorage
+        >>> buffer = TensorDictReplayBuffer(storage=HoldallStorage(10_000), batch_size=32)
     """
 
     _default_checkpointer = HoldallCheckpointer
