@@ -24,7 +24,7 @@ def new_delivery(schema: Schema, device: str | None) -> Delivery:
     """Return the delivery to `device`. Raise ArgumentError if there is no such device here."""
     if device is None:
         return HostDelivery(schema)
-    if device == "jax":
+    if str(device) == "jax":  # Users may pass an array, which cannot be compared with text.
         torch_device = find_jax_device()
         if torch_device is None:
             return HostDelivery(schema, "jax")
@@ -39,7 +39,7 @@ def check_device(device: str, argument: str) -> Any:
     torch = import_torch()
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"{argument} ({device}) is not a device of torch ({error}). Use 'cpu' or 'cuda', or None for NumPy arrays."
         ) from error

@@ -158,8 +158,8 @@ class HostBatchSource(BatchSource):
     def deliver(self, draw: Draw, device: str | None = None) -> Batch:
         """See `BatchSource`."""
         view = self._store.view()
-        self._describe_held(view).require_draw(draw)
-        return self._find_delivery(device).deliver(draw, view)
+        checked = self._describe_held(view).check_draw(draw)
+        return self._find_delivery(device).deliver(checked, view)
 
     def load(self, count: int, prefetch: int, device: str | None = None) -> Loader:
         """See `BatchSource`."""
@@ -182,9 +182,9 @@ class HostBatchSource(BatchSource):
         delivery = self._find_delivery(device)
 
         def start() -> Callable[[], Any]:
-            drawn = draw()
+            chosen = draw()
             view = self._store.view()
-            self._describe_held(view).require_draw(drawn)
+            drawn = self._describe_held(view).check_draw(chosen)
             if drawn.goals is not None:
                 return partial(_return, delivery.prepare(drawn, view))
             return partial(delivery.prepare, drawn, view)

@@ -33,8 +33,13 @@ class Rows(Protocol):
     ) -> tuple[Array, ...]:
         """Return the rows of `ids`, one array per output. If `into` is given, the arrays share its memory."""
 
-    def read_windows(self, ids: NDArray[np.int64], leaf: int, into: NDArray[np.uint8], /) -> WindowSlices | None:
-        """Write the slices of an observation leaf to `into`. Return None if there are no such slices."""
+    def read_windows(
+        self, ids: NDArray[np.int64], leaf: int, into: NDArray[np.uint8], with_whole: bool, /
+    ) -> WindowSlices | None:
+        """Write the slices of an observation leaf to `into`. Return None if there are no such slices.
+
+        `with_whole` says whether observations of one slice count as slices.
+        """
 
 
 class Delivery(ABC):

@@ -2,8 +2,9 @@
 
 The rows are read on the host, by any thread, and cross the bus through pinned memory on a stream of their own. The
 stream that uses the batch waits for that copy; no thread does. Observations that are stored as slices of a window are
-sent as slices, each of them once, and put together on the device: a stack of four frames and its next stack are five
-frames on the bus.
+sent as slices, and put together on the device: a stack of four frames and its next stack are five frames on the bus.
+Steps of a sequence share slices, and each slice of the sequence is sent once. In large batches of sequences this also
+holds for observations that are one slice, such as camera images.
 
 A batch that fits into one piece is read by `prepare` and sent by `start`. So the thread that prepares batches calls no
 torch operation for such a batch. Larger batches, and slices of windows, are sent by `prepare` while it reads on.
@@ -141,7 +142,9 @@ class DeviceDelivery(Delivery):
         outputs = columns.batch_outputs
         for i, leaf in self._large_leaves:
             pair = (columns.obs_outputs[i], columns.next_obs_outputs[i])
-            if transfer.read_windows(ids, i, leaf, pair):
+            # Steps of sequences share observations that are one slice. Small batches need only one copy without that.
+            with_whole = draw.ids.ndim > 1 and 2 * len(ids) * leaf.nbytes > _MIN_PIECE_BYTES
+            if transfer.read_windows(ids, i, leaf, pair, with_whole=with_whole):
                 outputs = tuple([output for output in outputs if output not in pair])
         transfer.read(ids, outputs, _list_others(draw))
 
@@ -181,16 +184,29 @@ class DeviceDelivery(Delivery):
         return ArgumentError(describe_lack_of_memory(len(draw.ids), self._device, error))
 
     def receive(self, prepared: _Prepared) -> Batch:
-        """Return the batch. The current stream waits for its copies."""
-        self.start(prepared)
+        """Return the batch. The current stream waits for copies that run on another one."""
         draw, transfer = prepared
-        if transfer.event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(transfer.event)
-            for block in transfer.list_blocks():
-                block.record_stream(stream)
+        try:
+            if self._stream is None:
+                transfer.start()
+            else:
+                self._wait_for_copies(transfer)
+        except torch.OutOfMemoryError as error:
+            raise self._explain(draw, error) from error
         batch = self._make_batch(draw, transfer.split())
         return batch.jax() if self._is_jax else batch
+
+    def _wait_for_copies(self, transfer: _Transfer) -> None:
+        """Make the current stream wait for all copies of a transfer."""
+        stream = torch.cuda.current_stream(self._device)
+        if transfer.event is None:
+            # Nothing was sent ahead. Copies on the stream that uses them need no other stream to wait for.
+            transfer.start_on(stream)
+            return
+        transfer.start()
+        stream.wait_event(transfer.event)
+        for block in transfer.list_blocks():
+            block.record_stream(stream)
 
     def _make_batch(self, draw: Draw, tensors: dict[Key, torch.Tensor]) -> Batch:
         """Return the batch of all outputs, and of the arrays of a draw."""
@@ -218,7 +234,8 @@ class DeviceDelivery(Delivery):
 class _Transfer:
     """Reads rows of one batch into pinned memory and copies them to the device on `stream`. Not thread-safe.
 
-    `rows` is None if the rows were read before. `stream` is None on devices without streams.
+    `rows` is None if the rows were read before. `stream` is None on devices without streams. Only `start_on` copies on
+    another one.
 
     Attributes:
         event: Recorded after the copies that were started. None if they are complete.
@@ -236,17 +253,21 @@ class _Transfer:
 
     def start(self) -> None:
         """Begin to send all arrays that were read and not sent. An interrupted call may be repeated."""
-        if not self._unsent:
-            return
-        with self._use_stream():
-            while self._unsent:
-                keys, slot, layout = self._unsent[0]
-                block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._staging.device)
-                block.copy_(slot.memory[: layout.nbytes], non_blocking=True)
-                self._record()
-                self._packed.append(_Packed(keys, block, layout))
-                del self._unsent[0]
-                self._staging.return_slot(slot, self.event)
+        if self._unsent:
+            with self._use_stream():
+                self.start_on(self._stream)
+
+    def start_on(self, stream: Any) -> None:
+        """Do the same on `stream`, which must be the current one."""
+        while self._unsent:
+            keys, slot, layout = self._unsent[0]
+            block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._staging.device)
+            block.copy_(slot.memory[: layout.nbytes], non_blocking=True)
+            if stream is not None:
+                self.event = stream.record_event()
+            self._packed.append(_Packed(keys, block, layout))
+            del self._unsent[0]
+            self._staging.return_slot(slot, self.event)
 
     @property
     def has_sent(self) -> bool:
@@ -296,21 +317,24 @@ class _Transfer:
         self._record()
         self._packed.append(_Packed(tuple(arrays), block, layout))
 
-    def read_windows(self, ids: NDArray[np.int64], leaf: int, form: Leaf, outputs: tuple[int, int]) -> bool:
+    def read_windows(
+        self, ids: NDArray[np.int64], leaf: int, form: Leaf, outputs: tuple[int, int], *, with_whole: bool
+    ) -> bool:
         """Send observations and next observations of one leaf as slices of a window.
 
-        Return whether that was possible. If not, nothing was sent.
+        Return whether that was possible. If not, nothing was sent. `with_whole` says whether observations of one slice
+        are sent, too.
         """
         # Most leaves have no window. The first row tells that before pinned memory is taken.
         into = np.empty(2 * form.nbytes, np.uint8)
-        if self._rows.read_windows(ids[:1], leaf, into) is None:
+        if self._rows.read_windows(ids[:1], leaf, into, with_whole) is None:
             return False
         rows = max(1, _MAX_PIECE_BYTES // (2 * form.nbytes))
         parts = []
         missing = []
         with self._use_stream():
             for first in range(0, len(ids), rows):
-                part = self._read_window_piece(ids[first : first + rows], leaf, form)
+                part = self._read_window_piece(ids[first : first + rows], leaf, form, with_whole)
                 if part is None:
                     return False
                 both, positions = part
@@ -324,7 +348,7 @@ class _Transfer:
         return True
 
     def _read_window_piece(
-        self, ids: NDArray[np.int64], leaf: int, form: Leaf
+        self, ids: NDArray[np.int64], leaf: int, form: Leaf, with_whole: bool
     ) -> tuple[torch.Tensor, NDArray[np.int64]] | None:
         """Send the slices of some rows, and put observations together on the device.
 
@@ -333,7 +357,7 @@ class _Transfer:
         device = self._staging.device
         starts_bytes = 2 * len(ids) * _START_BYTES
         with self._staging.use_slot(align(2 * len(ids) * form.nbytes) + starts_bytes, self._stream) as slot:
-            found = self._rows.read_windows(ids, leaf, slot.array)
+            found = self._rows.read_windows(ids, leaf, slot.array, with_whole)
             if found is None:
                 return None
             begin = align(found.nbytes)
@@ -434,12 +458,8 @@ def _measure_rows(schema: Schema, columns: Columns) -> dict[int, int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the torch device of that name, with the number of the current device if the name has none."""
-    device = torch.device(name)
-    index: int | None = device.index
-    if device.type == "cuda" and index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    """Return the torch device of that name, with the number that its tensors have if the name has none."""
+    return torch.empty(0, device=name).device
 
 
 def require_torch_dtype(leaf: Leaf, device: str) -> None:

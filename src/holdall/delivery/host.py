@@ -56,10 +56,6 @@ class DrawnRows:
             truncated=arrays[-1],
         )
 
-    def list_arrays(self) -> list[Any]:
-        """Return all arrays, in the order in which `convert` replaces them."""
-        return [*self.obs, *self.next_obs, *self.action, *self.extras, self.reward, self.terminated, self.truncated]
-
     def relabel(self, schema: Schema, goals: Goals, goal: Array) -> None:
         """Replace the goals of `goals.rows` by `goal`, and their rewards accordingly."""
         achieved, desired = find_goal_leaves(schema, goals)

@@ -72,7 +72,10 @@ class Minibatches(ABC):
 
 
 def new_minibatches(device: str | None, leaves: Sequence[Leaf]) -> Minibatches:
-    """Return what makes minibatches of `leaves` for `device`; None stands for NumPy arrays. Raise ArgumentError."""
+    """Return an object that makes minibatches of `leaves`: tensors on `device`, or NumPy arrays if that is None.
+
+    Raise ArgumentError if torch does not have the device, or a dtype of a leaf.
+    """
     if device is None:
         return HostMinibatches(as_tensors=False)
     found = check_device(device, "device")

@@ -1,8 +1,9 @@
-"""Checks of what is added to a memory on a device. The arguments become tensors in leaf order, or an error."""
+"""Checks of the arguments of `add` for a memory on a device, and their conversion to tensors in leaf order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class TensorCheck:
         self._device = device
         self._staging = Staging(device)
         self._dtypes = {leaf.dtype: torch_dtype(leaf.dtype) for leaf in schema.leaves}
+        self._find_reward_leaf = cache(schema.reward_leaf)
 
     @property
     def pinned_bytes(self) -> int:
@@ -108,7 +110,7 @@ class TensorCheck:
         return TensorStep(
             obs=tuple(schema.observation.flatten(obs, leading, "obs", self.fit)),
             action=tuple(schema.action.flatten(action, leading, "action", self.fit)),
-            reward=self.fit(schema.reward_leaf(dtype), rewards, leading, "reward"),
+            reward=self.fit(self._find_reward_leaf(dtype), rewards, leading, "reward"),
             next_obs=tuple(schema.observation.flatten(next_obs, leading, "next_obs", self.fit)),
             terminated=self.fit(_FLAG, terminated, leading, "terminated"),
             truncated=self.fit(_FLAG, truncated, leading, "truncated"),

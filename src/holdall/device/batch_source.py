@@ -43,8 +43,8 @@ class DeviceBatchSource(BatchSource):
         """See `BatchSource`."""
         del device
         store = self._store
-        Held(store.first_id, store.next_id, store.lanes, store.capacity, store).require_draw(draw)
-        return store.deliver(draw)
+        held = Held(store.first_id, store.next_id, store.lanes, store.capacity, store)
+        return store.deliver(held.check_draw(draw))
 
     def load(self, count: int, prefetch: int, device: str | None = None) -> Loader:
         """See `BatchSource`."""

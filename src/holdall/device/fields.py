@@ -195,6 +195,8 @@ class WholeField(ObservationField):
         next_slices = slices[self._places :]
         self._next_words = next_slices.view(slots, -1)
         self._next_by_slot = from_words(next_slices, self._dtype, (slots, lanes, *leaf.shape))
+        # Places of the next observations of slot 0. Those of slot s are s * lanes further on.
+        self._first_places = torch.arange(self._places, self._places + lanes, device=slices.device)
 
     @classmethod
     def allocate(cls, leaf: Leaf, lanes: int, places: int, slots: int, device: torch.device) -> WholeField:
@@ -234,7 +236,7 @@ class WholeField(ObservationField):
         if not has_previous:
             is_new[:lanes] = True
         numbers = is_new.cumsum(0) + self.heads.index_select(0, clock.heads[:1])
-        before = starts[1].view(self._slots, lanes).index_select(0, clock.before)
+        before = torch.add(self._first_places, clock.before.unsqueeze(1), alpha=lanes)
         places = torch.where(is_new, numbers % self._places, before.view(-1))
         # An observation that has the place of a next observation is written there again, with the same bits.
         if ticks > 1:
@@ -355,8 +357,8 @@ class WindowField(ObservationField):
         if not has_previous:
             continues[:lanes] = False
         overlaps = (slices[:, shift:] == next_slices[:, : count - shift]).flatten(1).all(1)
-        old = torch.where(continues, count, 0)  # Slices of the observation that the log has already.
-        new = torch.where(overlaps, count + shift, 2 * count) - old
+        old = continues * count  # Slices of the observation that the log has already.
+        new = 2 * count - overlaps * (count - shift) - old
         ends = self.heads.index_select(0, clock.heads[:1]) + new.cumsum(0)
         by_tick = new.view(ticks, lanes)
         lane_firsts = previous - self._lane_offsets  # Where the new entries of each lane begin.

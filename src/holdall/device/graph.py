@@ -51,7 +51,7 @@ class PlaceGraph:
         return [*step.obs, *[rows for field, rows in zip(fields, step.next_obs, strict=True) if field.uses_next]]
 
     def place(self, step: TensorStep) -> list[torch.Tensor]:
-        """Find places for the observations of the next tick. The next call overwrites what is returned."""
+        """Find places for the observations of the next tick. The next call overwrites the returned tensors."""
         copy_all(self._inputs, self._list(step))
         self._graph.replay()
         return self._places

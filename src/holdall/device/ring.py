@@ -114,7 +114,7 @@ class TickRing:
         return self._graph
 
     def _write_chunk(self, step: TensorStep, ticks: int) -> None:
-        # One slot is free. Several ticks overwrite more than that, so what they overwrite is evicted before.
+        # Only one slot is free. The ticks that several new ticks overwrite are evicted first.
         if ticks > 1:
             self._floor_tick = max(self._floor_tick, self.next_tick + ticks - self._capacity_ticks)
         if step.valid is not None:
@@ -126,7 +126,7 @@ class TickRing:
     def _begin(self) -> None:
         """Prepare the device to write the next tick."""
         if not self._is_counted:
-            self.tensors.next_tick.fill_(self.next_tick)
+            self.tensors.set_next_tick(self.next_tick)
         self._is_counted = False
 
     def _end(self, ticks: int) -> None:

@@ -43,16 +43,27 @@ class DeviceRollout:
         self._device = find_device(str(device))
         self._check = TensorCheck(schema, self._device)
         self._staging = Staging(self._device)
+        self._reward: torch.Tensor | None = None  # Made at the first step, which sets the dtype.
+        self._valid: torch.Tensor | None = None  # None: all lanes made all steps.
+        try:
+            self._allocate()
+        except torch.OutOfMemoryError as error:
+            raise ArgumentError(
+                f"num_steps ({num_steps}) with num_envs ({self._lanes}) needs more memory than {self._device} has "
+                f"({error}). Use fewer steps or environments, or pass arrays of the host to add."
+            ) from error
+
+    def _allocate(self) -> None:
+        """Take all memory that has a fixed size."""
+        schema = self._schema
         self._obs = [self._new_rows(leaf) for leaf in schema.observation.leaves]
         self._actions = [self._new_rows(leaf) for leaf in schema.action.leaves]
         self._extras = [self._new_rows(leaf) for leaf in schema.extras.leaves]
         self._estimates = {name: self._new_rows(_NUMBER) for name in ESTIMATES}
         self._ends = self._new_rows(_NUMBER)  # 1 where an episode ended with the step.
-        self._reward: torch.Tensor | None = None  # Made at the first step, which sets the dtype.
-        self._valid: torch.Tensor | None = None  # None: all lanes made all steps.
-        self._final = _FinalRows(schema.observation.leaves, num_steps, self._lanes, self._device)
+        self._final = _FinalRows(schema.observation.leaves, self._num_steps, self._lanes, self._device)
         # Steps with a truncated episode whose final observation was not given.
-        self._is_missing = torch.zeros(num_steps, dtype=torch.bool, device=self._device)
+        self._is_missing = torch.zeros(self._num_steps, dtype=torch.bool, device=self._device)
 
     def _new_rows(self, leaf: Leaf) -> torch.Tensor:
         shape = (self._num_steps, self._lanes, *leaf.shape)

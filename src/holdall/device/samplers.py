@@ -121,7 +121,7 @@ class DeviceSampler:
             self.priorities.update(ids, priorities)
 
     def forget_weights(self) -> None:
-        """Make weights anew, because another stream uses them from now on."""
+        """Forget the weights that were made, because another stream uses new ones from now on."""
         self._weights = []
 
     def _take_weights(self, count: int) -> torch.Tensor:
@@ -298,7 +298,8 @@ class Priorities:
         self._highest = torch.maximum(self._highest, torch.where(is_set, scaled, 0.0).max())
 
     def _catch_up(self) -> None:
-        """Give transitions that were added since the last call the highest priority so far."""
+        """Give transitions that were added since the last call the highest priority that was ever set."""
+        # A device evicts a transition only by writing another one over it, so priorities of evicted ones need no reset.
         shelf = self._shelf
         first = max(self._next_id, shelf.first_id)
         end = shelf.next_id

@@ -122,7 +122,7 @@ class DeviceStore:
         self._is_settled = False  # Whether the ring has the full capacity, and the windows that were found.
         self._start_tick = 0  # First tick of the ring, which is made when the first tick is added.
         self._sampler: tuple[Any, DeviceSampler] | None = None
-        self._host: Store | None = None  # Copy of what was saved, see `snapshot`.
+        self._host: Store | None = None  # Copy of the transitions on the host, see `snapshot`.
         self._detectors = {
             i: WindowDetector(leaf, self._tuning)
             for i, leaf in enumerate(schema.observation.leaves)
@@ -193,7 +193,7 @@ class DeviceStore:
             return count - int(tensors.are_invalid(ids % tensors.cells).sum())
 
     def view(self) -> DeviceStore:
-        """Return the store: what it holds is read at once, and nothing keeps it alive."""
+        """Return the store itself, which is its own view: every method reads the newest transitions."""
         return self
 
     @property
@@ -204,7 +204,10 @@ class DeviceStore:
         return self._ring.tensors
 
     def compute_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `first_id` and `next_id` as tensors that every replay of a CUDA graph computes again."""
+        """Return `first_id` and `next_id` as tensors that every replay of a CUDA graph computes again.
+
+        A value that changes while the memory is used must be a tensor here, because a graph keeps Python's numbers.
+        """
         next_tick = self.tensors.next_tick
         first_tick = (next_tick - self._capacity_ticks).clamp(min=self._start_tick)
         return first_tick * self.lanes, next_tick * self.lanes
@@ -422,8 +425,12 @@ class DeviceStore:
             there = self._find_sampler(sampler)
             if there is None:
                 return self.deliver(self._draw_on_host(sampler, count, generator))
-            drawn = there.draw(count, int(generator.bit_generator.random_raw()), is_capturing=is_capturing)
-            return self._make_batch(drawn, drawn.ids, None)
+            seed = int(generator.bit_generator.random_raw())
+            try:
+                drawn = there.draw(count, seed, is_capturing=is_capturing)
+                return self._make_batch(drawn, drawn.ids, None)
+            except self._torch.OutOfMemoryError as error:
+                raise self._explain(count, error) from error
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Draw:
         """Draw as `sample` does, but return the recipe on the host. Waits for the device."""
@@ -451,21 +458,24 @@ class DeviceStore:
             for ids in (draw.ids, draw.last_ids, None if goals is None else goals.ids):
                 if ids is not None:
                     require_in_range(ids, self.first_id, self.next_id)
-            last_ids = None if draw.last_ids is None else self._to_device(draw.last_ids)
-            others = (draw.reward, draw.discount, draw.mask)
-            moved = [None if array is None else self._to_device(array) for array in others]
-            drawn = DeviceDraw(self._to_device(draw.ids), self._to_device(draw.weights), last_ids, *moved)
-            return self._make_batch(drawn, draw.ids, draw.goals)
+            others = (draw.last_ids, draw.reward, draw.discount, draw.mask)
+            try:
+                moved = [None if array is None else self._to_device(array) for array in others]
+                drawn = DeviceDraw(self._to_device(draw.ids), self._to_device(draw.weights), *moved)
+                return self._make_batch(drawn, draw.ids, draw.goals)
+            except self._torch.OutOfMemoryError as error:
+                raise self._explain(len(draw.ids), error) from error
+
+    def _explain(self, rows: int, error: torch.OutOfMemoryError) -> ArgumentError:
+        """Return the error to raise if the device has no memory for a batch."""
+        from holdall.delivery.staging import describe_lack_of_memory  # noqa: PLC0415  It imports torch.
+
+        return ArgumentError(describe_lack_of_memory(rows, self.device, error))
 
     def _make_batch(self, drawn: DeviceDraw, ids: Any, goals: Goals | None) -> Batch:
         """Read the rows of a draw. `ids` are those of the batch, on the device or on the host."""
         is_flat = drawn.ids.ndim == 1
-        try:
-            rows = self.tensors.read(drawn.ids if is_flat else drawn.ids.view(-1), drawn.last_ids)
-        except self._torch.OutOfMemoryError as error:
-            from holdall.delivery.staging import describe_lack_of_memory  # noqa: PLC0415  It imports torch.
-
-            raise ArgumentError(describe_lack_of_memory(len(drawn.ids), self.device, error)) from error
+        rows = self.tensors.read(drawn.ids if is_flat else drawn.ids.view(-1), drawn.last_ids)
         if drawn.reward is not None:
             rows = rows._replace(reward=drawn.reward)
         if goals is not None and goals.rows.size:
@@ -501,7 +511,7 @@ class DeviceStore:
         rows.reward[positions] = self._to_device(rewards).to(rows.reward.dtype)
 
     def _require_transitions(self, count: int) -> None:
-        """Raise ArgumentError if there is no transition. Waits for the device only if that is possible."""
+        """Raise ArgumentError without transitions. Waits for the device only if the host cannot tell."""
         first_id, next_id = self.bounds
         if self.all_valid:
             require_enough(count, next_id - first_id, 1)
@@ -537,7 +547,7 @@ class DeviceStore:
                 self._sampler[1].priorities.bring_back()
 
     def _find_sampler(self, sampler: Any) -> DeviceSampler | None:
-        """Return the counterpart of a sampler on the device; None if it draws on the host."""
+        """Return the counterpart of a sampler on the device. None if the sampler draws on the host."""
         if self._sampler is not None and self._sampler[0] is sampler:
             return self._sampler[1]
         from holdall.device.samplers import DeviceSampler, can_draw_on_device  # noqa: PLC0415
@@ -565,7 +575,7 @@ class DeviceStore:
             pairs = dict(zip(leaves, zip(obs, next_obs, strict=True), strict=True))
             return tuple(self._read_output(output, cells, pairs).cpu().numpy() for output in outputs)
 
-    def read_windows(self, ids: Ids, leaf: int, into: NDArray[np.uint8]) -> None:
+    def read_windows(self, ids: Ids, leaf: int, into: NDArray[np.uint8], with_whole: bool = False) -> None:
         """Return None: slices stay on the device."""
 
     def _read_output(self, output: int, cells: torch.Tensor, pairs: dict[int, Any]) -> torch.Tensor:
@@ -617,9 +627,9 @@ class DeviceStore:
     # ---------------------------------------------------------------- checkpoints
 
     def snapshot(self) -> Any:
-        """Return what is held as segments of the host, for checkpoints and pickles. Waits for the device.
+        """Return all transitions as segments on the host, for checkpoints and pickles. Waits for the device.
 
-        The store keeps the segments, compressed, so that the next snapshot copies only what was added since.
+        The store keeps the segments, compressed, so that the next snapshot copies only newer transitions.
         """
         with self._lock:
             self._order_streams()
@@ -632,7 +642,7 @@ class DeviceStore:
             return host.snapshot()
 
     def restore(self, state: Any) -> None:
-        """Take over what `snapshot` returned, here or in a store on the host. The store must have no ticks."""
+        """Load the transitions of a state, of this class or of a store on the host. Only for a store without ticks."""
         host = self._new_host_store(state.first_tick)
         host.restore(state)
         self._change_alone(lambda: self._copy_host(host))
@@ -666,7 +676,7 @@ class DeviceStore:
         return Step(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
     def _new_host_store(self, first_tick: int) -> Store:
-        """Return a store on the host for what is saved."""
+        """Return an empty store on the host, for snapshots."""
         budget = Budget.from_settings(None, self.schema, can_spill=False, tuning=self._tuning)
         return Store(self.schema, self._capacity_ticks, budget, tuning=self._tuning, first_tick=first_tick)
 
@@ -783,7 +793,7 @@ class DeviceStore:
     # ---------------------------------------------------------------- turns
 
     def _order_streams(self) -> bool:
-        """Let the current stream wait for operations that were started on another one. Called with the lock.
+        """Make the current stream wait for operations that were started on another one. Called with the lock.
 
         Return whether the operations of the current stream are being captured in a CUDA graph.
         """
@@ -793,9 +803,11 @@ class DeviceStore:
         if cuda.is_current_stream_capturing():
             return True
         stream = cuda.current_stream(self.device.index)
-        if stream != self._stream:
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
+        before = self._stream
+        # `stream != None` is False in torch, so None has a check of its own.
+        if before is None or stream != before:
+            if before is not None:
+                stream.wait_stream(before)
             if self._sampler is not None:
                 self._sampler[1].forget_weights()
             self._stream = stream

@@ -170,6 +170,7 @@ class Tensors:
         slots = plan.slots
         self.plan = plan
         self.cells = slots * lanes
+        self._slots = slots
         self._schema = schema
         self._lanes = lanes
         self._device = device
@@ -197,9 +198,9 @@ class Tensors:
         self.extras = [RowField.allocate(leaf, lanes, slots, device) for leaf in schema.extras.leaves]
         self.ends = FlagField(2, lanes, slots, device)  # terminated, truncated
         self.invalid: FlagField | None = None  # None: all entries are transitions.
-        # The device's own count of ticks, for draws inside a CUDA graph.
-        self.next_tick = torch.full((1,), first_tick, dtype=torch.int64, device=device)
-        self._one_tick = torch.arange(-1, 2, device=device)
+        # The device's own count of ticks: the tick before the next one, the next one, and the one after that.
+        self._clock = torch.arange(first_tick - 1, first_tick + 2, device=device)
+        self.next_tick = self._clock[1:2]
         self._by_slot = self._list_by_slot()
 
     @property
@@ -218,7 +219,7 @@ class Tensors:
     def write(self, step: TensorStep, first_tick: int, *, has_previous: bool) -> None:
         """Write the ticks from `first_tick` on, which is `next_tick`, and increase `next_tick`."""
         ticks = len(step.reward)
-        slots = self.plan.slots
+        slots = self._slots
         new = self._list_new(step, self.place(step, ticks, has_previous=has_previous))
         written = 0
         while written < ticks:
@@ -231,21 +232,27 @@ class Tensors:
     def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
         """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
         new = self._list_new(step, places)
-        slot = tick % self.plan.slots
+        slot = tick % self._slots
         copy_all([by_slot[slot] for by_slot in self._by_slot], new)
+
+    def set_next_tick(self, tick: int) -> None:
+        """Correct the device's count of ticks, which an interrupt may have left wrong."""
+        torch.arange(tick - 1, tick + 2, out=self._clock)
 
     def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
         """Find or make places for the observations of the next ticks, and increase `next_tick`.
 
         Only the device knows which tick is next, so these operations can be captured in a CUDA graph.
         """
-        numbers = self._one_tick if ticks == 1 else torch.arange(-1, ticks + 1, device=self._device)
-        slots = (self.next_tick + numbers) % self.plan.slots
+        numbers = self._clock
+        if ticks > 1:
+            numbers = self.next_tick + torch.arange(-1, ticks + 1, device=self._device)
+        slots = numbers % self._slots
         clock = Clock(ticks, slots[:-2], slots[1:])
         places = []
         for field, starts, obs, next_obs in zip(self.fields, self._starts, step.obs, step.next_obs, strict=True):
             places.append(field.place(clock, starts, obs, next_obs, has_previous=has_previous))
-        self.next_tick.add_(ticks)
+        self._clock.add_(ticks)
         return places
 
     def _list_new(self, step: TensorStep, places: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -255,7 +262,7 @@ class Tensors:
             new += field.list_new(places[i], step.next_obs[i])
         new += (*step.action, *step.extras, step.reward, step.terminated, step.truncated)
         if step.valid is not None and self.invalid is None:
-            self.invalid = FlagField(1, self._lanes, self.plan.slots, self._device)
+            self.invalid = FlagField(1, self._lanes, self._slots, self._device)
             self._by_slot = self._list_by_slot()
         if self.invalid is not None:
             new.append(torch.zeros_like(step.terminated) if step.valid is None else step.valid.logical_not())
@@ -281,7 +288,7 @@ class Tensors:
         """Return the part of the table that has the rewards."""
         leaf = self.plan.reward
         stored = choose_stored_dtype(torch_dtype(leaf.dtype), leaf.nbytes)
-        return RowField(leaf, self._lanes, self.plan.slots, self._table[-1].view(stored))
+        return RowField(leaf, self._lanes, self._slots, self._table[-1].view(stored))
 
     # ---------------------------------------------------------------- reading
 
@@ -353,7 +360,7 @@ class Tensors:
         """Return how many slices, and how many entries of a log, are in use for every leaf: (leaves, 2)."""
         zero = self.next_tick.new_zeros(())
         numbers = []
-        slots = self.plan.slots
+        slots = self._slots
         for i, field in enumerate(self.fields):
             tail = max(first_tick - self.plan.reach_ticks(i), 0)
             slices = field.heads[next_tick % slots] - field.heads[tail % slots]
@@ -387,11 +394,11 @@ class Tensors:
             field = grown.fields[i]
             wanted = slices + slices // 8 + ticks * field.max_new_slices
             if field.places - slices < ticks * field.max_new_slices:
-                tail = max(first_tick - self.plan.reach_ticks(i), 0) % self.plan.slots
+                tail = max(first_tick - self.plan.reach_ticks(i), 0) % self._slots
                 field, grown._starts[i] = field.grow(grown._starts[i], wanted, tail)
             if isinstance(field, WindowField) and field.log_length - entries < ticks * field.max_new_entries:
                 length = entries + entries // 8 + (ticks + 1) * field.max_new_entries
-                field, grown._starts[i] = field.grow_log(grown._starts[i], length, first_tick % self.plan.slots)
+                field, grown._starts[i] = field.grow_log(grown._starts[i], length, first_tick % self._slots)
             grown.fields[i] = field
         grown._by_slot = grown._list_by_slot()
         return grown
