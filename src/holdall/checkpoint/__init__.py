@@ -1,9 +1,9 @@
-"""Checkpoints: a memory on disk or in an object store, complete or not at all.
+"""Checkpoints: saved copies of a memory in a directory or an object store. A checkpoint is complete or does not exist.
 
-    save -> a snapshot becomes records in blobs; a manifest, created last, commits them
-    load -> the newest complete manifest; blocks are checked and read when they are sampled
+    save -> write a snapshot as records in blobs, then create the manifest, which commits them
+    load -> find the newest complete manifest; check and read blocks when they are sampled
 
-A place (a directory, or a prefix of an object store) has
+A place (a directory, or a prefix of an object store) contains
 
     manifests/NUMBER.json       one blob per checkpoint, see manifest.py
     segments/WRITER-NUMBER.seg  blobs of records, see store/records.py and store/format.py
@@ -12,23 +12,26 @@ A place (a directory, or a prefix of an object store) has
 
 | module    | subject |
 | --------- | ------- |
-| blobs     | `BlobStore`: the five operations on which everything else is built; directory_blobs, object_blobs |
+| blobs     | `BlobStore`: the five operations on which everything else is built |
+| directory_blobs, object_blobs | its two implementations |
 | manifest  | the text that names all records of a checkpoint |
-| reader    | which checkpoints there are |
-| save      | a snapshot becomes blobs and a manifest |
-| savers    | the thread of each place that writes one checkpoint after another; `SaveHandle` |
-| load      | a manifest becomes a memory |
-| read_only | a manifest becomes a dataset that several processes read |
-| retention | which checkpoints are kept |
+| reader    | lists the checkpoints of a place and opens their files |
+| save      | writes a snapshot as blobs and a manifest |
+| savers    | for each place, the thread that writes one checkpoint after another; `SaveHandle` |
+| load      | builds a memory from a manifest |
+| read_only | opens a checkpoint as a dataset that several processes read |
+| retention | chooses the checkpoints to keep, and removes the others |
 | mirror    | copies of a directory's checkpoints in an object store |
 | fetch, data_file | blocks that are read on demand |
 | damage    | verification and recovery |
-| streams   | shards, and other numbers of lanes |
-| attached, autosave, jobs, waiting, urls | a trainer's own files; saves at intervals; threads; cancelling; paths |
+| streams   | loads checkpoints of shards, and changes the number of lanes |
+| attached | a trainer's own files in a checkpoint |
+| autosave | saves at intervals |
+| jobs, waiting | background threads; progress and cancelling of their jobs |
+| urls | paths and URLs of places |
 
 A shard saves with keep=None to `shard_url(url, number)`, and puts `runs_state(...)` into its state as "runs". The
-learner saves a `ShardsSnapshot` to `url`. `read_checkpoint(manifest, reader, capacity_ticks)` returns a `Restored` for
-a shard.
+learner saves a `ShardsSnapshot` to `url`. To load, a shard calls `read_checkpoint(manifest, reader, capacity_ticks)`.
 """
 
 from holdall.checkpoint.attached import Attached, attached_files
@@ -43,7 +46,7 @@ from holdall.checkpoint.blobs import (
 )
 from holdall.checkpoint.damage import Damage, find_damage
 from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
-from holdall.checkpoint.load import Restored, load_memory, load_newest, read_checkpoint, read_saved_state
+from holdall.checkpoint.load import Loading, Restored, load_newest, read_checkpoint, read_saved_state
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.read_only import find_writer, open_read_only
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, open_reader, require_whole

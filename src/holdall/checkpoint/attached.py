@@ -1,6 +1,6 @@
 """Attached files: a trainer's own files, saved in the same commit as a memory and read when they are requested.
 
-Guarantee: a name is that of a file below a folder. It never leads outside the folder.
+Guarantee: the name of an attached file, used as a path below a folder, never leads outside that folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _checked_content(name: str, content: Any) -> Path | bytes:
         if path.is_file():
             return path
         raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is not a file. Write it first, or pass its bytes.")
-    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}. Pass bytes or the path of a file.")
+    raise ArgumentError(f"attach[{name!r}] has the type {type(content).__name__}. Pass bytes or the path of a file.")
 
 
 def file_pieces(content: Path | bytes) -> Iterator[bytes]:
@@ -72,7 +72,7 @@ def pack_file(content: bytes) -> list[Buffer]:
 
 
 def unpack_file(record: Record, read: Read) -> bytes:
-    """Return the piece of an attached file that a record has."""
+    """Return the piece of an attached file that a record contains."""
     record.require_kind(_FILE)
     return record.read_bytes("content", read, MAX_RECORD_BYTES)
 
@@ -94,7 +94,7 @@ class Attached(Mapping[str, bytes]):
         return len(self.refs)
 
     def open(self) -> None:
-        """Open all files. In a directory they then stay readable after another process has removed them."""
+        """Open all files. Files in a directory then stay readable after another process has removed them."""
         for refs in self.refs.values():
             for ref in refs:
                 if self.files is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _STOP_S = 5.0
-"""Seconds to wait for the thread to stop. A disk that hangs is not waited for."""
+"""Seconds that `stop` waits for the thread at most. A disk that hangs can keep the thread for longer."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -40,7 +40,11 @@ class AutosavedMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SaveInterval:
-    """When a save is due, counted from the end of the last one. The first limit that is reached counts."""
+    """When a save is due. The first limit that is reached counts.
+
+    Seconds are counted from the end of the last save, or from its start if it failed. Transitions are counted from its
+    start, because those added later are not in that checkpoint.
+    """
 
     seconds: float | None
     transitions: int | None
@@ -126,7 +130,7 @@ def _run_autosave(
             while not (handle.done() or stopped.wait(_POLL_S)):
                 pass
             if stopped.is_set():
-                return  # `close` waits for the save.
+                return  # The `close` of the memory waits for the save.
             handle.result()
             began = time.monotonic()
         except ClosedError:

@@ -3,10 +3,10 @@
 A blob is written once and never modified. A checkpoint is committed by creating its manifest after every blob that the
 manifest names.
 
-| store            | module             | `create` is atomic because      | `lock` is                             |
-| ---------------- | ------------------ | ------------------------------- | ------------------------------------- |
-| directory        | directory_blobs.py | a hard link is made only once   | a file lock, which ends with a process |
-| object store     | object_blobs.py    | of conditional puts             | an object that its owner renews        |
+| store        | module             | `create` never overwrites, by | `lock` takes                                |
+| ------------ | ------------------ | ----------------------------- | ------------------------------------------- |
+| directory    | directory_blobs.py | making a hard link            | a file lock, which ends with its process    |
+| object store | object_blobs.py    | a conditional put             | an object, which its owner renews regularly |
 
 `holdall.testing.BlobStoreContract` is the test class that every implementation passes.
 """
@@ -23,7 +23,7 @@ from typing import Protocol
 
 from holdall.checkpoint.urls import is_remote, normalized_url
 from holdall.checkpoint.waiting import Waiting
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, LockedError
 from holdall.store.records import Buffer
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
@@ -33,17 +33,14 @@ class Lease(Protocol):
     """The right to be the only writer of a `BlobStore`."""
 
     def check(self) -> None:
-        """Raise FencedError if another writer may have taken the lock since `lock` returned.
-
-        If this returns, nobody else has held the lock in between.
-        """
+        """Raise FencedError unless this writer has held the lock since `lock` returned."""
 
     def release(self) -> None:
         """Give the lock up. Releasing twice has no effect."""
 
 
 class BlobStore(Protocol):
-    """The five operations that saving, loading and collecting checkpoints need. Thread-safe.
+    """The five operations that saving, loading and deleting checkpoints need. Thread-safe.
 
     Names consist of letters, digits, "_", "-" and "."; "/" separates components, which begin with a letter, a digit or
     "_". Every other name raises ArgumentError. Every call that waits ends with CheckpointError when `waiting` is
@@ -60,8 +57,9 @@ class BlobStore(Protocol):
     def create(self, name: str, data: Buffer) -> bool:
         """Create blob `name` with the content `data`. Atomic: a reader sees all of it or nothing.
 
-        When this returns True, the blob survives a power cut. If a blob of this name exists, nothing is changed, and
-        the result is whether its content equals `data`: an earlier attempt whose answer was lost has succeeded.
+        When this returns True, the blob survives a power cut. An existing blob of this name is not changed. Return True
+        if its content equals `data`, because an earlier attempt may have succeeded although its answer was lost, and
+        False if it has another content.
         """
 
     def read(self, name: str, start: int, length: int) -> bytes:
@@ -73,7 +71,8 @@ class BlobStore(Protocol):
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield the name and size of every blob whose name starts with `prefix`, in any order.
 
-        A blob whose `create` has returned before the call is listed. A store that does not exist yet has no blobs.
+        Every blob whose `create` returned before this call is among them. If another blob is created and this one then
+        deleted during the call, at least one of the two is listed. A store that does not exist yet has no blobs.
         """
 
     def delete(self, name: str) -> None:
@@ -114,7 +113,7 @@ def open_blobs(url: str | os.PathLike[str], waiting: Waiting | None = None) -> B
 
 
 def has_exclusive_create(blobs: BlobStore) -> bool:
-    """Return whether `create` keeps an existing blob. Some servers ignore the condition and overwrite it."""
+    """Return whether `create` keeps an existing blob. Some servers ignore the condition of a put."""
     name = f"probe/{secrets.token_hex(8)}"
     try:
         blobs.create(name, b"first")
@@ -124,5 +123,11 @@ def has_exclusive_create(blobs: BlobStore) -> bool:
 
 
 def describe_process() -> str:
-    """Return the process and the machine, as the owner of a lock."""
+    """Return the name of this process and its machine, for `BlobStore.lock`."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def explain_lock(url: str, holder: str, owner: str) -> LockedError:
+    """Return the error to raise when `holder` has the lock that `owner` wants."""
+    who = f"{holder} (another memory of this process)" if holder == owner else holder
+    return LockedError(f"{url} is in use by {who}. Save to another place, or close the memory that saves there.")

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: find the damage, and load what is readable.
+"""Damaged checkpoints: find the damage, and load the readable part.
 
 `find_damage` reads everything that a checkpoint names and returns the records that are damaged. `Salvage` loads a
 checkpoint in which every transition that needs a damaged record is marked as invalid.
@@ -18,18 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall._native import Block, Coded, Dictionary, Part, Segment, decode
+from holdall._native import FLAG_INVALID, Block, Coded, Dictionary, Part, Segment, decode
 from holdall.checkpoint.load import RecordFiles, Restored
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry, require_files
 from holdall.checkpoint.reader import CheckpointReader, Losses, read_shard_manifest
 from holdall.checks import refuse_malformed
 from holdall.errors import CheckpointError, DamageError
-from holdall.store.format import BLOCK, FLAG_INVALID, find_damaged_slices, mark_invalid, read_block
+from holdall.store.format import BLOCK, NEXT_FOLLOWS, find_damaged_slices, mark_invalid, read_block
 from holdall.store.records import MAX_RECORD_BYTES, Record
 from holdall.store.windows import Window
-
-_NEXT_FOLLOWS = np.uint32(0x80000000)
-"""Bit of a cursor whose next observation follows the observation in the log."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -46,7 +43,7 @@ class Damage:
 def find_damage(
     reader: CheckpointReader, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
-    """Read everything that a checkpoint names. `progress` is called with the bytes of every record."""
+    """Read everything that a checkpoint names. `progress` is called with the size of every record."""
     sizes = reader.file_sizes()
     try:
         require_files(manifest, sizes)
@@ -119,7 +116,10 @@ class Salvage(Restored):
             super().open_attached()
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
-        """Read a dictionary, or its copy of another checkpoint. Without a readable copy, its blocks are damaged."""
+        """Read a dictionary, or its copy in another checkpoint.
+
+        If no copy is readable, the blocks that need the dictionary count as damaged.
+        """
         with Losses():
             super().read_dictionary(name, ref)
             return
@@ -132,7 +132,7 @@ class Salvage(Restored):
                     return
 
     def read_segment(self, entry: SegmentEntry) -> Segment:
-        """Read a segment. Mark the transitions that need damaged slices, or all if the segment is not readable."""
+        """Read a segment. Mark transitions that need damaged slices as invalid, or all if it is unreadable."""
         with Losses() as lost:
             segment = super().read_segment(entry)
             is_lost = self._find_lost(entry, segment)
@@ -216,7 +216,7 @@ class Salvage(Restored):
 
 
 def _find_damaged(record: Record, read: Any, coded: Coded) -> NDArray[np.bool_]:
-    """Return which slices of a block are damaged. All are if the units cannot be read."""
+    """Return which slices of a block are damaged. All slices count as damaged if their units are unreadable."""
     with Losses():
         return find_damaged_slices(record, read, coded)
     return np.ones(coded.slice_count, np.bool_)
@@ -245,8 +245,8 @@ def _find_dependent(part: Part, is_damaged: NDArray[np.bool_], lanes: int) -> ND
     counts = np.zeros((len(log) + 1, lanes), np.int64)
     np.cumsum(is_damaged[log], axis=0, out=counts[1:])
     cursors = arrays["cursors"]
-    starts = (cursors & ~_NEXT_FOLLOWS).astype(np.int64)
-    next_starts = starts + np.where(cursors & _NEXT_FOLLOWS, window, shift)
+    starts = (cursors & ~NEXT_FOLLOWS).astype(np.int64)
+    next_starts = starts + np.where(cursors & NEXT_FOLLOWS, window, shift)
     lane = np.arange(len(cursors)) % lanes
     dependent: NDArray[np.bool_] = counts[starts + window, lane] > counts[starts, lane]
     return dependent | (counts[next_starts + window, lane] > counts[next_starts, lane])

@@ -3,8 +3,8 @@
 `DataFile` reads a local file by position. `RemoteFile` is a sparse local file whose pages are fetched from a blob store
 before they are read. `bring` fetches ranges of several files, a few at a time.
 
-Guarantee: a page of a remote file is read only after all of it was written. What is fetched at a time takes a few
-megabytes of memory, whatever the size of the file. Pages that were not fetched take no space on the local disk.
+Guarantee: a page of a remote file is read only after all of it was written. Requests in progress take a few megabytes
+of memory, whatever the size of the file. Pages that were not fetched take no space on the local disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPARE_FILES = 256
 
 Positions = NDArray[np.int64]
 
-_SEEKING = threading.Lock()  # Windows cannot read by position, so that a seek and a read must not be interrupted.
+_SEEKING = threading.Lock()  # Windows cannot read by position. No other thread may seek between a seek and its read.
 
 
 class DataFile:
@@ -48,7 +48,7 @@ class DataFile:
     Attributes:
         path: Path or URL, for errors.
         descriptor: Descriptor that compressed blocks are read from.
-        is_remote: Whether ranges must be brought before native code may read them.
+        is_remote: Whether `bring` must fetch a range before native code may read it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -73,7 +73,7 @@ class DataFile:
         return b"".join(pieces)
 
     def bring(self, starts: Positions, ends: Positions) -> None:
-        """Ask the system to read ranges ahead, all of them at once."""
+        """Ask the operating system to read ranges ahead."""
         if hasattr(os, "posix_fadvise"):
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                 os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
@@ -100,7 +100,7 @@ class RemoteFile(DataFile):
         self._blobs = blobs
         self._name = name
         self._nbytes = nbytes
-        self._is_here = np.zeros(-(-nbytes // PAGE_BYTES), np.bool_)
+        self._is_here = np.zeros(-(-nbytes // PAGE_BYTES), np.bool_)  # Whether the local copy has each page.
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Fetch a range and return it. The result is shorter at the end of the file."""
@@ -108,11 +108,11 @@ class RemoteFile(DataFile):
         return super().read(start, nbytes)
 
     def bring(self, starts: Positions, ends: Positions) -> None:
-        """Fetch the pages of ranges that are not here yet. Two threads may fetch the same page."""
+        """Fetch the pages of ranges that the local copy lacks. Two threads may fetch the same page."""
         bring([Demand(self, starts, ends)])
 
     def list_missing(self, starts: Positions, ends: Positions) -> list[PageRun]:
-        """Return the pages of ranges that are not here yet, with one run for neighbours."""
+        """Return the pages of ranges that the local copy lacks. Neighbouring pages are in one run, up to a maximum."""
         first = np.clip(starts, 0, self._nbytes) // PAGE_BYTES
         last = -(-np.clip(ends, 0, self._nbytes) // PAGE_BYTES)
         # Add 1 where a range starts and -1 where it ends. Pages are needed where the sum is positive.
@@ -152,7 +152,7 @@ class RemoteFile(DataFile):
 class SharedFile(RemoteFile):
     """A remote file whose sparse copy has a name, so that several processes fetch each page once.
 
-    The pages that are here are recorded in a file next to it, which every process maps.
+    A file next to the copy records which pages were fetched. Every process maps that file.
     """
 
     def __init__(self, blobs: BlobStore, name: str, nbytes: int, copy: Path) -> None:
@@ -174,7 +174,7 @@ def open_data_file(
     *,
     is_shared: bool = False,
 ) -> DataFile:
-    """Open a blob of `nbytes` bytes. One that is not on this machine gets a sparse copy in `cache_dir`.
+    """Open a blob of `nbytes` bytes. A blob in an object store gets a sparse local copy in `cache_dir`.
 
     `is_shared` says that other processes use the copies in `cache_dir`, too.
     """
@@ -235,14 +235,14 @@ def bring(demands: Iterable[Demand]) -> None:
         while tasks and not errors:
             try:
                 task = tasks.pop()
-            except IndexError:  # Another thread took the last one.
+            except IndexError:  # Another thread took the last task.
                 return
             try:
                 task()
             except BaseException as error:
                 errors.append(error)
 
-    # Daemon threads and not a pool, because the end of the program would wait for a pool.
+    # Daemon threads instead of a pool, because Python would wait for the threads of a pool when the program ends.
     count = min(len(tasks), _MAX_THREADS) - 1
     threads = [threading.Thread(target=work, name="holdall-fetch", daemon=True) for _ in range(count)]
     for thread in threads:

@@ -16,13 +16,14 @@ import re
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from holdall.checkpoint.blobs import check_name
+from holdall.checkpoint.blobs import check_name, explain_lock
 from holdall.checkpoint.waiting import Waiting
-from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, HoldallError, LockedError
+from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, HoldallError
 from holdall.store.records import Buffer
 
 if sys.platform == "win32":
@@ -34,6 +35,10 @@ LOCK_NAME = "LOCK"
 _TEMPORARY = re.compile(r"[A-Za-z0-9_.\-]+\.[0-9a-f]{16}\.tmp")
 _MAX_CALL_BYTES = 4 * 2**20
 """Bytes of one write or read call, so that a cancelled job on a slow disk ends soon."""
+_MAX_LISTINGS = 20
+"""Listings of a directory from which files are being removed, before the removed ones are left out."""
+_LOOK_S = 0.05
+"""Seconds before a lock that was refused is tried again. `FileSystem.is_taken` holds it for a moment."""
 _MAX_OWNER_BYTES = 200
 _SHARD = re.compile(r"shards/[0-9]{5}")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -68,7 +73,7 @@ class FileSystem:
     """The disk of this machine."""
 
     def make_directory(self, path: Path) -> bool:
-        """Make a directory. Return whether it did not exist."""
+        """Make a directory. Return False if it exists already."""
         try:
             path.mkdir()
         except FileExistsError:
@@ -110,7 +115,7 @@ class FileSystem:
         path.unlink()
 
     def sync_directory(self, path: Path) -> None:
-        """Wait until the names in a directory are on the disk. Windows writes them in order by itself."""
+        """Wait until the names in a directory are on the disk. On Windows do nothing: it writes names in order."""
         if sys.platform == "win32":
             return
         directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -120,17 +125,17 @@ class FileSystem:
             os.close(directory)
 
     def list(self, path: Path) -> list[DiskEntry]:
-        """Return the files and the directories in a directory. Links and special files have 0 bytes."""
-        entries = []
-        with os.scandir(path) as children:
-            for entry in children:
-                with contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
-                    if entry.is_dir(follow_symlinks=False):
-                        entries.append(DiskEntry(entry.name, None))
-                    else:
-                        found = entry.stat(follow_symlinks=False)
-                        entries.append(DiskEntry(entry.name, found.st_size if stat.S_ISREG(found.st_mode) else 0))
-        return entries
+        """Return the files and the directories in a directory. Links and special files have 0 bytes.
+
+        If a file was removed meanwhile, list again, because the file that replaced it may not have been listed.
+        """
+        entries: list[DiskEntry | None] = []
+        for _ in range(_MAX_LISTINGS):
+            with os.scandir(path) as children:
+                entries = [_describe(child) for child in children]
+            if None not in entries:
+                break
+        return [entry for entry in entries if entry is not None]
 
     def is_link(self, path: Path) -> bool:
         """Return whether a path is a symbolic link."""
@@ -148,9 +153,10 @@ class FileSystem:
         return os.read(file, nbytes)
 
     def lock(self, path: Path, owner: str) -> int | None:
-        """Take a lock, which ends with this process at the latest. Return None if another process has it.
+        """Take a lock, which ends with this process at the latest.
 
-        `owner` is written to the file for `read_owner`.
+        Return the descriptor of the lock file, or None if another process has the lock. `owner` is written to the file
+        for `read_owner`.
         """
         file = _open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -168,7 +174,7 @@ class FileSystem:
         return file
 
     def is_taken(self, path: Path) -> bool:
-        """Return whether a process holds the lock now. The lock is not changed."""
+        """Return whether a process holds the lock now. Always False on Windows."""
         try:
             file = self.open(path)
         except OSError:
@@ -185,7 +191,7 @@ class FileSystem:
         return False
 
     def read_owner(self, path: Path) -> str:
-        """Return who holds the lock, or an empty text if that is unknown."""
+        """Return the owner in a lock file, or an empty text if that is unknown."""
         try:
             file = self.open(path)
         except OSError:
@@ -208,8 +214,20 @@ class FileSystem:
         """Release a lock."""
         with contextlib.suppress(OSError):
             if sys.platform != "win32":
-                fcntl.flock(file, fcntl.LOCK_UN)  # A forked child may have a copy of the descriptor.
+                # A forked child may have a copy of the descriptor, so closing this one may not release the lock.
+                fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
+
+
+def _describe(entry: os.DirEntry[str]) -> DiskEntry | None:
+    """Return a file or a directory, or None if it was removed after it was listed."""
+    try:
+        if entry.is_dir(follow_symlinks=False):
+            return DiskEntry(entry.name, None)
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return DiskEntry(entry.name, found.st_size if stat.S_ISREG(found.st_mode) else 0)
 
 
 def _sync(file: int) -> None:
@@ -270,7 +288,8 @@ class DirectoryLease:
 class DirectoryBlobs:
     """The blobs of a directory, which is made when the first blob is created.
 
-    A blob is written to a temporary file, synced, and linked to its name, which is synced, too.
+    A blob is written to a temporary file. The file is synced and linked to the name of the blob. Then the directory is
+    synced, so that the name survives a power cut.
     """
 
     def __init__(self, root: Path, disk: FileSystem | None = None, waiting: Waiting | None = None) -> None:
@@ -278,7 +297,7 @@ class DirectoryBlobs:
         self.waiting = waiting or Waiting(self.url)
         self.root = root
         self._disk = disk or FileSystem()
-        # Links below this directory are refused. The directory of a shard belongs to the memory above it.
+        # Links below this directory are refused. For a shard it is the directory of the memory over all shards.
         self._top = root.parent.parent if _SHARD.fullmatch("/".join(root.parts[-2:])) else root
 
     def create(self, name: str, data: Buffer) -> bool:
@@ -354,11 +373,10 @@ class DirectoryBlobs:
             self._refuse_links(self.root)
             file = self._disk.lock(path, owner)
             if file is None:
-                holder = self._disk.read_owner(path) or "another writer"
-                raise LockedError(
-                    f"{self.url} is in use by {holder}. Save to another directory, or close the memory that saves "
-                    "there."
-                )
+                time.sleep(_LOOK_S)
+                file = self._disk.lock(path, owner)
+            if file is None:
+                raise explain_lock(self.url, self._disk.read_owner(path) or "another writer", owner)
             lease = DirectoryLease(self._disk, path, file)
             try:
                 self._remove_temporary(self.root)
@@ -368,7 +386,7 @@ class DirectoryBlobs:
         return lease
 
     def find_writer(self) -> str:
-        """Return who saves to this directory now, or an empty text if nobody does."""
+        """Return the process that saves to this directory now, or an empty text."""
         path = self.root / LOCK_NAME
         return (self._disk.read_owner(path) or "another process") if self._disk.is_taken(path) else ""
 
@@ -432,8 +450,10 @@ class DirectoryBlobs:
             return
         except NotADirectoryError as error:
             raise self._explain_file(path) from error
-        except OSError as error:
-            raise _explain_read(path, error) from error
+        except DamageError:
+            raise
+        except OSError as error:  # Not damage to one checkpoint: older ones could not be listed either.
+            raise _refuse_read(path, error) from error
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.nbytes is not None and name.startswith(prefix):
@@ -474,13 +494,19 @@ class DirectoryBlobs:
 
 
 def _explain_read(path: Path, error: OSError) -> HoldallError:
-    """Return the error to raise when a file cannot be read: damage, a missing blob, or something to repair."""
+    """Return the error to raise when a file cannot be read: damage, a missing blob, or a problem to solve first."""
     if isinstance(error, HoldallError):
         return error
     if error.errno in _UNREADABLE:
         return DamageError(error.errno, f"{path} cannot be read ({error.strerror}). The disk fails.")
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-        return BlobMissingError(errno.ENOENT, f"{path} does not exist. Check the path.")
+        return BlobMissingError(
+            errno.ENOENT, f"{path} does not exist. If a memory that saves there has removed it, load again."
+        )
+    return _refuse_read(path, error)
+
+
+def _refuse_read(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(error.errno, f"{path} cannot be read ({error.strerror}). {_find_remedy(error)}")
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a checkpoint in an object store: they are fetched before they are read, and the rest in the background.
+"""Blocks of a checkpoint in an object store: fetched on demand before they are read, and otherwise in the background.
 
 `RemoteBlocks` is the hook `Store.before_read` of a memory that was loaded from an object store. It fetches the units of
 the slices that a batch needs. `BackgroundFetch` fetches all blocks, newest first. When it has finished, the hook is
@@ -20,11 +20,10 @@ from holdall._native import Catalog, Coded, Part, Segment
 from holdall.checkpoint.data_file import DataFile, Demand, bring
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import HoldallError
+from holdall.store.format import NEXT_FOLLOWS
 
 _FETCH_BYTES = 4 * 2**20
 _STOP_S = 5.0
-_NEXT_FOLLOWS = np.uint32(0x80000000)
-"""Bit of a cursor whose next observation follows the observation in the log."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -40,7 +39,10 @@ class _Log(NamedTuple):
 
 
 class RemoteBlocks:
-    """The parts of a loaded memory whose blocks are in remote files. Called before every read, from any thread."""
+    """The hook that fetches data of remote files before it is read. A store may call it from any thread.
+
+    It knows the parts of the loaded memory whose blocks are in remote files.
+    """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._logs: dict[int, _Log] = {}  # By serial number of the part.
@@ -50,7 +52,7 @@ class RemoteBlocks:
                     self._logs[part.serial] = _read_log(part, segment.lanes)
 
     def __call__(self, catalog: Catalog, ids: Ids) -> None:
-        """Fetch what `ids` need."""
+        """Fetch the units that the transitions `ids` need."""
         wanted: dict[int, list[Demand]] = {}
         ids = ids.reshape(-1)
         segments = catalog.segments
@@ -75,7 +77,7 @@ class RemoteBlocks:
         )
 
     def _find_demand(self, part: Part, rows: Ids, lanes: int) -> Demand | None:
-        """Return the ranges that transitions of a part need, or None if they are in memory or on this machine."""
+        """Return the ranges of a part that `rows` need, or None if its block is in memory or on this machine."""
         log = self._logs.get(part.serial)
         file = _find_file(part)
         if log is None or file is None or part.block is None:
@@ -83,7 +85,7 @@ class RemoteBlocks:
         coded = part.block.form
         if not isinstance(coded, Coded) or coded.location is None:
             return None
-        starts = (log.cursors[rows] & ~_NEXT_FOLLOWS).astype(np.int64)
+        starts = (log.cursors[rows] & ~NEXT_FOLLOWS).astype(np.int64)
         # A next observation starts within the observation or directly after it.
         entries = np.minimum(starts[:, None] + np.arange(2 * log.window), len(log.log) - 1)
         slices = np.unique(log.log[entries, (rows % lanes)[:, None]]).astype(np.int64)
@@ -118,7 +120,7 @@ def bring_all(segments: Sequence[Segment]) -> None:
 
 
 class _BlockRange(NamedTuple):
-    file: weakref.ref[DataFile]  # A memory that evicted a block does not need its file any more.
+    file: weakref.ref[DataFile]  # Weak: a memory that evicted a block needs its file no more.
     start: int
     nbytes: int
 
@@ -164,7 +166,7 @@ def _list_ranges(segments: Sequence[Segment]) -> list[_BlockRange]:
 
 
 def fetch_blocks(ranges: list[_BlockRange], store: weakref.ref[Any], stopped: threading.Event) -> None:
-    """Fetch blocks until all are here or `stopped` is set. Then remove the hook of `store`."""
+    """Fetch blocks until all are fetched or `stopped` is set. Remove the hook of `store` once all are fetched."""
     try:
         for each in ranges:
             for first in range(0, each.nbytes, _FETCH_BYTES):

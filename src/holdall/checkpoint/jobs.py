@@ -1,4 +1,4 @@
-"""A thread that does jobs one after another, and the wait for its end when a memory is closed."""
+"""Threads that do jobs one after another in the background. A memory that is closed waits for their jobs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdall.errors import CheckpointError
 
 _POLL_S = 0.05
 _GIVE_UP_SHARE = 0.9
-"""Share of the timeout of `end` after which the current job is told to give up. It has the rest to end."""
+"""Share of the timeout of `end` after which the current job is told to give up. The job has the rest to end."""
 _IDLE_S = 60.0
 """Seconds that the thread stays without a job, because starting a thread takes milliseconds on a busy machine."""
 _CHECK_S = 1.0
-"""Seconds between checks of the thread for a job that was not announced."""
+"""Seconds after which the thread looks for jobs even if `put` did not wake it, because an interrupt ended `put`."""
 _YIELD_S = 0.001
-"""Pause of a woken thread. Without it, it would take the GIL and make the thread that woke it wait."""
+"""Pause of a thread that was woken. Without the pause, it would take the GIL from the thread that woke it."""
 
 
 class JobThread:
@@ -33,7 +33,7 @@ class JobThread:
         changed: Condition of `lock`.
         jobs: Jobs that wait for their turn.
         current: The job that is being done, or None.
-        has_given_up: Whether `end` gave up. Jobs that are left fail.
+        has_given_up: Whether `end` gave up. The remaining jobs then fail.
     """
 
     def __init__(self, name: str, waiting: Waiting, work: Callable[[Any], None]) -> None:
@@ -72,7 +72,7 @@ class JobThread:
     def end(self, timeout: float, began: float) -> None:
         """Wait until all jobs are done. Raise CheckpointError if there is no progress for `timeout` seconds.
 
-        `began` is the time at which the wait started.
+        `began` is the time at which the caller began to wait, for this thread or for one before it.
         """
         with self.lock:
             self._is_ending = True
@@ -102,7 +102,7 @@ class JobThread:
             with self.lock:
                 idle_since = time.monotonic()
                 while not self._is_ending and not self.jobs and time.monotonic() - idle_since < _IDLE_S:
-                    self.changed.wait(_CHECK_S)  # An interrupt can keep a job from being announced.
+                    self.changed.wait(_CHECK_S)
                 if not self.jobs:
                     self._thread = None  # Under the lock, so that the next `put` starts another thread.
                     return

@@ -1,7 +1,7 @@
-"""Load a checkpoint: a manifest and the records that it names become a memory again.
+"""Load a checkpoint: build a memory from a manifest and the records that it names.
 
 Blocks stay in their files and are read when they are sampled, each unit with its own checksum. Everything else is read
-and checked while loading. A checkpoint that is not complete is passed over, with a warning, for the one before it.
+and checked while loading. If a checkpoint is not complete, a warning is logged and the one before it is loaded.
 
 Guarantee: a record is used only if it is the one that the manifest names. Nothing that is loaded runs code.
 """
@@ -9,6 +9,7 @@ Guarantee: a record is used only if it is the one that the manifest names. Nothi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import math
@@ -27,7 +28,7 @@ from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Losses, open_reader, require_whole
 from holdall.checkpoint.save import SavedBlock, SavedRecords, SavedSegment
 from holdall.checks import refuse_malformed, require_count, require_flag, require_number
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import BlobMissingError, CheckpointError, DamageError
 from holdall.sampling import Sampler, Uniform
 from holdall.schema import Schema
 from holdall.schema_json import dtype_from_json, schema_from_json
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 _READ_AHEAD_BYTES = 2**15
 _MAX_RESTARTS = 20
-"""Restarts of a load whose checkpoint was removed while it was read, because a memory saved newer ones."""
+"""Attempts to load. Loading starts again if a memory that saves removed the checkpoint while it was read."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -87,7 +88,7 @@ class RecordFiles:
         self._files: dict[str, DataFile] = {}
 
     def open(self, name: str) -> DataFile:
-        """Return a file."""
+        """Return a file, which is opened by the first call."""
         found = self._files.get(name)
         if found is None:
             found = self._reader.open(name, self._sizes[name])
@@ -95,7 +96,10 @@ class RecordFiles:
         return found
 
     def expect(self, records: Iterable[tuple[Ref, int]]) -> None:
-        """Fetch the first bytes of records that are read next, all at once. Errors are raised when they are read."""
+        """Fetch the first bytes of several records at once. Errors are ignored: reading the records raises them.
+
+        `records` are the records that are read next, each with the number of bytes to fetch.
+        """
         ranges: dict[str, list[tuple[int, int]]] = {}
         for ref, nbytes in records:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
@@ -109,7 +113,7 @@ class RecordFiles:
     def read_record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record. Raise DamageError if it is not the one that the manifest names.
 
-        `ahead_bytes` is how much of the record is read next.
+        `ahead_bytes` are read at once, because the caller needs that much of the record.
         """
         file = self.open(ref.file)
         ahead = ReadAhead(file, ref.start, min(ref.nbytes, ahead_bytes))
@@ -120,7 +124,7 @@ class RecordFiles:
         return record, ahead
 
     def read_state(self, ref: Ref) -> dict[str, Any]:
-        """Read what was saved besides the transitions."""
+        """Read the state of the sampler and the generator, and further values that the memory saved."""
         record, ahead = self.read_record(ref)
         return read_state(record, ahead.read)
 
@@ -129,7 +133,9 @@ class RecordFiles:
         record, ahead = self.read_record(ref, ref.nbytes)
         found, dictionary = read_dictionary(record, ahead.read)
         if found != name:
-            raise DamageError(f"The dictionary at byte {ref.start} of {ref.file} is not the one that is named.")
+            raise DamageError(
+                f"The dictionary at byte {ref.start} of {ref.file} is not the one that the manifest names."
+            )
         return dictionary
 
 
@@ -140,11 +146,12 @@ class Restored:
     """The content of a checkpoint, for a new memory.
 
     Args:
-        capacity_ticks: Ticks that the memory can hold. None: as many as before. Older segments are not read.
+        capacity_ticks: Ticks that the new memory can hold. None: the saved capacity. Segments that do not fit are not
+            read.
 
     Attributes:
         url: Place of the checkpoint.
-        state: State of sampler and generator, and further values of the owner.
+        state: State of sampler and generator, and further values that the memory saved.
         attached: Attached files.
         keeps_ids: Whether transitions have the ids that they had when they were saved.
         saved: Records that the next save to the same place need not write. None: it writes everything.
@@ -167,7 +174,7 @@ class Restored:
         self.dictionaries: dict[str, Dictionary] = {}
         self.blocks: dict[int, Block] = {}  # By number in the manifest.
         self.reward_dtype: np.dtype[Any] | None = None
-        self._store_state: StoreState | None = None  # None before `read`, and once it is in the memory.
+        self._store_state: StoreState | None = None  # None before `read`, and after a store took it.
         self._waiting = reader.waiting
 
     def read(self) -> None:
@@ -194,7 +201,7 @@ class Restored:
         self.saved = self._list_saved(segments)
 
     def fill_on_demand(self, store: Store) -> None:
-        """Put the content into an empty store that is only read. Nothing is fetched before it is read."""
+        """Put the content into an empty store that is only read. Remote blocks are fetched when they are read."""
         state = self._take_state()
         if state is None:
             return
@@ -209,7 +216,8 @@ class Restored:
         if not isinstance(store, Store):
             bring_all(state.segments)  # A store on a device copies everything now.
         store.restore(state)
-        # A snapshot makes `rewrite` copy the parts first, so that a part that is saved already never changes.
+        # After a snapshot, `rewrite` copies a part before it changes it. So the parts that are saved already stay as
+        # they were saved.
         store.snapshot()
         self.fetch = start_fetch(state.segments, store, self._waiting)
 
@@ -287,7 +295,7 @@ class Restored:
         return windows, tuple(layouts)
 
     def _list_saved(self, segments: list[Segment]) -> SavedRecords:
-        """Return the records that the memory needs, by the serial numbers of the parts and blocks made of them."""
+        """Return the records of all loaded parts and blocks, by the serial numbers of these parts and blocks."""
         manifest = self.manifest
         saved = SavedRecords(files=dict(manifest.files))
         for entry, segment in zip(self.entries, segments, strict=True):
@@ -311,7 +319,7 @@ def read_checkpoint(
 
 
 def read_saved_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
-    """Read only what was saved besides the transitions."""
+    """Read the state of the sampler and the generator, and further values that the memory saved. No transitions."""
     with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
         return RecordFiles(reader, manifest.files).read_state(manifest.state)
 
@@ -320,12 +328,13 @@ def read_saved_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, 
 
 
 def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, may_miss: bool = False) -> _T:
-    """Build something of the newest complete checkpoint. Log the newer ones that were passed over.
+    """Return `build(manifest)` for the newest complete checkpoint. Log the newer ones that are not complete.
 
-    A memory that saves meanwhile may remove the checkpoint that is being read. Loading then starts again.
+    A memory that saves meanwhile may remove the checkpoint that is being read. Loading then starts again. Raise
+    CheckpointError if this happens too often, or if there is no complete checkpoint.
 
     Args:
-        build: Raises DamageError if it cannot use a checkpoint. The one before it is tried then.
+        build: Raises DamageError or CheckpointError if it cannot use a checkpoint. Then the one before it is tried.
         may_miss: Whether checkpoints with missing files are passed to `build`, too.
     """
     for _ in range(_MAX_RESTARTS):
@@ -348,9 +357,14 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
                 return built
             if number not in reader.numbers():
                 break  # A writer removed it meanwhile, so there is a newer one.
-            refused.setdefault(lost[0].strerror or str(lost[0]), lost[0])
+            refused.setdefault(str(lost[0]), lost[0])
         else:
             break
+    else:
+        raise CheckpointError(
+            f"Each of {_MAX_RESTARTS} checkpoints in {reader.url} was removed while it was read. Save less often, or "
+            "pass a larger keep."
+        )
     reasons = "".join(f" {reason}" for reason in refused)
     if not refused:
         remedy = "Check the path, or save first."
@@ -364,11 +378,11 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
 
 @dataclass(frozen=True)
 class Loading(Generic[_M]):
-    """The arguments of `ReplayMemory.load`."""
+    """The arguments of `ReplayMemory.load`, and the methods that load a memory with them."""
 
     kind: Callable[..., _M]  # Class of the memory.
-    restore: Callable[[_M, Restored, Sampler | None], None]  # Continues a checkpoint in an empty memory.
-    settings: dict[str, Any]  # Its keyword arguments.
+    restore: Callable[[_M, Restored, Sampler | None], None]  # Continues a checkpoint in a memory.
+    settings: dict[str, Any]  # Keyword arguments of `kind`.
     sampler: Sampler | None = None  # None: the saved sampler.
     capacity: int | None = None  # None: the saved capacity.
     num_envs: int | None = None  # None: the saved number of lanes.
@@ -381,14 +395,17 @@ class Loading(Generic[_M]):
             require_count("num_envs", self.num_envs, 1)
         require_flag("recover", self.recover)
         reader = open_reader(url, self.settings["spill_dir"], timeout)
-        memory = self._load_newest(reader)
+        memory = load_newest(reader, lambda manifest: self._load(manifest, reader), may_miss=self.recover)
         reader.waiting.limit_s = math.inf  # Sampling waits until the store answers or the memory is closed.
         return memory
 
     def load_as_saved(
         self, manifest: Manifest, reader: CheckpointReader, capacity: int | None, *, is_final: bool
     ) -> _M:
-        """Load a memory with the saved number of lanes. A memory that is not final is only read."""
+        """Load a memory with the saved number of lanes.
+
+        A memory that is not final is only a source, whose transitions are copied into the final memory.
+        """
         kind: type[Restored] = Restored
         if self.recover:
             from holdall.checkpoint.damage import Salvage  # noqa: PLC0415  only for damaged checkpoints
@@ -403,7 +420,7 @@ class Loading(Generic[_M]):
         return memory
 
     def make_memory(self, schema: Schema, ticks: int, *, is_final: bool) -> _M:
-        """Return an empty memory. One that is not final has the least budget, and NumPy batches."""
+        """Return an empty memory. One that is not final compresses everything and has NumPy batches."""
         settings = self.settings
         if not is_final:
             settings = {"budget": None, "prefer": settings["prefer"], "_tuning": settings.get("_tuning")}
@@ -418,9 +435,6 @@ class Loading(Generic[_M]):
             memory.close()
             raise
 
-    def _load_newest(self, reader: CheckpointReader) -> _M:
-        return load_newest(reader, lambda manifest: self._load(manifest, reader), may_miss=self.recover)
-
     def _load(self, manifest: Manifest, reader: CheckpointReader) -> _M:
         with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
             schema = schema_from_json(manifest.schema)
@@ -434,28 +448,14 @@ class Loading(Generic[_M]):
 
             memory = convert(self, manifest, reader, schema, lanes)
         held = manifest.next_tick - manifest.first_tick + sum(shard.transitions for shard in manifest.shards)
-        if self.recover and held and len(memory) == 0:
+        if not self.recover:
+            return memory
+        error: OSError | None = None
+        if manifest.number not in reader.numbers():
+            error = BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed while it was read.")
+        elif held and len(memory) == 0:
+            error = DamageError("No transition is readable.")
+        if error is not None:
             memory.close()
-            raise DamageError("No transition is readable.")
+            raise error
         return memory
-
-
-def load_memory(
-    kind: Callable[..., _M],
-    restore: Callable[[_M, Restored, Sampler | None], None],
-    url: str | os.PathLike[str],
-    settings: dict[str, Any],
-    sampler: Sampler | None = None,
-    capacity: int | None = None,
-    num_envs: int | None = None,
-    recover: bool = False,
-    timeout: float = math.inf,
-) -> _M:
-    """Load a memory, see `ReplayMemory.load`.
-
-    Args:
-        kind: Class of the memory.
-        restore: Function that continues a checkpoint in an empty memory.
-        settings: Keyword arguments of the class.
-    """
-    return Loading(kind, restore, settings, sampler, capacity, num_envs, recover).load(url, timeout)

@@ -66,7 +66,7 @@ class BlockEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """The checkpoint of one shard, in its own folder below the manifest that names it."""
+    """The checkpoint of one shard, in its own folder below the place of the whole memory."""
 
     folder: str  # Like shards/00003.
     number: int
@@ -155,7 +155,7 @@ def signed(text: bytes) -> bytes:
 
 
 def signed_text(raw: bytes) -> bytes:
-    """Return the text of `signed`. Raise DamageError if the SHA-256 does not match."""
+    """Return the text that `signed` was given. Raise DamageError if the SHA-256 does not match."""
     text = raw[:-SUM_LINE_BYTES]
     if raw != signed(text):
         raise DamageError("The checksum does not match: the file is damaged or cut short.")
@@ -163,7 +163,7 @@ def signed_text(raw: bytes) -> bytes:
 
 
 def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
-    """Return the manifest of `raw`. Raise DamageError if it is not one, or not number `number`."""
+    """Return the manifest that `raw` contains. Raise DamageError if it is malformed, or has another number."""
     try:
         with refuse_malformed("The text"):
             words = parse_json(signed_text(raw))
@@ -256,7 +256,7 @@ def _require_order(segments: tuple[SegmentEntry, ...]) -> None:
 
 
 def new_writer_id() -> str:
-    """Return a random name of a writer. A writer after a crash then never uses a file name again."""
+    """Return a random name of a writer, so that a writer after a crash never reuses a file name of an earlier one."""
     return secrets.token_hex(8)
 
 
@@ -268,7 +268,7 @@ def data_names(writer_id: str) -> Iterator[str]:
 def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
     """Raise CheckpointError unless all files of a manifest exist with all their bytes.
 
-    A file that has grown is as good as before: the manifest says where its records are, and records have checksums.
+    A file may be longer than the manifest says, because the manifest has the place of every record in it.
     """
     for name, nbytes in manifest.files.items():
         if name not in sizes:

@@ -40,7 +40,7 @@ def find_mirror(saver: Saver, mirror: str) -> CheckpointMirror:
 
 
 class _MirrorJob(NamedTuple):
-    """A checkpoint that is to be copied."""
+    """A checkpoint to copy."""
 
     manifest: Manifest
     keep: int
@@ -75,7 +75,7 @@ class CheckpointMirror:
                 )
 
     def list_pinned(self) -> set[str]:
-        """Return the names of files that are still to be copied."""
+        """Return the names of files that were not copied yet, so that they are not removed."""
         with self._thread.lock:
             jobs = filter(None, (*self._thread.jobs, self._thread.current))
             return {name for job in jobs for name in job.manifest.files}
@@ -85,8 +85,8 @@ class CheckpointMirror:
         with self._thread.lock:
             if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
                 raise TimeoutError(
-                    f"Checkpoint {number} was not in {self._url} after {timeout} s. The copy is still running. Call "
-                    "mirrored() again."
+                    f"Checkpoint {number} was not in {self._url} after {timeout:.3g} s. The copy is still running. "
+                    "Call mirrored() again."
                 )
             if self._sent < number and self._error is not None:
                 raise self._error

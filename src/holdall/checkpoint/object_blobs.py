@@ -1,13 +1,13 @@
 """Blobs in an object store: s3://, gs:// and az:// through obstore.
 
-Credentials, connections, timeouts and retries are obstore's. A request runs on an event loop in the background, so that
-the caller can stop waiting for it at any moment.
+obstore handles credentials, connections, timeouts and retries. A request runs on an event loop in the background, so
+that the caller can stop waiting for it at any moment.
 
 The lock is the object LOCK, which its owner replaces every few seconds. Another process takes the lock if the object
 does not change for `lease_s` seconds by its own clock, so no clocks are compared. All changes of the object are
 conditional on its version.
 
-Guarantee: a server that does not answer costs time, and no data. Every wait can be cancelled.
+Guarantee: a server that does not answer costs time, but no data. Every wait can be cancelled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from functools import partial
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdall.checkpoint.blobs import check_name, has_exclusive_create
+from holdall.checkpoint.blobs import check_name, explain_lock, has_exclusive_create
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import (
     BlobMissingError,
@@ -37,7 +37,6 @@ from holdall.errors import (
     DamageError,
     FencedError,
     HoldallError,
-    LockedError,
     MissingPackageError,
 )
 from holdall.store.records import Buffer
@@ -51,9 +50,11 @@ _RENEWALS_PER_LEASE = 4
 _POLL_S = 0.1
 """Seconds between checks whether a request was cancelled."""
 _RELEASE_S = 2.0
+"""Seconds that `ObjectLease.release` waits for the store."""
 _CANCEL_S = 1.0
-_LET_GO_S = 0.001
-"""Seconds between checks whether obstore has let go of cancelled requests."""
+"""Seconds that the end of the program waits for requests to be cancelled, and then for obstore to drop them."""
+_RELEASE_POLL_S = 0.001
+"""Seconds between checks whether obstore's threads still hold cancelled requests."""
 _LOCK = "LOCK"
 _MAX_LOCK_BYTES = 4096
 _RETRIES: Any = {"max_retries": 1000, "retry_timeout": timedelta(minutes=3)}
@@ -100,7 +101,7 @@ class ObjectBlobs:
         check_name(name)
         put = partial(self._obstore.put_async, self._store, name, data, mode="create", use_multipart=False)
         try:
-            self._run(put)
+            self.run(put)
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
             # Either another process created it, or the answer to an earlier attempt of obstore was lost.
             return self._has(name, data)
@@ -135,7 +136,7 @@ class ObjectBlobs:
             return await _track(self._obstore.list(self._store, folder or None).collect_async())
 
         try:
-            found = self._run(collect)
+            found = self.run(collect)
         except self._missing as error:
             raise self._explain_bucket(error) from error
         for entry in found:
@@ -147,14 +148,14 @@ class ObjectBlobs:
         """Delete a blob if it exists."""
         check_name(name)
         with contextlib.suppress(*self._missing):
-            self._run(partial(self._obstore.delete_async, self._store, name))
+            self.run(partial(self._obstore.delete_async, self._store, name))
 
     def lock(self, owner: str) -> ObjectLease:
         """Become the only writer. Wait for `lease_s` seconds if a process that was killed has left the lock."""
         if not has_exclusive_create(self):
             _LOG.warning(
-                "%s overwrites objects although they must be new, so two writers would not notice each other. Make "
-                "sure that only one process saves to it.",
+                "%s overwrites existing objects although it was asked not to, so two writers would not notice each "
+                "other. Make sure that only one process saves to it.",
                 self.url,
             )
         return ObjectLease(self, owner)
@@ -169,7 +170,7 @@ class ObjectBlobs:
             return bytes(await _track(answer.bytes_async())), answer.meta
 
         try:
-            content, meta = self._run(get)
+            content, meta = self.run(get)
         except self._missing:
             return None
         try:
@@ -193,8 +194,19 @@ class ObjectBlobs:
         return isinstance(error, conflicts)
 
     def run(self, request: Request) -> Any:
-        """Send a request, and wait for its answer. Errors that `is_conflict` knows are raised as they are."""
-        return self._run(request)
+        """Send a request, and wait until it is answered or cancelled. Repeat it if the body of its answer broke off.
+
+        Errors that `is_conflict` knows, and those of missing objects, are raised as obstore raised them.
+
+        obstore does not repeat a request whose answer has begun. Every request may be repeated: a put is conditional,
+        so the second one finds what the first one wrote, and the others have the same effect twice.
+        """
+        try:
+            return self._send_once(request)
+        except CheckpointError as error:
+            if "body error" not in str(error):
+                raise
+        return self._send_once(request)
 
     @property
     def _missing(self) -> tuple[type[BaseException], ...]:
@@ -212,22 +224,12 @@ class ObjectBlobs:
     def _run_on(self, name: str, request: Request) -> Any:
         """Run a request that needs an existing blob."""
         try:
-            return self._run(request)
+            return self.run(request)
         except self._missing as error:
-            raise BlobMissingError(errno.ENOENT, f"{self.url}/{name} does not exist. Check the URL.") from error
-
-    def _run(self, request: Request) -> Any:
-        """Send a request, and wait until it is answered or cancelled. Repeat it if the body of its answer broke off.
-
-        obstore does not repeat a request whose answer has begun. Every request may be repeated: a put is conditional,
-        so the second one finds what the first one wrote, and the others have the same effect twice.
-        """
-        try:
-            return self._send_once(request)
-        except CheckpointError as error:
-            if "body error" not in str(error):
-                raise
-        return self._send_once(request)
+            raise BlobMissingError(
+                errno.ENOENT,
+                f"{self.url}/{name} does not exist. If a memory that saves there has removed it, load again.",
+            ) from error
 
     def _send_once(self, request: Request) -> Any:
         """Send a request, and wait until it is answered or cancelled."""
@@ -261,7 +263,8 @@ class ObjectBlobs:
             return FileNotFoundError(_shorten(error))
         if code == "416" or ("range" in text.lower() and "invalid" in text.lower()):
             return CheckpointError(errno.ERANGE, f"{self.url}: {_shorten(error)}.")
-        if isinstance(error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError):
+        is_denied = isinstance(error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError)
+        if is_denied or code in ("401", "403"):
             return CheckpointError(
                 errno.EACCES, f"{self.url} refuses access ({_shorten(error)}). Check the credentials."
             )
@@ -294,7 +297,7 @@ class LockState(NamedTuple):
 
 
 class ObjectLease:
-    """The lock of an object store. It is renewed in the background until it is released or garbage.
+    """The lock of an object store. It is renewed in the background until it is released or garbage-collected.
 
     The constructor waits for the lock.
     """
@@ -313,7 +316,7 @@ class ObjectLease:
         self._renewal = send(partial(_renew_until_released, weakref.ref(self), blobs.lease_s / _RENEWALS_PER_LEASE))
 
     def check(self) -> None:
-        """Raise FencedError if another process has taken the lock. Renew it if that was long ago."""
+        """Raise FencedError if another process has taken the lock. Renew the lock first if it was renewed long ago."""
         if self._is_released:
             raise FencedError(f"The lock of {self._blobs.url} was released.")
         if time.monotonic() - self._renewed_at > self._blobs.lease_s / 2:
@@ -339,7 +342,7 @@ class ObjectLease:
     async def renew(self) -> None:
         """Replace the lock object by a new version of itself. Errors are left to the next renewal."""
         if not self._renewing.acquire(blocking=False):
-            return  # `check` renews it.
+            return  # `check` is renewing it.
         try:
             began = time.monotonic()
             self._version = await self._blobs.put_lock(self._describe(is_held=True), self._version)
@@ -350,7 +353,7 @@ class ObjectLease:
             self._renewing.release()
 
     def _renew_now(self) -> None:
-        """Renew the lock, or record who has taken it."""
+        """Renew the lock. If another process has taken it, record its name."""
         while not self._taken_by:
             began = time.monotonic()
             try:
@@ -385,10 +388,7 @@ class ObjectLease:
                 if seen.token == self._token:  # The answer to `_try_take` was lost.
                     self._version = seen.version
                     return
-                raise LockedError(
-                    f"{self._blobs.url} is in use by {seen.owner}. Save to another place, or close the memory that "
-                    "saves there."
-                )
+                raise explain_lock(self._blobs.url, seen.owner, self._owner)
             found = seen
 
     def _try_take(self, found: LockState | None) -> bool:
@@ -433,7 +433,7 @@ def _version_of(meta: Any) -> dict[str, str]:
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 _unfinished: weakref.WeakSet[Awaitable[Any]] = weakref.WeakSet()
-"""Requests that obstore's threads have not let go of. They still call Python once, also after a cancellation."""
+"""Requests that obstore's threads still hold. They call Python once more, even after a cancellation."""
 _starting = threading.Lock()
 
 
@@ -448,7 +448,7 @@ def send(request: Request) -> futures.Future[Any]:
 
 
 def _track(request: Awaitable[Any]) -> Awaitable[Any]:
-    """Return `request`, which the end of the program waits for."""
+    """Return `request`, and make the end of the program wait for it."""
     _unfinished.add(request)
     return request
 
@@ -469,7 +469,7 @@ def _request_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cancel_requests(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all requests, and wait for obstore to let go of them: a call of Python that has ended is a panic."""
+    """Cancel all requests, and wait until obstore's threads hold none. They would panic after the end of Python."""
     import asyncio  # noqa: PLC0415  only for stores
 
     async def cancel() -> None:
@@ -480,7 +480,7 @@ def _cancel_requests(loop: asyncio.AbstractEventLoop) -> None:
         asyncio.run_coroutine_threadsafe(cancel(), loop).result(_CANCEL_S)
     until = time.monotonic() + _CANCEL_S
     while _unfinished and time.monotonic() < until:
-        time.sleep(_LET_GO_S)
+        time.sleep(_RELEASE_POLL_S)
 
 
 # ---------------------------------------------------------------- messages

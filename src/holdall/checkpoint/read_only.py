@@ -1,6 +1,7 @@
 """Open a checkpoint that is only read, in one process or in several.
 
-Guarantee: processes that open the same number read the same transitions, whatever is saved to the place meanwhile.
+Guarantee: processes that open the same number read the same transitions, even if a memory saves to the same place
+meanwhile.
 """
 
 from __future__ import annotations
@@ -58,6 +59,6 @@ def _read_numbered(reader: CheckpointReader, number: int) -> Manifest:
 
 
 def find_writer(url: str | os.PathLike[str]) -> str:
-    """Return which process saves to a directory now. Empty if none does, or for an object store."""
+    """Return the process that saves to a directory now. The text is empty if there is none, and for object stores."""
     blobs = open_blobs(url)
     return blobs.find_writer() if isinstance(blobs, DirectoryBlobs) else ""

@@ -1,4 +1,4 @@
-"""Checkpoints of one place, for reading: which there are, their manifests, and their files of records."""
+"""Reading a place: the list of its checkpoints, their manifests, and their files of records."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ _MAX_KNOWN = 64
 class Losses(list[OSError]):
     """A list of errors about damaged or missing data. As a context manager, it collects such an error of its block.
 
+    If the block ends with `return`, the statements after it run only if it raised such an error.
+
     Other errors are raised, because the data could be read with other permissions, more open files, or a newer holdall.
     """
 
@@ -73,20 +75,32 @@ class CheckpointReader:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all manifests, newest first."""
-        names = [name.removeprefix(MANIFESTS) for name, _ in self.blobs.list(MANIFESTS)]
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return sorted(self.manifest_sizes(), reverse=True)
+
+    def manifest_sizes(self) -> dict[int, int]:
+        """Return the bytes of all manifests, by number."""
+        sizes = {name.removeprefix(MANIFESTS): nbytes for name, nbytes in self.blobs.list(MANIFESTS)}
+        return {int(name[:16]): nbytes for name, nbytes in sizes.items() if MANIFEST_NAME.fullmatch(name)}
 
     def file_sizes(self) -> dict[str, int]:
         """Return the sizes of all files of records, by name."""
         sizes = {name.removeprefix(SEGMENTS): nbytes for name, nbytes in self.blobs.list(SEGMENTS)}
         return {name: nbytes for name, nbytes in sizes.items() if DATA_NAME.fullmatch(name)}
 
-    def manifest(self, number: int) -> Manifest:
-        """Return a manifest. Raise DamageError if it is damaged, and BlobMissingError if it does not exist."""
+    def manifest(self, number: int, nbytes: int | None = None) -> Manifest:
+        """Return a manifest. Raise DamageError if it is damaged, and BlobMissingError if it does not exist.
+
+        `nbytes` is its size, if the caller has just listed it.
+        """
         name = MANIFESTS + manifest_name(number)
-        nbytes = dict(self.blobs.list(name)).get(name)
         if nbytes is None:
-            raise BlobMissingError(errno.ENOENT, f"{self.url} has no checkpoint {number}. Check the path.")
+            nbytes = dict(self.blobs.list(name)).get(name)
+        if nbytes is None:
+            raise BlobMissingError(
+                errno.ENOENT,
+                f"{self.url} has no checkpoint {number}. To list those that it has, run: "
+                f"holdall checkpoint ls {self.url}",
+            )
         if nbytes > MAX_MANIFEST_BYTES:
             raise DamageError(f"{self.url}/{name} has {nbytes} bytes. A manifest has at most {MAX_MANIFEST_BYTES}.")
         raw = self.blobs.read(name, 0, nbytes)
@@ -107,7 +121,7 @@ class CheckpointReader:
         self._known[checksum] = manifest
 
     def newest(self, numbers: Iterable[int]) -> Manifest | None:
-        """Return the first of `numbers` whose manifest is not damaged, or None."""
+        """Return the first manifest of `numbers` that is not damaged, or None."""
         for number in numbers:
             with Losses():
                 return self.manifest(number)
@@ -166,8 +180,10 @@ def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str,
 
 
 def read_shard_manifest(reader: CheckpointReader, shard: ShardEntry) -> Manifest:
-    """Return the manifest of a shard. Raise DamageError if it is not the one that the manifest above names."""
+    """Return the manifest of a shard. Raise DamageError if the whole memory's manifest names another one."""
     manifest = reader.manifest(shard.number)
     if manifest.commit != shard.commit:
-        raise DamageError(f"{reader.url} has another checkpoint {shard.number} than the manifest above names.")
+        raise DamageError(
+            f"{reader.url} has another checkpoint {shard.number} than the manifest of the whole memory names."
+        )
     return manifest

@@ -13,7 +13,7 @@ from holdall.checkpoint.reader import MANIFESTS, SEGMENTS, CheckpointReader, Los
 from holdall.errors import BlobMissingError, DamageError, NewerFormatError
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of files that were removed, and of all that are removed."""
+"""Called with the number of files removed so far, and the number of files to remove."""
 
 
 def collect(
@@ -27,7 +27,7 @@ def collect(
 
     Args:
         lease: Lock of the place. No save is in progress besides that of the caller.
-        keep: None, for shards: keep the checkpoints that the manifest above names or will name.
+        keep: None, for shards: keep the checkpoints that a manifest of the whole memory names or may soon name.
         in_use: Files that are kept in any case.
 
     Returns:
@@ -50,11 +50,12 @@ def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], 
     """Return the checkpoints to keep, and the numbers of those to remove.
 
     The last `keep` complete checkpoints, and all newer ones, are kept. Checkpoints of a shard are kept if a manifest
-    above names them, or if they are newer than all that are named, because a save over shards may be about to name
-    them. A damaged manifest is removed. Raise an error for one that cannot be read, or that has a newer format, because
-    the files that it names are unknown.
+    of the whole memory names them, or if they are newer than all that are named, because a save over shards may be
+    about to name them. A damaged manifest is removed. Raise an error for a manifest that cannot be read, or that has a
+    newer format, because the files that it names are unknown.
     """
-    numbers = reader.numbers()
+    listed = reader.manifest_sizes()
+    numbers = sorted(listed, reverse=True)
     candidates = set(numbers)
     above = reader.top()
     if above is not None and (keep is None or above.numbers()):
@@ -66,7 +67,7 @@ def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], 
     complete = 0
     sizes = reader.file_sizes()
     for number in numbers:
-        manifest = _read_or_none(reader, number)
+        manifest = _read_or_none(reader, number, listed[number])
         if manifest is not None and number in candidates and (keep is None or complete < keep):
             kept.append(manifest)
             complete += _is_whole(manifest, reader, sizes)
@@ -108,14 +109,15 @@ def remove_newer(reader: CheckpointReader, number: int) -> None:
 
 def _list_named(above: CheckpointReader, folder: str | None) -> set[int]:
     """Return the numbers of a shard's checkpoints that the manifests of the whole memory name."""
-    shards = [shard for number in above.numbers() for shard in above.manifest(number).shards]
+    listed = above.manifest_sizes()
+    shards = [shard for number, nbytes in listed.items() for shard in above.manifest(number, nbytes).shards]
     return {shard.number for shard in shards if shard.folder == folder}
 
 
-def _read_or_none(reader: CheckpointReader, number: int) -> Manifest | None:
+def _read_or_none(reader: CheckpointReader, number: int, nbytes: int | None = None) -> Manifest | None:
     """Return a manifest, or None if it is damaged or was removed meanwhile."""
     try:
-        return reader.manifest(number)
+        return reader.manifest(number, nbytes)
     except BlobMissingError:
         return None
     except DamageError as error:

@@ -1,10 +1,10 @@
-"""Save a snapshot: its segments, blocks and state become records in blobs, and a manifest commits them.
+"""Save a snapshot: write its segments, blocks and state as records in blobs, and commit them with a manifest.
 
-A closed segment or block that an earlier checkpoint wrote is named again and not written. Parts and blocks are
-recognised by their serial numbers, so that nothing large is kept alive for the comparison. Closed segments go to
-lasting files. The last segment (mostly still open), the dictionaries, the state and attached files go to files that the
-next checkpoint replaces. Every checkpoint has its own copy of a dictionary, because thousands of blocks need it: damage
-to a copy affects one checkpoint and not all.
+A closed segment or block that an earlier checkpoint wrote is not written again: the manifest names its record. Parts
+and blocks are recognised by their serial numbers, so that nothing large is kept alive for the comparison. Closed
+segments are written to lasting files. The last segment (mostly still open), the dictionaries, the state and attached
+files are written to files that the next checkpoint replaces. Every checkpoint has its own copy of a dictionary, because
+thousands of blocks need it: damage to a copy affects one checkpoint and not all.
 
 Blocks that the memory holds uncompressed are compressed here, on the thread of the caller. The memory takes over the
 compressed forms of those blocks that its budget wants compressed.
@@ -50,17 +50,17 @@ from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
 
 _BLOB_BYTES = 8 * 2**20
-"""Bytes after which a blob is complete. It exceeds them by less than one record."""
+"""Bytes after which a blob is created. The blob is larger than this by less than one record."""
 _CORE_SHARE = 1 / 3
-"""Share of one core that compression takes while nobody waits for the save. On two cores, half of one costs training
-more than a tenth of its speed."""
+"""Share of one core that compression takes while nobody waits for the save. On a machine with two cores, half of a core
+costs training more than a tenth of its speed."""
 
-Report = Callable[[str, int, int], None]
+OnWrite = Callable[[str, int, int], None]
 """Called with the phase, the bytes written so far, and the approximate total of bytes. Raises to end the save."""
 
 
 class Snapshot(Protocol):
-    """What is saved: a memory, or the checkpoints of its shards."""
+    """The content of a checkpoint: a memory, or the checkpoints of its shards."""
 
     schema: dict[str, Any]
     capacity_ticks: int
@@ -76,7 +76,7 @@ class Snapshot(Protocol):
 
 @dataclass(slots=True)
 class Content:
-    """What the manifest says of a snapshot."""
+    """The parts of a manifest that depend on the kind of snapshot."""
 
     state: dict[str, Any]
     fields: dict[str, Any]  # Fields of the manifest.
@@ -102,7 +102,9 @@ class MemorySnapshot:
     schema: dict[str, Any]  # Result of `schema_words`.
     capacity_ticks: int
     state: dict[str, Any]  # State of sampler and generator, and further values of the owner.
-    source: BlockSource | None = None  # None: a store that has no uncompressed blocks, except perhaps the open ones.
+    source: BlockSource | None = None  # None: a store that compresses no blocks.
+    coded_forms: Mapping[int, Coded] = field(default_factory=dict)
+    """Compressed forms that uncompressed blocks have already, by serial number of the block."""
     attach: Mapping[str, Path | bytes] = field(default_factory=dict)
     transitions: int = field(init=False)
 
@@ -115,7 +117,7 @@ class MemorySnapshot:
         """Write the content of the memory."""
         state = _require_unsaved(self.store)
         self.store = None
-        return writer.write_store(state, schema_from_json(self.schema), self.state, self.source)
+        return writer.write_store(state, schema_from_json(self.schema), self.state, self.source, self.coded_forms)
 
 
 def _require_unsaved(state: StoreState | None) -> StoreState:
@@ -202,8 +204,8 @@ class SavedRecords:
 class BlockEncoder:
     """Compresses blocks that the memory holds uncompressed. Not thread-safe: used by one saver's thread.
 
-    A block gets the codec that the memory chose for the field, also if the memory hurried with other blocks. If there
-    is none yet, the encoder chooses one in the same way.
+    A block gets the codec that the memory chose for the field. If the memory has chosen none yet, the encoder chooses
+    one in the same way.
     """
 
     def __init__(self) -> None:
@@ -227,7 +229,7 @@ class SnapshotWriter:
     Args:
         names: Names of new files.
         saved: Records that the place has already.
-        pause: Called with the seconds that compression pauses. Returns at once while somebody waits for the save.
+        pause: Called with the seconds that compression should pause. It returns at once if somebody waits for the save.
     """
 
     def __init__(
@@ -236,19 +238,20 @@ class SnapshotWriter:
         names: Iterator[str],
         saved: SavedRecords,
         encoder: BlockEncoder,
-        report: Report,
+        on_write: OnWrite,
         pause: Callable[[float], None],
     ) -> None:
         self.reader = reader
         self.phase = "segments"
         self.bytes_written = 0
-        self.saved = SavedRecords()  # What can be named by the next checkpoint, once this one is committed.
+        self.saved = SavedRecords()  # Records that the next checkpoint can name, once this one is committed.
         self._before = saved.keep_only(reader.file_sizes())
         self._encoder = encoder
-        self._report = report
+        self._on_write = on_write
         self._pause = pause
         self._dictionaries: set[Dictionary] = set()  # Those that blocks of this checkpoint need.
         self._bytes_left = 0  # Approximate number of bytes that are still to be written.
+        self._coded_forms: Mapping[int, Coded] = {}  # See `MemorySnapshot`.
         # A file is deleted as a whole, so records that last and records that are replaced are in separate files.
         self._lasting = BlobWriter(reader.blobs, names, self.count_written)
         self._brief = BlobWriter(reader.blobs, names, self.count_written)
@@ -280,13 +283,19 @@ class SnapshotWriter:
         known = self._before.files | self._lasting.files | self._brief.files
         names = dict.fromkeys(ref.file for ref in manifest.refs)
         self.saved.files = {name: known[name] for name in names}
-        self._report("commit", self.bytes_written, self.bytes_written)
+        self._on_write("commit", self.bytes_written, self.bytes_written)
         return replace(manifest, files=dict(self.saved.files))
 
     def write_store(
-        self, state: StoreState, schema: Schema, further: dict[str, Any], source: BlockSource | None
+        self,
+        state: StoreState,
+        schema: Schema,
+        further: dict[str, Any],
+        source: BlockSource | None,
+        coded_forms: Mapping[int, Coded],
     ) -> Content:
-        """Write what a memory holds. `further` is the state of its sampler and generator."""
+        """Write the content of a memory. `further` is the state of its sampler and generator."""
+        self._coded_forms = coded_forms
         leaves = schema.observation.leaves
         self._bytes_left += self._count_new_bytes(state.segments)
         store_words = _describe_store(state)
@@ -306,7 +315,7 @@ class SnapshotWriter:
             ref = self._write_parts(segment, is_last=not segments)
             named = tuple(numbers[block.serial] for block in list_blocks(segment))
             entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
-            self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
+            self._on_write(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
         return Content(
             state={"store": store_words, **further},
             fields={
@@ -322,19 +331,19 @@ class SnapshotWriter:
         """Count bytes that were written, and report them."""
         self.bytes_written += nbytes
         self._bytes_left = max(0, self._bytes_left - nbytes)
-        self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
+        self._on_write(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
 
     def _write_block(
         self, segment: Segment, block: Block, leaves: Sequence[Leaf], source: BlockSource | None
     ) -> BlockEntry:
-        """Write a block, unless it is there already. Record the dictionary that it needs."""
+        """Write a block, unless an earlier checkpoint wrote it. Record the dictionary that it needs."""
         known = self._before.blocks.get(block.serial)
         if known is not None:
             self.saved.blocks[block.serial] = known
             self._require_dictionary(known.dictionary)
             return known.entry
-        # An open block grows, so the next checkpoint writes it again. This is read before the slices are: a block that
-        # is closed now has all its slices.
+        # An open block grows, so the next checkpoint writes it again. `is_open` is read before the slices, because a
+        # block that is closed at this moment has all of its slices.
         is_open = block.is_open
         column = next(column for column, part in enumerate(segment.parts) if part.block is block)
         encode_raw = functools.partial(self._encode, source, leaves[column], segment.parts[column].layout)
@@ -350,7 +359,10 @@ class SnapshotWriter:
         return entry
 
     def _encode(self, source: BlockSource | None, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
-        """Compress a block, and pause so that training has its cores."""
+        """Return the compressed form of a block. After compressing it, pause so that training has its cores."""
+        known = self._coded_forms.get(block.serial)
+        if known is not None:
+            return known
         began = time.perf_counter()
         coded = self._encoder.encode(source, leaf, layout, column, block)
         self._pause((time.perf_counter() - began) * (1 / _CORE_SHARE - 1))
@@ -367,7 +379,7 @@ class SnapshotWriter:
         return {name: self._brief.append(pack_dictionary(by_name[name])) for name in sorted(by_name)}
 
     def _write_parts(self, segment: Segment, *, is_last: bool) -> Ref:
-        """Write the parts of a segment, unless they are there already. Return their record."""
+        """Write the parts of a segment, unless an earlier checkpoint wrote them. Return their record."""
         serials = tuple(part.serial for part in segment.parts)
         saved = self._before.segments.get(segment.first_tick)
         if saved is None or saved.ticks != segment.ticks or saved.serials != serials:
@@ -393,7 +405,7 @@ class SnapshotWriter:
 
 
 def _count_bytes(content: Path | bytes) -> int:
-    """Return the size of an attached file, or 0 if it is gone. Reading it raises the error."""
+    """Return the size of an attached file, or 0 if it is gone. Reading it later raises the error."""
     if isinstance(content, bytes):
         return len(content)
     try:
@@ -403,7 +415,7 @@ def _count_bytes(content: Path | bytes) -> int:
 
 
 def _describe_store(state: StoreState) -> dict[str, Any]:
-    """Return what a store's state has besides segments, as plain values."""
+    """Return the layouts, windows and reward dtype of a store as plain values."""
     return {
         "layouts": [list(layout) for layout in state.layouts],
         "windows": [window.to_json() for window in state.windows],

@@ -32,7 +32,7 @@ from holdall.checkpoint.manifest import (
 )
 from holdall.checkpoint.reader import MANIFESTS, CheckpointReader, require_whole
 from holdall.checkpoint.retention import collect
-from holdall.checkpoint.save import BlockEncoder, Report, SavedRecords, Snapshot, SnapshotWriter
+from holdall.checkpoint.save import BlockEncoder, OnWrite, SavedRecords, Snapshot, SnapshotWriter
 from holdall.checkpoint.urls import normalized_url
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError
@@ -58,7 +58,12 @@ arguments, also with the approximate total of bytes."""
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is safe."""
+    """A checkpoint that is safe.
+
+    Examples:
+        >>> memory.save("saved").result().number
+        1
+    """
 
     url: str
     number: int
@@ -69,7 +74,13 @@ class Checkpoint:
 
 
 class SaveHandle:
-    """A save in progress."""
+    """A save in progress.
+
+    Examples:
+        >>> handle = memory.save("saved")  # returns at once
+        >>> handle.result().transitions  # waits
+        100
+    """
 
     def __init__(self, saver: Saver) -> None:
         self.url = saver.url
@@ -105,7 +116,7 @@ class SaveHandle:
         return self._outcome
 
     def finish(self, timeout: float = CLOSE_S) -> Checkpoint:
-        """Wait while the save makes progress, and return the checkpoint. Cancel it after `timeout` seconds without."""
+        """Wait for the checkpoint and return it. Cancel the save after `timeout` seconds without progress."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -138,7 +149,7 @@ class SaveHandle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SaveJob:
-    """A checkpoint that is to be written."""
+    """A checkpoint to write."""
 
     snapshot: Snapshot
     handle: SaveHandle
@@ -158,7 +169,7 @@ class CheckpointPlace:
         self._last = 0  # Newest checkpoint when the place was locked, or the last one of this writer.
 
     def open(self) -> Manifest | None:
-        """Take the lock, if this process does not have it. Return the newest checkpoint of a place just locked.
+        """Take the lock, if this process does not have it. If it was taken now, return the newest checkpoint.
 
         Raise FencedError if another writer made a checkpoint since this writer's last one.
         """
@@ -264,7 +275,7 @@ class Saver:
         """Take a snapshot and queue it.
 
         Args:
-            keep: Number of checkpoints to keep. None: those that the manifest above names, for shards.
+            keep: Number of checkpoints to keep. None, for shards: see `retention.collect`.
         """
         handle = SaveHandle(self)
         with self._thread.lock:  # A snapshot is queued before a later one is taken.
@@ -296,7 +307,7 @@ class Saver:
         finally:
             for mirror in self.mirrors.values():
                 mirror.close(timeout, began)
-            if not self._thread.is_busy:  # Otherwise a disk hangs, and its lock ends with the program.
+            if not self._thread.is_busy:  # Otherwise a disk hangs. Its lock then ends with the program.
                 self.release()
 
     def release(self) -> None:
@@ -323,7 +334,7 @@ class Saver:
             place.names,
             self._saved,
             self._encoder,
-            _make_report(job.progress, self.waiting),
+            _make_on_write(job.progress, self.waiting),
             functools.partial(self._pause, job.handle),
         )
         manifest = writing.write(job.snapshot, place.find_number(), place.writer_id)
@@ -347,18 +358,18 @@ class Saver:
             self._place = CheckpointPlace(self.url, self.waiting)
         newest = self._place.open()
         if newest is not None:
-            # Another writer may have removed files. Those of the newest checkpoint are safe.
+            # Another writer may have removed files. Only those of the newest checkpoint certainly exist.
             self._saved = self._saved.keep_only(newest.files)
         return self._place
 
     def _pause(self, handle: SaveHandle, seconds: float) -> None:
-        """Let training have the cores for `seconds`, unless somebody waits for the save."""
+        """Leave the cores to training for `seconds`, unless somebody waits for the save."""
         until = time.monotonic() + seconds
         while not (handle.is_awaited or self._is_closing) and time.monotonic() < until:
             self.waiting.pause(min(_PACE_S, max(0.0, until - time.monotonic())))
 
     def _collect(self, place: CheckpointPlace, manifest: Manifest, keep: int | None) -> None:
-        """Remove what is no longer needed. An error does not affect the checkpoint."""
+        """Remove old checkpoints and unnamed files. Log an error, because the new checkpoint is safe already."""
         is_due = self._has_leftovers or keep is None or len(place.reader.numbers()) > keep
         if not is_due:
             return
@@ -388,7 +399,7 @@ class Savers:
     ) -> SaveHandle:
         """Take a snapshot and write it in the background. The arguments are those of `ReplayMemory.save`.
 
-        `keep=None` keeps the checkpoints that a manifest above names, for shards.
+        `keep=None` is for shards, see `retention.collect`.
         """
         location = normalized_url(url)
         files = {} if attach is None else checked_files(attach)
@@ -411,7 +422,7 @@ class Savers:
         keep: int,
         mirror: str | None,
     ) -> Autosave:
-        """Save a memory at intervals until the result is stopped, see `ReplayMemory.save_every`."""
+        """Save a memory at intervals until the returned `Autosave` is stopped, see `ReplayMemory.save_every`."""
         from holdall.checkpoint.autosave import start_autosave  # noqa: PLC0415  few memories need it
 
         return start_autosave(memory, normalized_url(url), seconds, transitions, keep, mirror)
@@ -453,7 +464,7 @@ class Savers:
             raise errors[0]
 
 
-def _make_report(progress: Callable[..., None] | None, waiting: Waiting) -> Report:
+def _make_on_write(progress: Callable[..., None] | None, waiting: Waiting) -> OnWrite:
     """Return a function that records progress, ends a save that was given up, and calls `progress`."""
     wants_total = False
     if progress is not None:
@@ -461,7 +472,7 @@ def _make_report(progress: Callable[..., None] | None, waiting: Waiting) -> Repo
             inspect.signature(progress).bind("", 0, 0)
             wants_total = True
 
-    def report(phase: str, nbytes: int, total: int) -> None:
+    def on_write(phase: str, nbytes: int, total: int) -> None:
         waiting.check()
         waiting.record_progress()
         if progress is None:
@@ -471,4 +482,4 @@ def _make_report(progress: Callable[..., None] | None, waiting: Waiting) -> Repo
         except Exception as error:  # A broken progress bar is no reason to lose a checkpoint.
             _LOG.warning("The progress callback failed: %s", error)
 
-    return report
+    return on_write

@@ -3,16 +3,15 @@
 A memory over shards is saved as
 
     url/manifests/NUMBER.json     names the checkpoint of every shard: folder, number, commit (`Manifest.shards`)
-    url/shards/00003/             checkpoints of one shard, a directory like any other: FORMAT, segments/, manifests/
+    url/shards/00003/             the checkpoints of one shard, a place like any other
 
-Every shard saves its store to `shard_url(url, number)` with `keep=None`, and puts `runs_state` of its rows under "runs"
-into the saved state. The learner saves a `ShardsSnapshot` to `url`, whose `wait` returns the checkpoints of the shards.
-Both use `Saver`. A checkpoint of a shard is removed only when no manifest above names it and a newer one is named.
+Every shard saves its store to `shard_url(url, number)` with `keep=None`, and adds `runs_state` of its rows to the saved
+state as "runs". The learner saves a `ShardsSnapshot` to `url`, which waits for the checkpoints of the shards.
 
 `trajectories` yields the arguments of `extend` with which a new memory gets all transitions, a few megabytes at a time.
 
-Guarantee: every transition is added once. Where the next transition of a new lane does not follow in time, the one
-before it is marked as truncated, unless it is terminated.
+Guarantee: every transition is added once. If the next transition in a new lane does not follow in time, the transition
+before it is marked as truncated, unless that one is terminated already.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ class TransitionSource(Protocol):
         """Return the transitions `ids`, in that order."""
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
-        """Tell which ids are transitions."""
+        """Return which ids are transitions."""
 
 
 class LoadedMemory(TransitionSource, Protocol):
-    """What is made of a checkpoint."""
+    """A memory that is filled from a checkpoint."""
 
     @property
     def first_id(self) -> int:
@@ -90,14 +89,15 @@ def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:
 
 def runs_of(state: Any) -> list[WriterRun]:
     """Return the runs of a shard's saved state. Raise DamageError unless they follow each other without gaps."""
-    table, writers = state["runs"], [str(writer) for writer in state["writers"]]
+    table = state["runs"]
+    writers = [str(writer) for writer in state["writers"]]
     if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 5:
-        raise DamageError("the rows of a shard are described by no table of numbers")
+        raise DamageError("The runs of rows of a shard are not a table of five columns.")
     runs = [WriterRun(writers[writer], *rest) for writer, *rest in table.tolist()]
     ends = [run.first_row + run.rows for run in runs]
     starts = [run.first_row for run in runs]
     if ends[:-1] != starts[1:] or any(run.lanes < 1 or run.rows < 1 or run.rows % run.lanes for run in runs):
-        raise DamageError("the rows of a shard are described with gaps, or in no whole ticks")
+        raise DamageError("The runs of rows of a shard have gaps, or are not whole ticks.")
     return runs
 
 
@@ -106,9 +106,9 @@ class Streams:
     """Runs of ids, each in the order of time. All arrays have one entry per run."""
 
     source: Ids  # Number of the source.
-    first_id: Ids
-    stride: Ids
-    count: Ids
+    first_id: Ids  # First id of the run.
+    stride: Ids  # Difference between two successive ids.
+    count: Ids  # Number of ids.
     continues: Flags  # Whether the next run follows in time.
 
     @classmethod
@@ -153,19 +153,22 @@ def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
     which = np.repeat(np.arange(len(runs)), lanes)
     lane = np.arange(len(which)) - np.repeat(np.cumsum(lanes) - lanes, lanes)
     order = np.lexsort((which, lane, chain[which]))
-    which, lane = which[order], lane[order]
+    which = which[order]
+    lane = lane[order]
     first = np.array([run.first_row for run in runs])[which] + lane
     stride = lanes[which]
-    left = np.maximum(0, -((first - held[which, 1]) // stride))  # Rows that were evicted.
-    count = np.array([run.rows for run in runs])[which] // stride - left
+    evicted = np.maximum(0, -((first - held[which, 1]) // stride))  # Number of rows that the source has evicted.
+    count = np.array([run.rows for run in runs])[which] // stride - evicted
     kept = np.flatnonzero(count > 0)
-    which, lane, left = which[kept], lane[kept], left[kept]
+    which = which[kept]
+    lane = lane[kept]
+    evicted = evicted[kept]
     continues = np.zeros(len(kept), np.bool_)
     same = (chain[which][1:] == chain[which][:-1]) & (lane[1:] == lane[:-1]) & (which[1:] == which[:-1] + 1)
-    continues[:-1] = same & (left[1:] == 0)
+    continues[:-1] = same & (evicted[1:] == 0)
     return Streams(
         source=held[which, 0],
-        first_id=first[kept] + left * stride[kept],
+        first_id=first[kept] + evicted * stride[kept],
         stride=stride[kept],
         count=count[kept],
         continues=continues,
@@ -195,7 +198,8 @@ class LaneLayout:
 
     def between(self, start: int, stop: int) -> LaneTicks:
         """Return ticks `start` to `stop` - 1."""
-        streams, total = self.streams, len(self.streams)
+        streams = self.streams
+        total = len(streams)
         ends = np.cumsum(streams.count)
         tick = np.arange(start, stop)[:, None]
         wanted = np.arange(self.lanes) * self.ticks + tick
@@ -214,9 +218,9 @@ def trajectories(
     """Yield the arguments of `extend`, with which a memory of `lanes` lanes gets all transitions of the streams.
 
     Args:
-        sources: What the streams name by number.
-        schema: Of the sources, whatever their lanes.
-        marks_ends: Whether the last row before one that does not follow in time is marked as truncated.
+        sources: Sources of the transitions. The streams name them by their index.
+        schema: Schema of the sources. Its `num_envs` is not used.
+        marks_ends: Whether a transition is marked as truncated if the next one of its lane does not follow in time.
     """
     layout = LaneLayout(streams, lanes)
     fields = (*schema.observation.leaves, *schema.observation.leaves, *schema.action.leaves, *schema.extras.leaves)
@@ -269,7 +273,7 @@ def _leaves(batch: Batch, schema: Schema) -> list[Array]:
 
 @dataclass(slots=True)
 class ShardsSnapshot:
-    """What a checkpoint of a memory over shards contains besides the shards' own checkpoints."""
+    """The content of a checkpoint of a memory over shards, without the shards' own checkpoints."""
 
     schema: dict[str, Any]
     capacity_ticks: int
@@ -316,7 +320,7 @@ def convert(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, 
             capacity = None if loading.capacity is None else max(int(loading.capacity), schema.num_envs)
             sources.append(loading.load_as_saved(manifest, reader, capacity, is_final=False))
             streams = Streams.of_lanes(sources[0].first_id, sources[0].next_id, schema.num_envs)
-        # As many ticks as the streams need, so that no lane evicts the transitions of another one.
+        # By default at least as many ticks as the streams need, so that adding them evicts nothing.
         ticks = max(manifest.capacity_ticks * schema.num_envs // lanes, -(-len(streams) // lanes), 1)
         if loading.capacity is not None:
             ticks = int(loading.capacity) // lanes

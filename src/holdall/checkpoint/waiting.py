@@ -20,7 +20,7 @@ _LOG = logging.getLogger("holdall")
 
 
 class Waiting:
-    """The progress of one job after another at one place. Thread-safe.
+    """The progress of the jobs at one place, which are done one after another. Thread-safe.
 
     Attributes:
         url: Place that the job reads or writes.
@@ -36,17 +36,12 @@ class Waiting:
         self._progress_at = time.monotonic()
         self._reminded_at = -math.inf
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
-
     def cancel(self) -> None:
         """End all waiting, also future waiting, until `begin`."""
         self._cancelled.set()
 
     def begin(self) -> None:
-        """Start a job that is not cancelled."""
+        """Start a new job: forget the cancellation of an earlier one."""
         self._cancelled.clear()
         self.record_progress()
 
@@ -60,7 +55,7 @@ class Waiting:
         return max(began, self._progress_at)
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until the job is cancelled or fails. Raise CheckpointError then."""
+        """Wait for `seconds`. Raise CheckpointError if the job is cancelled or reaches `limit_s` meanwhile."""
         left_s = self._progress_at + self.limit_s - time.monotonic()
         self._cancelled.wait(max(0.0, min(seconds, left_s)))
         self.check()
@@ -73,14 +68,14 @@ class Waiting:
                 f"{self.url} did not answer for {self.limit_s:g} s: {self.reason or 'there is no progress'}. Check the "
                 "URL and the endpoint, or pass a longer timeout.",
             )
-        if self.is_cancelled:
+        if self._cancelled.is_set():
             cause = f" It was waiting: {self.reason}." if self.reason else ""
             raise CheckpointError(
                 f"The work at {self.url} was cancelled, by cancel() or because the memory was closed.{cause}"
             )
 
     def remind(self, began: float, what: str) -> None:
-        """Log once what the job waits for, if it has waited since `began` for more than `REMIND_S` seconds."""
+        """Log the message `what` once, if the job has waited since `began` for more than `REMIND_S` seconds."""
         now = time.monotonic()
         if self._reminded_at < began <= now - REMIND_S:
             self._reminded_at = now
