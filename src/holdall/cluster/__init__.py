@@ -3,8 +3,8 @@
     add     writer.py -> segment.py (build, compress) -> stream.py -> shard.py -> journal.py -> shard_data.py
     sample  learner.py (which shards) -> shard.py -> shard_data.py -> answer.py -> learner.py -> batch
 
-    users          memory.py (ReplayMemory) and handle.py (attach) call the files below; config.py and access.py check
-                   settings, and who may use the cluster
+    users          memory.py (ReplayMemory) and handle.py (attach) call the files below; config.py checks settings, and
+                   access.py checks the cluster's token
     actors         fleet.py starts and ends them; roster.py lists the shards and grants calls (limiter.py); shard.py
     each process   members.py records which shards answer and what they hold; calls.py waits for actors; metrics.py
     a shard holds  shard_data.py (draws) over shard_store.py (rows) and raw_blocks.py (the newest blocks, uncompressed)

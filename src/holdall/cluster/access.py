@@ -1,7 +1,7 @@
 """Access to a Ray cluster: how a process joins one, and which clusters holdall refuses.
 
-Whoever can call Ray can run any code on its machines. So holdall uses a cluster of several machines only if this
-process sends Ray's token with every call, and it makes sure that nobody else can read the file with the token. Ray
+Every program that can call Ray can run any code on its machines. So holdall uses a cluster of several machines only if
+this process sends Ray's token with every call, and it makes sure that nobody else can read the file with the token. Ray
 itself checks the token. docs/scale.md describes how to set it.
 """
 

@@ -1,7 +1,7 @@
 """Answers: drawn rows on their way from a shard to a learner, and how a learner merges the answers of several shards.
 
 To the learner's own machine an answer travels as arrays, and large observations are written directly to a shared block.
-To another machine an answer is compressed as a whole, so that what its rows have in common is sent once. A checksum
+To another machine an answer is compressed as a whole, so that bytes which its rows share are sent once. A checksum
 protects it. A damaged answer raises DamageError, and no part of it is used.
 """
 
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
     counters: ShardCounters
     ids: Ids  # Row numbers in the shard, (rows,) or (rows, time).
-    scaled: NDArray[np.float64]  # What each row was drawn in proportion to.
+    scaled: NDArray[np.float64]  # The mass of each row, which it was drawn in proportion to.
     rows: DrawnRows  # Without observations if they were written to a shared block.
     discount: NDArray[np.float32] | None = None
     mask: NDArray[np.bool_] | None = None

@@ -1,4 +1,4 @@
-"""Calls to actors: waiting for results, repeating what may be repeated, and where an actor is.
+"""Calls to actors: waiting for results, repeating questions, and the states of actors.
 
 Ray never retries a call that changes a shard, because retried calls arrive in any order. A question, which may be asked
 twice, is repeated here until it is answered.
@@ -61,7 +61,7 @@ def ask(question: Callable[[], Any], who: str, patience_s: float, timeout_s: flo
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             is_dead = isinstance(error, ray.exceptions.ActorDiedError)
             if is_dead and was_dead:  # The first report may be about the process that Ray is replacing.
-                raise GoneError(f"{who} has ended for good ({error})") from error
+                raise GoneError(f"{who} has ended, and Ray does not restart it ({type(error).__name__}).") from error
             was_dead = is_dead
             if isinstance(error, ray.exceptions.GetTimeoutError):
                 _LOG.warning("%s does not answer yet. It may read its journal, or Ray has no room to start it.", who)
@@ -80,7 +80,7 @@ _STATES: dict[Any, ActorState] = {0: "starting", 1: "starting", 3: "restarting",
 
 
 def actor_state(handle: Any) -> ActorState:
-    """Return the state of an actor, as far as this process knows. "up" if Ray does not tell."""
+    """Return the state of an actor, as far as this process knows. "up" if Ray does not report it."""
     read_state = getattr(handle, "_get_local_state", None)
     return "up" if read_state is None else _STATES.get(read_state(), "up")
 

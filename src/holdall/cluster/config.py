@@ -33,9 +33,9 @@ _CHOICES: dict[str, Collection[str]] = {
 
 
 class MemoryConfig(NamedTuple):
-    """What every process of a memory knows about it. See `holdall.ray.ReplayMemory`."""
+    """The settings that every process of a memory has. See `holdall.ray.ReplayMemory`."""
 
-    words: dict[str, Any]  # The schema, see `holdall.schema.schema_words`.
+    words: dict[str, Any]  # The schema, see `schema_to_json`.
     name: str  # Name of the roster. A restarted actor finds the roster by it.
     sampler: Sampler
     shard_rows: int  # Rows that a shard holds at most.

@@ -1,6 +1,7 @@
-"""MemoryHandle: a memory over shards in any process, for learners and for programs that add and draw.
+"""MemoryHandle: adds to a memory over shards, and draws from it, in any process of the cluster.
 
-A handle has no right over the memory's life. What a handle added and updated is included in what it draws afterwards.
+A handle cannot end the memory. A draw includes everything that the handle added before, except rows that the limiter
+does not grant yet.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from holdall.schema_json import schema_from_json
 _ROSTER_S = 120.0
 """Seconds that `attach` waits for a roster that Ray restarts."""
 _LOCK_S = 0.01
+"""Seconds between checks whether the thread that has the lock waits for the limiter."""
 
 
 class MemoryHandle(Writer):
-    """A memory over shards that another process made, see `holdall.ray.attach`. It adds and draws.
+    """Adds to a memory over shards that another process made, and draws from it. See `holdall.ray.attach`.
 
     It has the methods of `holdall.ray.ReplayMemory`, except those that start, save or end shards. All methods may be
     called from any thread.
 
     Args:
-        generator: Draws which shard a row comes from.
-        device: Where batches are, for copies of this handle in other processes.
-        delivery: Makes the batches.
+        generator: Draws the shard of every row.
+        device: Device that unpickled copies of this handle use.
+        delivery: Makes the batches of this handle.
         seeds: Whether the generator also seeds the draws of shards. Otherwise each shard has its own generator.
     """
 
@@ -74,7 +76,7 @@ class MemoryHandle(Writer):
         Gauges("learner", memory=self.name).follow(self._measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the name. A copy is a handle of its own, in whatever process it is."""
+        """Pickle the name and the device. Unpickling attaches a new handle."""
         return functools.partial(attach, device=self._device), (self.name,)
 
     # ---------------------------------------------------------------- adding
@@ -84,7 +86,7 @@ class MemoryHandle(Writer):
 
         Args:
             num_envs: Lanes of the writer; by default as many as the memory has.
-            spread: Number of shards that it sends to. None: all. With many actors, 2 keep connections few.
+            spread: Number of shards that it sends to. None: all. With many actors, 2 limit the number of connections.
         """
         self._require_open()
         lanes = self.num_envs if num_envs is None else num_envs
@@ -100,9 +102,9 @@ class MemoryHandle(Writer):
             super().flush()
 
     def _flush_granted(self) -> None:
-        """Flush what the limiter grants now. The rest may wait for draws of this very thread."""
+        """Flush the rows that the limiter grants now. It may grant the others only after this thread has drawn."""
         while not self._lock.acquire(timeout=_LOCK_S):
-            if self._is_waiting:  # Another thread, which holds the lock.
+            if self._is_waiting:  # The thread that has the lock waits for the limiter.
                 return
         try:
             self._require_open()
@@ -114,7 +116,7 @@ class MemoryHandle(Writer):
     # ---------------------------------------------------------------- drawing
 
     def sample(self, batch_size: int) -> Batch:
-        """Draw `batch_size` transitions. What this process added before can be drawn."""
+        """Draw `batch_size` transitions, also from those that this process added before."""
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
         self._require_open()
@@ -133,7 +135,7 @@ class MemoryHandle(Writer):
         return Loader(draw, self._delivery.receive, prefetch, self._delivery.start)
 
     def _request_batch(self, batch_size: int) -> BatchRequest:
-        """Request a batch after everything that this process added and updated has reached the shards."""
+        """Send everything that the limiter grants, then request a batch."""
         self._flush_granted()
         self._learner.read_confirmations()
         self._learner.spread_highest()
@@ -153,8 +155,8 @@ class MemoryHandle(Writer):
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set the priorities of transitions, see `holdall.ReplayMemory.update_priorities`.
 
-        It does not wait for the shards, which have the priorities before they draw again. If a shard refuses them, a
-        later call raises the error.
+        The shards have the priorities before they draw again. This call waits for them only if a priority is the
+        highest so far, or if many updates are unconfirmed. If a shard refuses them, a later call raises the error.
         """
         self._require_open()
         drawn, values = check_priorities(self.sampler, ids, priorities)
@@ -180,12 +182,12 @@ class MemoryHandle(Writer):
 
     @property
     def capacity(self) -> int:
-        """Transitions that are held at most, over all shards."""
+        """Largest number of transitions that all shards together hold."""
         return self._config.shard_rows * len(self._members.numbers)
 
     @property
     def num_shards(self) -> int:
-        """Number of shards, with those that do not answer."""
+        """Number of shards, including those that do not answer."""
         return len(self._members.numbers)
 
     @property
@@ -199,7 +201,7 @@ class MemoryHandle(Writer):
         return self._only_counters().next_row
 
     def shards(self) -> list[ShardStatus]:
-        """Return where every shard runs and what it holds."""
+        """Return the machine, the process and the size of every shard."""
         self._require_open()
         numbers = self._members.numbers
         found: dict[int, ShardStatus] = self._members.ask_all(numbers, lambda shard: shard.status.remote())
@@ -247,7 +249,7 @@ def attach(
             a number that no other learner has.
         seed: Seed of these generators. None: a different one every time.
         device: As for `holdall.ReplayMemory`.
-        sampler: For a memory with a `Hindsight`: the same sampler, because reward functions stay in their process.
+        sampler: Needed if the memory has a `Hindsight`: the same one, because functions are not sent.
         address: Host and port of Ray's head, if this process has not joined a cluster. None: this machine's cluster.
     """
     if ray.is_initialized():

@@ -2,7 +2,7 @@
 
     bits 48 to 62: shard    bits 36 to 47: life    bits 0 to 35: row
 
-A shard that lost what it held starts a new life. So an id is never used twice. The ids of shard 0 in its first life are
+A shard that lost its rows starts a new life. So an id is never used twice. The ids of shard 0 in its first life are
 those of a local memory.
 """
 

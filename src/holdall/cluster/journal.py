@@ -49,7 +49,7 @@ _LOG = logging.getLogger("holdall")
 
 
 class Run(NamedTuple):
-    """Whose steps the rows of a segment are, if the segment does not say it: it was loaded from a checkpoint."""
+    """The writer and the ticks of a segment that was loaded from a checkpoint. Other segments have their own ticks."""
 
     writer: str
     first_tick: int
@@ -76,7 +76,7 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """What a journal says about its shard besides the segments."""
+    """The state of a shard that a journal has besides the segments."""
 
     first_row: int = 0  # First row that a restarted shard shows.
     loading: str = ""  # Checkpoint whose segments are being copied to the journal.
@@ -99,10 +99,10 @@ class Journal:
     Attributes:
         url: Place of the journal.
         epoch: Number of the slot with which the shard took over the journal.
-        expected: Number of the next segment of every writer.
+        expected: Number of the next segment of every writer, by writer.
         state: State that the newest slot has.
-        priorities: Newest state of the shard's sampler. None if there is none.
-        trouble: Why nothing can be written at the moment. Empty if that works.
+        priorities: Newest state of the shard's sampler. None before the first one.
+        trouble: Why writing fails at the moment. Empty if writing works.
         fenced: The error to raise since another shard took over the journal. None before.
     """
 
@@ -122,7 +122,7 @@ class Journal:
         self._lock = threading.RLock()
         self._waits = False  # Whether operations that fail are repeated until they succeed.
         self._next = 0  # Number of the next slot.
-        self._since_full = 0  # Slots since the last one that lists what is expected of every writer.
+        self._since_full = 0  # Slots since the last full one, which has `expected`.
         self._full_at = -1  # Number of that slot. Older slots may be deleted.
         self._first_rows: dict[int, int] = {}  # First row of every slot with segments.
         self._priorities_at = -1  # Slot of the newest priorities.
@@ -355,7 +355,7 @@ class Journal:
         if not self._waits:
             raise error
         self.trouble = str(error)
-        _LOG.warning("%s. Trying again.", error)
+        _LOG.warning("%s It is tried again.", error)
         time.sleep(self._tuning.retry_s)
 
 

@@ -1,7 +1,7 @@
-"""Learners: which shard each row of a batch is drawn from, and the weights of the rows.
+"""Learners: the shard of each row of a batch, and the weights of the rows.
 
-A shard is drawn from in proportion to its mass as it is known here. Weights are computed from the probability that was
-used, so a mass that was out of date costs variance but no bias.
+A shard is drawn in proportion to its mass, as this process knows it. Weights are computed from the probability that was
+used, so a mass that is out of date adds variance but no bias.
 """
 
 from __future__ import annotations
@@ -146,13 +146,9 @@ class Learner:
 
     def gather(self, ids: Ids) -> Any:
         """Return a prepared batch of the transitions `ids`, in that order."""
-        numbers = self._members.numbers
-        shards = shards_of_ids(ids)
-        unknown = np.flatnonzero(~np.isin(shards, numbers))
-        if unknown.size:
-            raise TransitionIdError(f"Transition {int(ids[unknown[0]])} belongs to no shard of this memory.")
+        shards = self._find_shards(ids)
         request = BatchRequest(len(ids))
-        for shard in np.unique(shards).tolist() or [numbers[0]]:
+        for shard in np.unique(shards).tolist() or [self._members.numbers[0]]:
             positions = np.flatnonzero(shards == shard)
             wanted = GatherRequest(self._machine, rows_of_ids(ids[positions]))
             call = self._call_gather(shard, wanted)
@@ -178,6 +174,18 @@ class Learner:
             call = self._call_sample(shard, wanted)
             request.parts.append(RequestedRows(shard, positions, masses[shard], call))
         self._members.probe([shard for shard in masses if shard not in assigned])
+
+    def _find_shards(self, ids: Ids) -> Ids:
+        """Return the shard of every id. Raise TransitionIdError if the memory has no such shard."""
+        shards = shards_of_ids(ids)
+        if not np.isin(shards, self._members.numbers).all():
+            self._members.refresh_list(now=True)
+        unknown = np.flatnonzero(~np.isin(shards, self._members.numbers))
+        if unknown.size:
+            raise TransitionIdError(
+                f"Transition {int(ids[unknown[0]])} belongs to no shard of this memory. Pass ids of its batches."
+            )
+        return shards
 
     def _call_sample(self, shard: int, wanted: SampleRequest) -> Any:
         return self._members.submit(shard, lambda handle: handle.sample.remote(wanted))
@@ -259,7 +267,7 @@ class Learner:
 
         If one of them is the highest so far, wait until all shards know it, because new rows get it.
         """
-        shards = shards_of_ids(ids)
+        shards = self._find_shards(ids)
         available = set(self._members.numbers) - set(self._members.lost)
         for shard in available.intersection(shards.tolist()):
             is_there = shards == shard
@@ -273,13 +281,13 @@ class Learner:
             self.spread_highest()
 
     def spread_highest(self) -> None:
-        """Tell all shards the highest priority that one of them has."""
+        """Send the highest priority that one shard has to all others."""
         known = self._members.known
         highest = max((counters.highest for counters in known.values()), default=0.0)
         behind = [shard for shard, counters in known.items() if counters.highest < highest]
         if not behind:
             return
-        with suppress(ShardError):  # A roster that is away for long knows what it knew.
+        with suppress(ShardError):  # The roster does not answer. Only shards that start meanwhile lack the priority.
             # First, for shards that are being started.
             self._members.ask_roster(lambda roster: roster.raise_highest.remote(highest))
         answers = self._members.ask_all(behind, lambda shard: shard.raise_highest.remote(highest))

@@ -2,7 +2,7 @@
 
     error = inserts * samples_per_insert - samples
 
-Guarantee: the error stays within its bounds, whatever is granted at the same time and whichever process dies with a
+Guarantee: the error stays within its bounds, even if processes are granted something at the same time or die with a
 grant. An insert that was granted and has not arrived counts as done for the upper bound, and as not done for the lower
 one. Grants expire, so nobody waits for a dead process.
 """
@@ -21,7 +21,7 @@ from holdall.errors import ArgumentError
 
 Call = Literal["add", "sample"]
 
-_LEASE_S = 30.0
+LEASE_S = 30.0
 """Seconds after which a grant expires that is neither used nor returned."""
 _NOTICE_AGAIN_S = 30.0
 _ASK_AGAIN_S = 0.01
@@ -37,6 +37,10 @@ class RateLimit:
         min_size: Transitions added before anything is drawn.
         tolerance: Rows too many or too few that may be drawn. At least a few batches, and a few segments of 128
             transitions times `samples_per_insert`.
+
+    Examples:
+        >>> from holdall.ray import RateLimit
+        >>> limit = RateLimit(samples_per_insert=4, min_size=1_000, tolerance=2_000)
     """
 
     samples_per_insert: float
@@ -80,7 +84,7 @@ def wait_for_grant(
     notice_s: float,
     is_needed: Callable[[], bool] = lambda: True,
 ) -> int | None:
-    """Ask the roster until it grants `rows` rows. Log now and then what is missing. Return the number of the lease.
+    """Ask the roster until it grants `rows` rows. Log the state of the limiter while waiting. Return the lease.
 
     Args:
         ask_roster: See `Members.ask_roster`.
@@ -154,7 +158,7 @@ class Limiter:
             return None
         lease = self._next_lease
         self._next_lease += 1
-        self._leases[lease] = (rows, now + _LEASE_S)
+        self._leases[lease] = (rows, now + LEASE_S)
         return lease
 
     def end_insert(self, lease: int) -> None:

@@ -1,4 +1,4 @@
-"""What one process knows of the shards of a memory: which there are, how they stand, and which do not answer.
+"""What one process knows about the shards of a memory: their actors, their counters, and which do not answer.
 
 A shard that does not answer is asked again until it does. Nothing waits for it meanwhile.
 """
@@ -80,19 +80,18 @@ class Members:
 
     def _read_list(self, left_s: float) -> bool:
         """Ask the roster once, and return whether shards are known. Raise ShardError if no time is left for more."""
-        problem = "lists no shards"
+        reason = "The memory's roster lists none."
         try:
             version, handles = self.ask_roster(lambda roster: roster.shards.remote(self._version), left_s)
             if handles is not None:
                 self._version = version
                 self._set_handles(handles)
-        except GoneError as error:
-            problem = f"has ended ({error})"
-            left_s = -1.0
         except ShardError as error:
-            problem = f"does not answer ({error})"
+            reason = str(error)
+            if isinstance(error, GoneError):
+                left_s = -1.0
         if not self._members and left_s < 0:
-            raise ShardError(f"The memory's roster {problem}. Is the memory closed?")
+            raise ShardError(f"No shard of the memory is known. {reason} Is the memory closed?")
         return bool(self._members)
 
     def _set_handles(self, handles: dict[int, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Mapping
@@ -34,20 +35,20 @@ from holdall.cluster.messages import LOSSES
 from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
 from holdall.delivery import new_delivery
-from holdall.errors import ArgumentError, CheckpointError
+from holdall.errors import ArgumentError, BlobMissingError, CheckpointError, ShardError
 from holdall.memory import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform
 from holdall.schema import Schema
 from holdall.schema_json import schema_from_json, schema_to_json
 
 _DEFAULT_SHARDS = 8
-"""Shards for the checkpoint of a local memory."""
+"""Number of shards into which the checkpoint of a local memory is loaded."""
 _SPARE_ROWS = 1024
 """Rows that a shard gets beyond its share of copied transitions, because they are not spread evenly."""
 
 
 class StartingShards(NamedTuple):
-    """Shards that start with a checkpoint, or empty."""
+    """How shards are started: each with its checkpoint, or empty."""
 
     rows: int  # Rows that each of them holds at most.
     generator: np.random.Generator  # Generator of the learner.
@@ -58,17 +59,17 @@ class ReplayMemory(MemoryHandle):
     """Replay memory over shards, each of which is a Ray actor.
 
     Args:
-        observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed,
-            extras and reward_shape.
-        capacity: Transitions over all shards. Each holds its share.
+        observation_space: See `holdall.ReplayMemory`, also for action_space, num_envs, prefer, device, seed, extras and
+            reward_shape.
+        capacity: Transitions over all shards. Each shard holds an equal part.
         shards: Number of actors that hold transitions.
         durability: "memory": a lost shard loses its transitions. "segment": an acknowledged transition was written to
             `url` first, and a restarted shard continues with it.
         on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
             "raise" raises `ShardError`.
         url: Place of the journals: a path that every machine sees, or a prefix of an object store.
-        sampler: As for `holdall.ReplayMemory`, but one of holdall. With a sampler that follows episodes, a lane stays
-            on one shard until an episode ends.
+        sampler: See `holdall.ReplayMemory`. It must be a sampler of holdall. With a sampler that follows episodes, a
+            lane stays on one shard until an episode ends.
         limit: How many rows are drawn for every transition added. Writers and learners then wait for each other.
         placement: Where shards are started: "spread" over machines, or "pack" on few.
         resources: What Ray reserves for each shard, by name: {"memory": 2**34}, or a resource of your own.
@@ -163,7 +164,8 @@ class ReplayMemory(MemoryHandle):
         """
         require_count("keep", keep, 1)
         self._flush_granted()
-        self._learner.read_confirmations(wait=True)  # Shards save in another thread than they take priorities.
+        # Shards save and store priorities in different threads, so wait until all priorities are stored.
+        self._learner.read_confirmations(wait=True)
         self._members.refresh()
         self._has_saved = True
         place = checkpoint.normalized_url(url)
@@ -202,14 +204,14 @@ class ReplayMemory(MemoryHandle):
     ) -> Self:
         """Load the newest complete checkpoint. Draws continue where they were.
 
-        On as many shards as it was saved from, a memory continues as it was. On another number of shards, and from the
-        checkpoint of a local memory, every transition is added again, under a new id, and samplers start again.
+        If the number of shards is the saved one, the memory continues as it was. If it is another, or if a local memory
+        saved the checkpoint, every transition is added again under a new id, and samplers start again.
 
         Args:
             sampler: None: a sampler with the saved settings.
             shards: Number of shards. None: as many as saved it, or 8 for the checkpoint of a local memory.
-            journal_url: Place of the journals from now on, for `durability="segment"`. Transitions that are there
-                already take precedence over the checkpoint.
+            journal_url: Place of the journals from now on, for `durability="segment"`. If there are journals already,
+                their transitions take precedence over the checkpoint.
         """
         if shards is not None:
             require_count("shards", shards, 1)
@@ -249,7 +251,13 @@ class ReplayMemory(MemoryHandle):
                 int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
             }
         starting = StartingShards(rows, sampling.restore_generator(state["generator"]), places)
-        memory = cls(schema, None, shards=starting, sampler=sampler, **settings)
+        try:
+            memory = cls(schema, None, shards=starting, sampler=sampler, **settings)
+        except ShardError as error:
+            if manifest.number in reader.numbers():
+                raise
+            # Starting shards takes seconds, in which a memory that saves may remove a checkpoint.
+            raise BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed meanwhile.") from error
         if not is_same:
             try:
                 _copy_transitions(reader.url, Writer(memory._config._replace(limit=None), schema.num_envs))
@@ -263,13 +271,13 @@ class ReplayMemory(MemoryHandle):
         """End the shards. Batches that were returned stay valid.
 
         Args:
-            flush: Whether to flush first. With journals that happens always.
+            flush: Whether to flush first. A memory with journals always does.
         """
-        self.ignore_limit()  # Nobody draws any more, and another thread may wait for that in `add`.
+        self.ignore_limit()  # Another thread may wait in `add` for a draw that will not happen any more.
         with self._lock:
             if self._closed:
                 return
-            with ExitStack() as ending:  # All of it happens, whatever raises.
+            with ExitStack() as ending:  # Every step is done, also if another one raises.
                 ending.callback(self._fleet.end, has_saved=self._has_saved)
                 ending.callback(self._savers.close)
                 ending.callback(setattr, self, "_closed", True)

@@ -1,4 +1,4 @@
-"""What the processes of a memory tell each other, and the errors that say what became of a shard."""
+"""Messages between the processes of a memory, and the errors of calls to shards."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ShardStatus(NamedTuple):
 
 
 class RestartedError(ShardError):
-    """A shard was restarted and does not know what it was asked before."""
+    """A shard was restarted, and does not know the calls before."""
 
 
 class GoneError(ShardError):

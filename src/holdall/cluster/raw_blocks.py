@@ -2,7 +2,7 @@
 
 Writers send compressed blocks. A batch from uncompressed blocks costs a copy instead of decoding, so a shard decodes
 the newest blocks once, as a local memory keeps its newest blocks uncompressed. The compressed form is kept, too: it is
-small, it replaces the raw form when memory is short, and checkpoints write it.
+small, it replaces the raw form when memory is short, and checkpoints contain it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ class RawBlocks:
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._kept: deque[_KeptBlock] = deque()
-        self._hidden_count = 0
         self._lock = threading.Lock()
 
     def keep(self, segment: Segment, end_row: int, first_row: int) -> None:
-        """Decode the blocks of a new segment. Compress the oldest ones again if there is no memory for all.
+        """Decode the blocks of a new segment. Above the limit, replace the oldest ones by their compressed form.
 
         Args:
             end_row: Row after the last one of the segment.
@@ -53,27 +52,16 @@ class RawBlocks:
                     continue
                 self._kept.append(kept)
                 self._nbytes += kept.raw.nbytes
-                if not self._hidden_count:
-                    kept.block.form = kept.raw
+                kept.block.form = kept.raw
             while self._kept and (self._nbytes > self._max_bytes or self._kept[0].end_row <= first_row):
                 oldest = self._kept.popleft()
                 self._nbytes -= oldest.raw.nbytes
                 oldest.block.form = oldest.coded
 
-    def hide(self) -> None:
-        """Show the compressed forms until `show` is called as often, so that a checkpoint writes them."""
+    def coded_forms(self) -> dict[int, Coded]:
+        """Return the compressed forms of all uncompressed blocks, by serial number of the block."""
         with self._lock:
-            self._hidden_count += 1
-            for kept in self._kept:
-                kept.block.form = kept.coded
-
-    def show(self) -> None:
-        """Show the uncompressed forms again."""
-        with self._lock:
-            self._hidden_count -= 1
-            if self._hidden_count == 0:
-                for kept in self._kept:
-                    kept.block.form = kept.raw
+            return {kept.block.serial: kept.coded for kept in self._kept}
 
 
 def _decode(block: Block, end_row: int) -> _KeptBlock | None:

@@ -1,4 +1,4 @@
-"""The roster: an actor that knows which shards a memory has, and runs the rate limiter."""
+"""The roster: an actor that lists the shards of a memory, and runs the rate limiter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_roster(name: str) -> Any:
 
 
 class Roster:
-    """List of the shards, limiter, and what else the processes of a memory agree on. It runs one call at a time.
+    """List of the shards, limiter, and further values that all processes of a memory need. It runs one call at a time.
 
     Args:
         home: Ray namespace in which the shards' numbers are their names. A restarted roster finds the shards there.
@@ -66,7 +66,7 @@ class Roster:
         return self._config
 
     def enroll(self) -> int:
-        """Return a rank for a learner that has none."""
+        """Return a rank for a learner that was started without one."""
         self._next_rank += 1
         return self._next_rank
 
@@ -101,7 +101,7 @@ class Roster:
     # ---------------------------------------------------------------- the limiter
 
     def begin(self, known: Mapping[int, ShardCounters]) -> None:
-        """Record what shards hold before the first writer adds something, or after a checkpoint was copied to them."""
+        """Record the size of shards before the first writer adds something, or after a checkpoint was copied."""
         for shard, counters in known.items():
             self._record(shard, counters)
         self._limiter.recentre(sum(self._inserted.values()))
@@ -133,7 +133,7 @@ class Roster:
         return {**self._limiter.figures(), "add_s": -1.0, "sample_s": -1.0, **ago}
 
     def _look_at_shards(self, wait_s: float = 0.0) -> None:
-        """Ask the shards now and then what they accepted, and read the answers that have arrived."""
+        """Ask the shards at intervals for their counters, and read the answers that have arrived."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
@@ -148,7 +148,7 @@ class Roster:
                 self._record(shard, ray.get(call))
 
     def _record(self, shard: int, counters: ShardCounters) -> None:
-        """Add up what was ever accepted. A shard without a journal counts from 0 again in every life."""
+        """Count the transitions that were ever accepted. A shard without a journal starts at 0 in every life."""
         life = 0 if self._config.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         total = sum(self._inserted.values())

@@ -27,7 +27,7 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Leaf, Schema
 from holdall.schema_json import dtype_from_json, dtype_to_json
 from holdall.store.columns import Columns
-from holdall.store.format import ROW_KINDS, pack_segment, unpack_segment
+from holdall.store.format import NEXT_FOLLOWS, ROW_KINDS, pack_segment, unpack_segment
 from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
 from holdall.store.records import pack_record, read_record, reader_of
 from holdall.store.snapshot import Layout
@@ -36,8 +36,6 @@ from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
 
 _HEAD = "payload"
-_NEXT_FOLLOWS = np.uint32(1 << 31)
-"""Bit of a cursor: the next observation does not overlap the observation."""
 _MAX_CURSOR = 2**31
 _MAX_TICK = 2**40
 """Bound of a writer's ticks. `RowOrder` numbers the steps of a lane up to this."""
@@ -159,17 +157,17 @@ class SegmentBuilder:
 
     @property
     def ticks(self) -> int:
-        """Ticks of the segment so far."""
+        """Ticks that were written to the open segment."""
         return self._writer.next_tick - self._writer.first_tick
 
     @property
     def rows(self) -> int:
-        """Rows of the segment so far."""
+        """Rows that were written to the open segment."""
         return self.ticks * self._lanes
 
     @property
     def has_new_window(self) -> bool:
-        """Whether the next segment can share more than this one. It should then be closed early."""
+        """Whether the next segment can share more slices than this one, which should then be closed early."""
         return self._layouts.has_new_window
 
     @property
@@ -330,5 +328,5 @@ def _flatten_log(arrays: dict[str, NDArray[Any]], lanes: int) -> dict[str, NDArr
         raise DamageError(f"A segment has a log of {log.size} entries, more than a writer sends.")
     starts = np.arange(lanes, dtype=np.uint32) * np.uint32(len(log))
     cursors = arrays["cursors"].reshape(-1, lanes)
-    moved = (cursors & ~_NEXT_FOLLOWS) + starts
-    return {"log": np.ascontiguousarray(log.T).reshape(-1), "cursors": (moved | (cursors & _NEXT_FOLLOWS)).reshape(-1)}
+    moved = (cursors & ~NEXT_FOLLOWS) + starts
+    return {"log": np.ascontiguousarray(log.T).reshape(-1), "cursors": (moved | (cursors & NEXT_FOLLOWS)).reshape(-1)}

@@ -1,7 +1,7 @@
 """Shards: the actors that hold the transitions of a memory.
 
-A shard accepts the segments of every writer in order and each of them once. What it has acknowledged can be drawn and,
-if there is a journal, was written to the journal first.
+A shard accepts the segments of every writer in order, and each of them once. Acknowledged segments can be drawn. If
+there is a journal, they were written to it first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Shard:
         self._memory = config.name
         self._tuning = config.tuning
         self._machine = this_machine()
-        self._lock = threading.RLock()  # Guards what is held.
+        self._lock = threading.RLock()  # Guards `_data`.
         self._staging = threading.Lock()  # Guards the order of segments, and is never held while rows are drawn.
         self._process = HeldReader()
         self._metrics = ShardMetrics(config.name, number)
@@ -155,7 +155,7 @@ class Shard:
                     expected += 1
                 self._expected[writer] = expected
             if self._journal is not None:
-                self._journal.commit()  # The writer forgets what is acknowledged, so it must be durable before.
+                self._journal.commit()  # Before the acknowledgement, because the writer then forgets the segments.
             return Ack(expected, self.counters(), refusal)
 
     def _accept(self, entry: Entry) -> None:
@@ -166,7 +166,7 @@ class Shard:
             self._journal.stage(entry)
 
     def _show(self, entries: Sequence[Entry]) -> range:
-        """Hold segments that are as durable as they should be. Return the rows that are held."""
+        """Hold segments, which are in the journal if there is one. Return the rows that are held."""
         with self._lock:
             for entry in entries:
                 self._data.accept(entry)
@@ -239,7 +239,6 @@ class Shard:
         """
         with self._lock:
             number = secrets.randbits(62)  # Different from those of an earlier life.
-            self._data.store.begin_save()
             self._saves[number] = self._savers.save(self._data.snapshot, url, keep=None)
             return number
 
@@ -248,10 +247,7 @@ class Shard:
         """Wait for a checkpoint."""
         if number not in self._saves:
             raise RestartedError(f"Shard {self._number} was restarted after the checkpoint was begun.")
-        try:
-            return self._saves.pop(number).result()
-        finally:
-            self._data.store.end_save()
+        return self._saves.pop(number).result()
 
     def end_saves(self) -> None:
         """Wait for checkpoints that are being written, and make priorities durable."""
@@ -279,7 +275,7 @@ class Shard:
             )
 
     def status(self) -> ShardStatus:
-        """Return where the shard runs, what it holds, and how much memory its process takes."""
+        """Return the machine, the process, the size and the memory of the shard."""
         report = self.report()
         return ShardStatus(
             number=self._number,
@@ -309,7 +305,7 @@ class Shard:
 
 
 def begin_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
-    """Return the number of a shard's new life and the memory's highest priority, as the roster has them.
+    """Return the number of a shard's new life, and the highest priority of the memory. The roster has both.
 
     Waits for a roster that Ray restarts, because Ray gives up an actor whose constructor raises.
     """

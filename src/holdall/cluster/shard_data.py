@@ -1,6 +1,6 @@
-"""What a shard holds, and how rows are drawn from it.
+"""The rows of a shard, and how they are drawn.
 
-Row numbers only grow, and name the same transition for as long as it is held.
+Row numbers only grow. A number names one transition for as long as the transition is held.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ShardDraw(NamedTuple):
 
     view: View
     draw: Draw
-    scaled: NDArray[np.float64]  # What each row was drawn in proportion to.
+    scaled: NDArray[np.float64]  # The mass of each row, which it was drawn in proportion to.
     order: NDArray[np.int64] | None  # Which of the requested rows each row is. None: in the order of the request.
 
 
@@ -48,7 +48,7 @@ class ShardData:
     """All rows of a shard, its sampler and its generator. Not thread-safe, except `read`: the shard holds its lock.
 
     Args:
-        words: The memory's schema, see `holdall.schema.schema_words`.
+        words: The memory's schema, see `schema_to_json`.
         capacity: Rows that are held at most.
         neighbours: Number of shards on this machine, which share its cores and its memory.
 
@@ -156,7 +156,8 @@ class ShardData:
             "inserted": self.inserted,
             "runs": runs_state(self._runs),
         }
-        return MemorySnapshot(self.store.snapshot(), self.words, self.capacity, state)
+        store = self.store.snapshot()
+        return MemorySnapshot(store, self.words, self.capacity, state, coded_forms=self.store.coded_forms())
 
     def load(self, restored: Restored) -> None:
         """Hold the rows of a checkpoint, and continue to draw where it was saved. Blocks stay in their files."""
@@ -320,5 +321,5 @@ class ShardData:
             return None
         self.mass()  # New rows get their priority.
         state = by.state()
-        used = state["scaled"][: self.store.next_row]  # A shard that was never full has no priorities after these.
+        used = state["scaled"][: self.store.next_row]  # A shard that was never full has only these.
         return state | {"scaled": used, "settings": [by.alpha, by.floor]}

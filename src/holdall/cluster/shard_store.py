@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from holdall._native import Catalog, Reader, Segment, Writer
+from holdall._native import Catalog, Coded, Reader, Segment, Writer
 from holdall.cluster.raw_blocks import RawBlocks
 from holdall.cluster.segment import pack_rows
 from holdall.errors import ArgumentError
@@ -74,7 +74,7 @@ class ShardStore:
 
     @property
     def catalog(self) -> Catalog:
-        """What is held right now."""
+        """The immutable list of segments that are held now."""
         return self._writer.catalog
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class ShardStore:
         self._writer.evict(before_row)
 
     def view(self) -> View:
-        """Return what is held now. Everything in it stays readable until the view is dropped."""
+        """Return a view of the rows that are held now. They stay readable until the view is dropped."""
         if self._reader.wanted_helpers > self._helpers.count:
             self._helpers.start()
         return View(self._writer.catalog, self._reader, self.columns, self.before_read)
@@ -122,13 +122,9 @@ class ShardStore:
             reward_dtype=self.reward_dtype,
         )
 
-    def begin_save(self) -> None:
-        """Use the compressed blocks until `end_save` is called as often, so that a checkpoint writes these."""
-        self._raw.hide()
-
-    def end_save(self) -> None:
-        """Use the uncompressed blocks again."""
-        self._raw.show()
+    def coded_forms(self) -> dict[int, Coded]:
+        """Return the compressed forms of all uncompressed blocks, by serial number of the block."""
+        return self._raw.coded_forms()
 
     def restore(self, state: StoreState) -> None:
         """Hold the rows of a checkpoint. The store must be empty, and its first row that of the first segment."""

@@ -34,8 +34,8 @@ class SentSegment(NamedTuple):
 class SegmentStream:
     """The segments of one writer to one shard. Not thread-safe: the writer holds its lock.
 
-    Only `flush` waits. `poll` reads answers and sends what waits, so it must be called now and then. A shard that lost
-    its rows continues with the oldest segment that is left.
+    Only `flush` waits. `poll` reads answers and sends segments again, so it must be called at intervals. A shard that
+    lost its rows continues with the oldest segment in flight.
 
     Attributes:
         number: Number of the shard.
@@ -117,7 +117,7 @@ class SegmentStream:
         )
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Read the shard's answer and send what waits. Wait at most `wait_s` seconds for the answer."""
+        """Read the shard's answer, and send the next segments. Wait at most `wait_s` seconds for the answer."""
         require_ray()
         if self._call is None and self.in_flight:
             pause_s = self._retry_at - time.monotonic()
@@ -153,8 +153,8 @@ class SegmentStream:
         self._was_dead = isinstance(error, ray.exceptions.ActorDiedError)
         if was_dead and self._was_dead:  # The first report may be about the process that Ray is replacing.
             raise GoneError(
-                f"Shard {self.number} has ended and Ray does not restart it ({error}). The {self.unacknowledged_rows} "
-                "transitions that were sent to it are not held. Make the memory again."
+                f"Shard {self.number} has ended, and Ray does not restart it ({type(error).__name__}). The "
+                f"{self.unacknowledged_rows} transitions that were sent to it are not held. Make the memory again."
             ) from error
         self._trouble = type(error).__name__
         self._retry_at = time.monotonic() + self._tuning.pause_s

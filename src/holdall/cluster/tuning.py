@@ -24,13 +24,13 @@ class ClusterTuning:
 
     # Shards.
     slot_bytes: int = 16 * _MIB  # Bytes of segments in one slot of a journal.
-    full_slot_interval: int = 32  # Slots between two that list what is expected of every writer.
+    full_slot_interval: int = 32  # Slots from one full slot to the next, see `Journal`.
     retry_s: float = 0.5  # Seconds before a failed write to a journal is repeated.
     ownership_s: float = 5.0  # Seconds between checks that a journal still belongs to its shard.
-    priorities_s: float = 5.0  # Seconds between two writes of priorities. A crash loses what was learned since.
+    priorities_s: float = 5.0  # Seconds between two writes of priorities. A crash loses the changes since.
 
     # Learners.
-    pause_s: float = 0.05  # Seconds between two looks at something that another process does.
+    pause_s: float = 0.05  # Seconds between two checks of another process.
     list_s: float = 2.0  # Seconds between two questions to the roster about new shards.
     probe_s: float = 0.25  # Seconds between two questions to a lost shard.
     max_probes: int = 16  # Unanswered questions to a lost shard that are kept.

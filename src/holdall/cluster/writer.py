@@ -45,7 +45,7 @@ def _flush_all() -> None:
 
 
 class Writer:
-    """Feeds a memory. Can be pickled while nothing waits in it. It has no right over the memory's life.
+    """Adds transitions to a memory, and cannot end it. Can be pickled after `flush`.
 
     If `add` raises, its transitions are not held: call it again. If `extend` raises, call it again with the same steps:
     it continues where it stopped. Closing a writer, leaving its `with` block, dropping it, and the normal end of its
@@ -112,12 +112,13 @@ class Writer:
             thread.join(_END_S)  # Not forever, because the interrupted code may hold a lock of Ray that is needed here.
 
     def _end(self) -> None:
-        """Close the writer, and log an error, because nobody could catch it."""
+        """Close the writer. Log transitions that are lost, because nobody could catch an error."""
         held = self.waiting_rows + self.unacknowledged_rows
         try:
             Writer.close(self)  # Of a memory, this closes the writer only.
         except Exception as error:
-            _LOG.warning("A writer ended with %d transitions that no shard has acknowledged: %s", held, error)
+            if held:
+                _LOG.warning("A writer ended with %d transitions that no shard has acknowledged: %s", held, error)
             self._closed = True
 
     # ---------------------------------------------------------------- adding
@@ -176,7 +177,7 @@ class Writer:
             self._stopped_at = (b"", 0)
 
     def flush(self) -> None:
-        """Send what waits, and return when the shards have acknowledged everything."""
+        """Send all transitions, and return when the shards have acknowledged them."""
         with self._lock:
             self._send()
             self._streams.flush()
@@ -236,7 +237,7 @@ class Writer:
         self._started_at = time.monotonic()
 
     def _wait_for_lease(self, rows: int, waits: bool) -> int | None:
-        """Return a lease of the limiter, -1 if none is needed, or None if there is none now and `waits` is False."""
+        """Return a lease, or -1 without a limit. None: the limiter grants none now, and `waits` is False."""
         limit = self._config.limit
         if limit is None or self._ignores_limit:
             return -1
@@ -253,7 +254,7 @@ class Writer:
             self._is_waiting = False
         return -1 if lease is None and waits else lease
 
-    # ---------------------------------------------------------------- what is not held yet
+    # ---------------------------------------------------------------- rows that are not held yet
 
     @property
     def waiting_rows(self) -> int:

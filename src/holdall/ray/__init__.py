@@ -1,8 +1,8 @@
 """Replay memory on several machines: the methods of a local memory over shards, which are Ray actors.
 
 The learner makes a `holdall.ray.ReplayMemory`. Actors get a `memory.writer()`, or `collect` starts them. Further
-learners call `attach`. `holdall.ray.sb3` has a buffer for Stable-Baselines3. Names are imported when they are first
-used, so that a restarted shard imports only what it needs.
+learners call `attach`. `holdall.ray.sb3` has a buffer for Stable-Baselines3. A name is imported when it is
+first used, so that a restarted shard starts quickly.
 """
 
 import importlib

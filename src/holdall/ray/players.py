@@ -1,8 +1,8 @@
 """`collect`: actors that play in environments and feed a memory over shards.
 
-Ray restarts an actor that dies. It continues with a new writer; what it had not sent is lost, and nothing is added
-twice. Actors wait while shards or the limiter are not ready, for any time. At the end everything that was played is
-added, even beyond the limiter's bounds. What cannot be added is counted and logged.
+Ray restarts an actor that dies. It continues with a new writer. Transitions that it had not sent are lost, and nothing
+is added twice. Actors wait for shards and for the limiter without a time limit. At the end every transition that was
+played is added, even beyond the limiter's bounds. Transitions that cannot be added are counted and logged.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class Player:
             return CollectProgress(self._progress.steps, self._progress.episodes, list(self._returns))
 
     def stop(self) -> Unsent:
-        """End after the current step, and send what waits. The limiter is ignored, because the learner has ended."""
+        """End after the current step, and send all transitions. Ignore the limiter, because the learner has ended."""
         self._stopped.set()
         self._writer.ignore_limit()
         self._thread.join()
         return self.unsent()
 
     def unsent(self) -> Unsent:
-        """Return what would be lost if the actor ended now."""
+        """Return the transitions that would be lost if the actor ended now."""
         with self._lock:
             failure = self._failure
             in_hand = self._in_hand
@@ -108,7 +108,7 @@ class Player:
         return Unsent(rows, "" if failure is None else f"{type(failure).__name__}: {failure}")
 
     def _run(self, env_fn: Callable[[], Any], make_act: MakeAct | None, seed: int) -> None:
-        """Play until the actor is stopped or fails. What was played is sent in both cases."""
+        """Play until the actor is stopped or fails. Send all transitions in both cases."""
         env = None
         try:
             env = env_fn()
@@ -290,7 +290,7 @@ def collect(
 
 
 def _wait_for(calls: list[Any], actors: list[Any], timeout_s: float) -> None:
-    """Wait until actors have ended, but not for actors that do not run: they have nothing to send."""
+    """Wait until the running actors have ended. The others have nothing to send."""
     left = dict(zip(calls, actors, strict=True))
     end_s = time.monotonic() + timeout_s
     while left and time.monotonic() < end_s:

@@ -23,7 +23,7 @@ from holdall.sb3.prioritized import PrioritizedSamples
 from holdall.schema import on_host
 
 _LOADED_WITH = {"durability", "on_shard_loss", "prefer", "limit", "patience_s", "sampler"}
-"""Settings of a memory that `load` accepts, too."""
+"""Settings that both the constructor of a memory and `load` accept."""
 
 
 class ReplayBuffer(LocalReplayBuffer):
@@ -31,15 +31,19 @@ class ReplayBuffer(LocalReplayBuffer):
 
     `DQN(..., replay_buffer_class=holdall.ray.sb3.ReplayBuffer, replay_buffer_kwargs={"shards": 2})`
 
-    It draws as its memory's sampler does, and not in Stable-Baselines3's order. With `Prioritized(...)`, or `NStep(...,
-    by=Prioritized(...))`, samples have weights and ids, see `holdall.sb3.PrioritizedReplayBuffer`. Arrays over slots,
-    such as `observations`, are not available.
+    The memory's sampler draws, so the same seed does not give Stable-Baselines3's batches. With `Prioritized(...)`, or
+    `NStep(..., by=Prioritized(...))`, samples have weights and ids, see `holdall.sb3.PrioritizedReplayBuffer`. Arrays
+    over slots, such as `observations`, are not available.
 
     `model.save_replay_buffer` keeps all transitions and priorities, compressed, if the shards run on this machine.
-    Otherwise use `memory.save(url)`, and make the model again with what `holdall.ray.ReplayMemory.load(url)` returns.
+    Otherwise use `memory.save(url)`. To continue, make the model again with the same settings, and call
+    `model.replay_buffer.adopt(holdall.ray.ReplayMemory.load(url))`.
 
     Args:
-        shards: See `holdall.ray.ReplayMemory`, as for all further settings. `memory` is that memory.
+        shards: See `holdall.ray.ReplayMemory`. All other settings of that class are accepted, too.
+
+    Attributes:
+        memory: The `holdall.ray.ReplayMemory`.
     """
 
     _casts = True  # Steps go through `memory.add`, because shards have no store in this process.
@@ -132,7 +136,8 @@ class ReplayBuffer(LocalReplayBuffer):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
             memory: Any = ReplayMemory.load(folder, **settings, journal_url=self._settings.get("url"))
-            len(memory)  # Returns when all shards have opened their files, which may be deleted then.
+            # Wait until all shards have opened their files, because the folder is deleted next.
+            len(memory)
         self.memory = memory
 
     def _new_memory(self) -> Any:
