@@ -1,7 +1,8 @@
 """The command line `holdall COMMAND`, and the options and errors that all commands share.
 
-The module of a command is imported when it is called. Results go to stdout, progress and errors to stderr. An error
-that holdall raises becomes one line on stderr. With -v, before or after the command's name, it keeps its traceback.
+The module of a command is imported when the command is called. Results go to stdout, progress and errors to stderr. An
+error that holdall raises becomes one line on stderr. With -v, before or after the command's name, its traceback is
+shown.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 the command ran and its check
 failed.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from holdall.errors import ArgumentError, HoldallError
 
@@ -60,7 +61,7 @@ Verbose = Annotated[
 class OneLineErrors(TyperGroup):
     """A group of commands. An error that holdall raises ends with one line and exit code 1."""
 
-    def invoke(self, ctx: Any) -> Any:  # Some versions of typer contain click, and others depend on it.
+    def invoke(self, ctx: Any) -> Any:  # `ctx` is Any: its class is in click or in typer, by version.
         """Run the command. Without -v, turn an error of holdall into one line."""
         try:
             return super().invoke(ctx)
@@ -76,8 +77,24 @@ class OneLineErrors(TyperGroup):
             raise
 
 
+COMMAND_AFTER_DASHES = "holdall.command"
+"""Key in a context's `meta` for the words after `--`."""
+
+
+class CommandAfterDashes(TyperCommand):
+    """A command whose arguments after `--` are another command, whatever they look like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Store the words after `--` in the context, and parse only the words before it."""
+        if "--" in args:
+            position = args.index("--")
+            ctx.meta[COMMAND_AFTER_DASHES] = args[position + 1 :]
+            args = args[:position]
+        return super().parse_args(ctx, args)
+
+
 class PipeWriter:
-    """Standard output that ignores a reader that has closed the pipe (`holdall plan ... | head`)."""
+    """Standard output that discards text once the reader has closed the pipe (`holdall plan ... | head`)."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -102,13 +119,13 @@ class PipeWriter:
 
     def _discard_rest(self) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # The rest of the stream's buffer is written there.
+        os.dup2(nowhere, self._stream.fileno())  # Python writes the rest of the stream's buffer there.
         os.close(nowhere)
 
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Turn a failed write into an error that names the option and the file."""
+    """Turn an OSError in the `with` block into an error that names the option and the file."""
     try:
         yield
     except OSError as error:
@@ -118,7 +135,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "watch")
-"""Commands, each in a module of its name. A function in it, or a Typer of subcommands, has the command's name."""
+"""Commands. Each has a module of its name, with a function or a Typer of subcommands of that name."""
 
 
 class LazyCommands(OneLineErrors):

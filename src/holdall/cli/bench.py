@@ -79,7 +79,7 @@ def _times() -> tuple[progress.ProgressColumn, ...]:
 
 
 def buffers(
-    case: Annotated[OptTexts, option(f"What is played: {', '.join(CASES)}.")] = None,
+    case: Annotated[OptTexts, option(f"Cases to play: {', '.join(CASES)}.")] = None,
     trace: Annotated[list[Path] | None, option("Recorded traces (.npz), in place of cases.")] = None,
     env: Annotated[OptText, option("An environment, ID or module:Class, in place of cases.")] = None,
     wrapper: Annotated[str, option("atari: Stable-Baselines3's AtariWrapper.")] = "",
@@ -89,7 +89,7 @@ def buffers(
         OptInt, option("Transitions held at the end. Default: 20,000, or all of a trace.", min=512)
     ] = None,
     rounds: Annotated[int, option("Processes per library. Figures are medians over them.", min=1)] = 3,
-    out: Annotated[OptPath, option("Write the results there, a JSON object a line.")] = None,
+    out: Annotated[OptPath, option("File of the results, one JSON object per line.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -149,10 +149,12 @@ def search(
     env: Annotated[str, option("demo, an ID that gymnasium knows, or module:Class.")] = "demo",
     algo: Annotated[str, option("sac, td3 or dqn.")] = "sac",
     buffer: Annotated[str, option("sb3 or holdall.")] = "holdall",
-    trials: Annotated[int, option("Trials, those that the storage holds already among them.", min=1)] = 20,
-    timesteps: Annotated[OptInt, option("Steps to train, once the buffer is full.", min=50)] = None,
-    limit: Annotated[OptText, option('What a run may take: "2GiB", or machine; for demo 2GiB.')] = None,
-    storage: Annotated[Path, option("Remembers trials; the same one again goes on.")] = Path("search.journal"),
+    trials: Annotated[int, option("Trials in all, including those in the storage.", min=1)] = 20,
+    timesteps: Annotated[OptInt, option("Steps to train after the buffer is full.", min=50)] = None,
+    limit: Annotated[OptText, option('Memory limit of a run: "2GiB", or machine. Default for demo: 2GiB.')] = None,
+    storage: Annotated[Path, option("File of the trials. A search with the same file continues.")] = Path(
+        "search.journal"
+    ),
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -172,7 +174,7 @@ def search(
                 if json:
                     typer.echo(json_format.dumps(asdict(found)))
         except KeyboardInterrupt:
-            console.print(f"Stopped; the trials are in {storage}, and the same command goes on.", style="yellow")
+            console.print(f"Stopped. The trials are in {storage}. The same command continues.", style="yellow")
             raise typer.Exit(STOPPED_EXIT_CODE) from None
     if not json:
         _show_search(study)
@@ -209,7 +211,7 @@ def profiles(
     env: Annotated[str, option("demo, an ID that gymnasium knows, or module:Class.")] = "demo",
     algo: Annotated[str, option("sac, td3, dqn or ppo.")] = "sac",
     profiles: Annotated[OptTexts, option("memory-efficient fast balanced quality aggressive, or all.")] = None,
-    timesteps: Annotated[OptInt, option("Steps to train, once the buffer is full.", min=50)] = None,
+    timesteps: Annotated[OptInt, option("Steps to train after the buffer is full.", min=50)] = None,
     seeds: Annotated[int, option("Trainings per profile and buffer.", min=1)] = 3,
     buffers: Annotated[OptTexts, option("sb3 holdall: either or both.")] = None,
     limit: Annotated[
@@ -239,7 +241,7 @@ def profiles(
     _announce(settings, calibration, done, console)
     with ExitStack() as stack:
         with writing("out", out):
-            file = stack.enter_context(out.open("a" if resume else "w", encoding="utf-8"))
+            file = stack.enter_context(trainings.open_results(out, is_resumed=resume is not None))
         if resume is None:
             trainings.write_line(file, first)
         runs, stopped = _run_all(settings, calibration, done, file, console)
@@ -292,16 +294,16 @@ def _run_all(
 
 
 def _resumed(path: Path) -> tuple[BenchSettings, Calibration, list[TrainingRun], dict[str, Any]]:
-    first, records = trainings.read_results(path)
+    header, runs = trainings.read_results(path)
     try:
-        settings = BenchSettings.from_dict(first["settings"])
-        calibration = Calibration.from_dict(first["calibration"])
-        done = [run for run in trainings.runs_of(records) if run.status in {"done", "does not fit"}]
+        settings = BenchSettings.from_dict(header.unchecked["settings"])
+        calibration = Calibration.from_dict(header.unchecked["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(
             f"resume ({path}) has no bench that can be continued ({error!r}). Start a new one without --resume."
         ) from error
-    return settings, calibration, done, first
+    done = [run for run in runs if run.status in {"done", "does not fit"}]
+    return settings, calibration, done, header.unchecked
 
 
 def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun], found: list[Any], out: Path) -> None:

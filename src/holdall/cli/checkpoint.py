@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the comman
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json as json_
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from holdall.checkpoint import (
     CheckpointReader,
+    Damage,
     Manifest,
     collect_all,
     find_damage,
@@ -34,7 +36,7 @@ from holdall.checkpoint import (
 from holdall.checks import refuse_malformed
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.dataset import METADATA
-from holdall.errors import ArgumentError, CheckpointError, DamageError
+from holdall.errors import ArgumentError, BlobMissingError, CheckpointError, DamageError, HoldallError
 from holdall.memory import ReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema_json import schema_from_json
@@ -62,7 +64,7 @@ Url = Annotated[str, typer.Argument(help="A directory, or a prefix of an object 
 
 
 class PlaceholderSampler(Uniform):
-    """Takes the place of the saved sampler, which may be a user's own class. Nothing is drawn."""
+    """Replaces the saved sampler, whose class may be the user's own. The commands draw no batches."""
 
 
 @checkpoint.command()
@@ -72,6 +74,7 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     reader.require()
     sizes = reader.file_sizes()
     entries = [_describe(reader, number, sizes) for number in reader.numbers()]
+    entries = [entry for entry in entries if entry["state"] == _COMPLETE or not _is_removed(reader, entry["number"])]
     if json:
         typer.echo(json_.dumps({"url": reader.url, "checkpoints": entries}))
         return
@@ -80,7 +83,7 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
 
 
 def _format_table(entries: list[dict[str, Any]]) -> list[str]:
-    """Return one line per checkpoint that fits into 80 columns. Attached files and damage have lines of their own."""
+    """Return a line of at most 80 columns per checkpoint. Attached files and damage have lines of their own."""
     lines = [
         f"{'number':>6}  {'saved (UTC)':<19}  {'transitions':>12}  {'lanes':>5}  {'segments':>8}  {'bytes':>10}  state"
     ]
@@ -143,38 +146,52 @@ def verify(
     """Read every byte of the checkpoints and compare it with its checksum."""
     reader = open_reader(url)
     reader.require()
-    numbers = reader.numbers() if number is None else [number]
-    if not numbers:
-        raise CheckpointError(f"No checkpoint found in {reader.url}. Check the path, or save first.")
-    results = []
+    found: dict[int, list[Damage]] = {}
     with _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
-        for each in numbers:
+        for each in reader.numbers() if number is None else [number]:
             try:
-                manifest = reader.manifest(each)
-            except DamageError as error:
-                results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
+                damages = _verify(reader, each, bar)
+            except BlobMissingError as error:
+                if number is not None:
+                    raise
+                damages = [Damage("", 0, str(error))]
+            if damages and _is_removed(reader, each):
+                typer.echo(f"checkpoint {each} was removed meanwhile", err=True)
                 continue
-            nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
-            task = bar.add_task(f"checkpoint {each}", total=sum(nbytes))
-            found = find_damage(reader, manifest, functools.partial(bar.advance, task))
-            reasons = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
-            results.append({"number": each, "damages": reasons})
+            found[each] = damages
     if json:
-        typer.echo(json_.dumps({"url": reader.url, "checkpoints": results}))
+        words = [{"number": each, "damages": list(map(dataclasses.asdict, found[each]))} for each in found]
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": words}))
     else:
-        for result in results:
-            for damage in result["damages"]:  # type: ignore[attr-defined]
-                typer.echo(f"checkpoint {result['number']}: {damage['reason']}")
-            if not result["damages"]:
-                typer.echo(f"checkpoint {result['number']} is intact")
-    if any(result["damages"] for result in results):
+        for each, damages in found.items():
+            for damage in damages:
+                typer.echo(f"checkpoint {each}: {damage.reason}")
+            if not damages:
+                typer.echo(f"checkpoint {each} is intact")
+    if any(found.values()):
         raise typer.Exit(DAMAGED)
+
+
+def _is_removed(reader: CheckpointReader, number: int) -> bool:
+    """Return whether a memory that saves to the place has removed a checkpoint meanwhile."""
+    return number not in reader.numbers()
+
+
+def _verify(reader: CheckpointReader, number: int, bar: progress.Progress) -> list[Damage]:
+    """Read a checkpoint completely."""
+    try:
+        manifest = reader.manifest(number)
+    except DamageError as error:
+        return [Damage("", 0, str(error))]
+    nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
+    task = bar.add_task(f"checkpoint {number}", total=sum(nbytes))
+    return find_damage(reader, manifest, functools.partial(bar.advance, task))
 
 
 @checkpoint.command()
 def gc(
     url: Url,
-    keep: Annotated[int, option("How many checkpoints stay.", min=1)] = 3,
+    keep: Annotated[int, option("Number of newest checkpoints to keep.", min=1)] = 3,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -212,7 +229,8 @@ def export(
         )
     dataset = target
     with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
-        episodes, transitions = export_minari(memory, dataset, advance), len(memory)
+        episodes = export_minari(memory, dataset, advance)
+        transitions = len(memory)
     if json:
         typer.echo(json_.dumps({"dataset": dataset, "transitions": transitions, "episodes": episodes}))
         return
@@ -226,7 +244,15 @@ def _export_file(url: str, file: Path, as_json: bool) -> None:
     if file.exists():
         raise ArgumentError(f"target ({str(file)!r}) already exists. Choose another name.")
     with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
-        transitions = _FILE_EXPORTS[file.suffix](memory, file, advance)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            transitions = _FILE_EXPORTS[file.suffix](memory, file, advance)
+        except HoldallError:
+            raise
+        except OSError as error:
+            raise ArgumentError(
+                f"target ({str(file)!r}) cannot be written: {error}. Free disk space, or choose another place."
+            ) from error
     if as_json:
         typer.echo(json_.dumps({"file": str(file), "transitions": transitions}))
         return
@@ -244,7 +270,7 @@ def import_(
     url: Url,
     prefer: Annotated[str, option("How much slower sampling may get: speed, balanced or memory.")] = "balanced",
     drop_last: Annotated[
-        bool, option("Leave out steps without a next observation, which repeat their own otherwise.", "--drop-last")
+        bool, option("Leave out steps without a next observation. Otherwise they repeat their own.", "--drop-last")
     ] = False,
     trust: Annotated[
         bool, option("Unpickle the file, which runs the code in it: only for your own files.", "--trust")

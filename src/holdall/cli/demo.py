@@ -7,15 +7,12 @@ Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the comman
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +23,11 @@ from rich.table import Table
 
 from holdall.cli import AsJson, OptText, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import memory_limits
+from holdall.machine import Limit
 from holdall.tools.bench import messages, module_command
-from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.demo import CheckpointFingerprint, DemoResult
+from holdall.tools.plan.needs import HoldallUse, MachineLimits, RunNeeds
+from holdall.tools.plan.planner import find_limits, plan_command
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 
@@ -38,8 +37,10 @@ DIFFERENT = 3  # Exit code of a demo that was completed and found a difference.
 def demo(
     steps: Annotated[int, option("Environment steps to train for.")] = 500,
     transitions: Annotated[int, option("Transitions to hold while memory is measured.")] = 30_000,
-    limit: Annotated[OptText, option("What the plan is held against; half-way between both needs by default.")] = None,
-    out: Annotated[Path, option("Where checkpoint, record and page are left.")] = Path("holdall-demo"),
+    limit: Annotated[
+        OptText, option("Memory limit of the plan. Default: half-way between the needs of both buffers.")
+    ] = None,
+    out: Annotated[Path, option("Folder of the checkpoint, the record and the page.")] = Path("holdall-demo"),
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -59,6 +60,7 @@ def demo(
 
 
 BUDGET = "48MiB"
+_USE = HoldallUse(parse_bytes(BUDGET), prefer="memory")
 A_MILLION = 1_000_000
 MIN_STEPS = 240
 MIN_TRANSITIONS = 2_000  # Fewer transitions give too few memory readings for a line through them.
@@ -95,22 +97,19 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
     heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
-    library_bytes = measure_libraries()
-    fitted = plan_fit(steps + transitions, limit_bytes, library_bytes)
-    machine = min(limit.free_bytes for limit in memory_limits())
-    million = plan_fit(A_MILLION, machine, library_bytes)
+    task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
+    fitted, million = plan_demo(task, limit_bytes)
     console.print(
         f"  A million: Stable-Baselines3's buffer needs {format_bytes(million.sb3_bytes)}, and this machine has "
-        f"{format_bytes(machine)}: [{_STYLES[million.sb3]}]{million.sb3}[/]",
+        f"{format_bytes(million.limit_bytes)}: [{_STYLES[million.sb3]}]{million.sb3}[/]",
         soft_wrap=True,
     )
     console.print(f"  {steps + transitions:,}, with a limit of {format_bytes(fitted.limit_bytes)}:")
     for buffer, (size, fit) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
-    console.print("  [dim]libraries as measured here, and the buffer or its budget; the network is small[/]")
+    console.print("  [dim]the whole process, measured as `holdall plan` does: until the training begins[/]")
 
     heading(2, "Train with Stable-Baselines3's replay buffer")
-    task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
     plain = DemoResult(**_train(console, task)["result"])
 
     heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
@@ -134,7 +133,7 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     comparison = Comparison(fitted, plain, own, saved, resumed)
     page = folder / "report.html"
     page.write_text(read_report(record).page(), encoding="utf-8")
-    return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
+    return replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
 
 
 def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -> dict[str, Any]:
@@ -153,6 +152,8 @@ def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -
                 break  # The training has passed its checkpoint.
             memory = latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
             bars.update(bar, completed=message["done"] / message["total"], memory=memory)
+        if "result" in messages_by_kind:
+            bars.update(bar, completed=1.0)
     return messages_by_kind
 
 
@@ -172,7 +173,7 @@ class DemoFit:
 
     limit_bytes: int
     sb3_bytes: int
-    sb3: str  # verdict
+    sb3: str  # Verdict: fits, tight or does not fit.
     holdall_bytes: int
     holdall: str
 
@@ -181,40 +182,25 @@ class DemoFit:
         return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
 
 
-def measure_libraries() -> int:
-    """Return what a process with Stable-Baselines3 and an optimizer takes before it has a buffer."""
-    program = (
-        "import torch, stable_baselines3\nfrom holdall.machine import held_bytes\n"
-        "torch.optim.Adam([torch.zeros(1, requires_grad=True)])\nprint(held_bytes().resident)"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    return int(done.stdout)
+def plan_demo(task: dict[str, Any], limit_bytes: int | None) -> tuple[DemoFit, DemoFit]:
+    """Plan the training of `task` with either buffer, as `holdall plan` would, and the same with a million transitions.
 
-
-def count_transition_bytes() -> int:
-    """Return the bytes of one transition in Stable-Baselines3's buffer, which stores every observation twice."""
-    rover = CameraRover()
-    action = rover.action_space.sample()
-    obs, _ = rover.reset(seed=0)
-    outcome_bytes = 3 * 4  # Reward, done and timeout, as float32.
-    return 2 * sum(int(part.nbytes) for part in obs.values()) + int(action.nbytes) + outcome_bytes
-
-
-def plan_fit(transitions: int, limit_bytes: int | None, library_bytes: int) -> DemoFit:
-    """Compare the needs of both buffers with `limit`. Without a limit, the middle between both needs is used."""
-    sb3_bytes = library_bytes + transitions * count_transition_bytes()
-    holdall_bytes = library_bytes + parse_bytes(BUDGET)
+    Without a limit, the middle between both needs is used. The limit of the million is this machine's free memory.
+    """
+    steps = task["steps"] + task["transitions"]
+    machine = find_limits()
+    command = module_command("tools.demo.training", json.dumps(task))
+    needs = plan_command(command, {"total_timesteps": steps}, machine).needs
     if limit_bytes is None:
-        limit_bytes = (sb3_bytes + holdall_bytes) // 2
-    return DemoFit(
-        limit_bytes, sb3_bytes, _judge(sb3_bytes, limit_bytes), holdall_bytes, _judge(holdall_bytes, limit_bytes)
-    )
+        limit_bytes = (needs.need_bytes(None) + needs.need_bytes(_USE)) // 2
+    limit = Limit("--limit", limit_bytes, limit_bytes)
+    million = replace(needs, experience=replace(needs.experience, rows=A_MILLION, max_rows=None))
+    return _compare_needs(needs, MachineLimits((limit,))), _compare_needs(million, machine)
 
 
-def _judge(need_bytes: int, limit_bytes: int) -> str:
-    if need_bytes > limit_bytes:
-        return "does not fit"
-    return "tight" if need_bytes > 0.9 * limit_bytes else "fits"
+def _compare_needs(needs: RunNeeds, limits: MachineLimits) -> DemoFit:
+    sb3, holdall = (str(needs.verdict(use, limits)) for use in (None, _USE))
+    return DemoFit(limits.free_bytes, needs.need_bytes(None), sb3, needs.need_bytes(_USE), holdall)
 
 
 def latest_reading(record: Path) -> str:
@@ -246,7 +232,7 @@ class Comparison:
     saved: CheckpointFingerprint
     resumed: CheckpointFingerprint
     seconds: float = 0.0
-    report: str = ""  # the page
+    report: str = ""  # File of the page.
 
     @property
     def weights_identical(self) -> bool:
@@ -266,7 +252,7 @@ class Comparison:
     def as_json(self) -> str:
         """Write the comparison as one JSON object."""
         found = {"weights_identical": self.weights_identical, "batches_identical": self.batches_identical}
-        return json.dumps({**dataclasses.asdict(self), **found})
+        return json.dumps({**asdict(self), **found})
 
 
 def table(comparison: Comparison) -> Table:

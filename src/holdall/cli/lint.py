@@ -1,7 +1,7 @@
 """`holdall lint`: find mistakes in training scripts, and in a run that is about to train.
 
-Exit codes: 0 nothing at or above --fail-on was found, 1 a file, setting or command that cannot be used, 2 a mistake on
-the command line, 3 something was found.
+Exit codes: 0 no finding reaches --fail-on, 1 a file, setting or command cannot be used, 2 a mistake on the command
+line, 3 a finding reaches --fail-on.
 """
 
 from __future__ import annotations
@@ -16,41 +16,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from holdall.cli import AsJson, OptText, OptTexts, Verbose, option
+from holdall.cli import COMMAND_AFTER_DASHES, AsJson, CommandAfterDashes, OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError
 from holdall.tools import lint as linter
 from holdall.tools.lint.check import check_file, find_files, read_text, write_text
-from holdall.tools.lint.described import describe_buffers, describe_models
 from holdall.tools.lint.finding import Finding, Severity, apply_edits
-from holdall.tools.lint.machine import format_size
 from holdall.tools.lint.output import describe_findings, explain, format_findings
 from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.run import get_budget_bytes, name_buffer, pair_with_models
 from holdall.tools.lint.settings import LintSettings, find_settings
-from holdall.tools.lint.subjects import TrainedBuffer, TrainedModel
 from holdall.tools.probe.launch import probe
-from holdall.tools.probe.snapshot import Snapshot
-from holdall.units import counted
+from holdall.tools.probe.snapshot import FoundBuffer, FoundMemory, FoundModel, Snapshot
+from holdall.units import counted, format_bytes
 
 FOUND = 3
-"""Exit code: everything was checked, and something was found."""
-_COMMAND = "holdall.lint.command"
+"""Exit code: everything was checked, and a finding is at least as severe as --fail-on."""
 
 
-class LintCommand(TyperCommand):
-    """Everything after `--` is the command of a training, whatever it looks like."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the command out of the arguments."""
-        if "--" in args:
-            end = args.index("--")
-            ctx.meta[_COMMAND] = args[end + 1 :]
-            args = args[:end]
-        return super().parse_args(ctx, args)
-
-
-LINT_CLASS = LintCommand  # for `holdall.cli`
+LINT_CLASS = CommandAfterDashes
 
 
 def lint(
@@ -68,7 +52,7 @@ def lint(
     budget: Annotated[OptText, option("Compare with this much memory instead of this machine's: 32GB.")] = None,
     vram: Annotated[OptText, option("The memory of the GPU: 16GiB. Unknown otherwise.")] = None,
     exclude: Annotated[OptTexts, option("Leave these out of directories: names or patterns.")] = None,
-    timeout: Annotated[float, option("Seconds after which a command is stopped wherever it is.")] = 300.0,
+    timeout: Annotated[float, option("Seconds after which a command is stopped.")] = 300.0,
     verbose: Verbose = False,
 ) -> None:
     """Find mistakes in training scripts, and in the values of a run.
@@ -80,7 +64,7 @@ def lint(
     if explain is not None:
         _print_text(_explain(explain))
         return
-    command: list[str] | None = context.meta.get(_COMMAND)
+    command: list[str] | None = context.meta.get(COMMAND_AFTER_DASHES)
     if not paths and not command:
         raise ArgumentError("paths (none) must name a script or a directory, or a command must follow --")
     settings = find_settings(Path.cwd()).change(
@@ -95,6 +79,8 @@ def lint(
     )
     fails_from = settings.fails_from
     files = find_files(paths or [], settings.exclude)
+    if paths and not files:
+        raise ArgumentError(f"paths ({', '.join(map(str, paths))}) contain no Python script. Name other directories.")
     findings = _check_files(files, paths or [], settings, fix)
     run: Snapshot | None = None
     if command:
@@ -107,9 +93,9 @@ def lint(
             data["run"] = _describe_run(run)
         typer.echo(json_.dumps(data, indent=2))
     else:
-        least = Severity.INFO if infos or fails_from is Severity.INFO else Severity.WARNING
+        min_severity = Severity.INFO if infos or fails_from is Severity.INFO else Severity.WARNING
         lines = [] if run is None else _summarise_run(run)
-        _print_text("\n".join([*lines, format_findings(findings, least)]))
+        _print_text("\n".join([*lines, format_findings(findings, min_severity, len(files))]))
     if fails_from is not None and any(finding.severity >= fails_from for finding in findings):
         raise typer.Exit(FOUND)
     if run is not None:
@@ -140,7 +126,7 @@ def _check_files(files: list[Path], named: list[Path], settings: LintSettings, f
 
 
 def _probe(command: list[str], timeout_s: float) -> Snapshot:
-    """Run a command until it is about to train, and say so before."""
+    """Tell the user that `command` is run, and run it until it is about to train."""
     typer.echo(f"Running until training is about to start: {shlex.join(command)}", err=True)
     snapshot = probe(command, timeout_s)
     for note in snapshot.notes:
@@ -156,48 +142,56 @@ def _require_training(run: Snapshot) -> None:
     lines = (run.error or "").strip().splitlines()
     has_reason = not lines or lines[-1] in run.stopped_by
     reason = run.stopped_by if has_reason else f"{run.stopped_by} ({lines[-1]})"
-    raise ArgumentError(
-        f"command did not get to training: {reason}. Run the command by itself to see all of its output"
-    )
+    advice = "Pass a larger --timeout" if run.trigger == "timeout" else "Run the command by itself to see its output"
+    raise ArgumentError(f"command did not get to training: {reason}. {advice}")
 
 
 def _summarise_run(run: Snapshot) -> list[str]:
     """Return what the command had built, in a few lines."""
     lines = [f"stopped after {run.after_s:.1f} s: {run.stopped_by}"]
-    models = describe_models(run)
-    lines += [_describe_model(model) for model in models]
-    owned = [model.buffer for model in models]
-    lines += [_describe_buffer(buffer) for buffer in describe_buffers(run) if buffer not in owned]
+    lines += [_describe_model(model) for model in run.learning_models]
+    lines += [_describe_buffer(buffer, model) for buffer, model in pair_with_models(run.buffers, run)]
+    lines += [_describe_memory(memory) for memory, _ in pair_with_models(run.memories, run)]
     return lines if len(lines) > 1 else [*lines, "no model and no buffer was found"]
 
 
-def _describe_model(model: TrainedModel) -> str:
+def _describe_model(model: FoundModel) -> str:
     text = f"{model.algorithm}, {counted(model.n_envs, 'environment')}"
-    if model.total_timesteps is not None:
-        text += f", {counted(model.total_timesteps, 'step')}"
-    return text if model.buffer is None else f"{text}, {_describe_buffer(model.buffer)}"
+    return text if model.run_steps is None else f"{text}, {counted(model.run_steps, 'step')}"
 
 
-def _describe_buffer(buffer: TrainedBuffer) -> str:
-    capacity = "" if buffer.capacity is None else f" of {counted(buffer.capacity, 'transition')}"
-    if buffer.kind == "memory":
-        budget = f", budget {format_size(buffer.nbytes)}" if buffer.nbytes else ""
-        return f"{buffer.title}{capacity}{budget}"
+def _describe_buffer(buffer: FoundBuffer, model: FoundModel | None) -> str:
+    capacity = "" if buffer.transitions is None else f" of {counted(buffer.transitions, 'transition')}"
     about = "" if buffer.is_exact else "about "
-    return f"{buffer.title}{capacity}: {about}{format_size(buffer.nbytes)}"
+    return f"{name_buffer(buffer, model)}{capacity}: {about}{format_bytes(buffer.nbytes)}"
+
+
+def _describe_memory(memory: FoundMemory) -> str:
+    nbytes = get_budget_bytes(memory)
+    budget = f", budget {format_bytes(nbytes)}" if nbytes else ""
+    return f"{memory.owner} (holdall) of {counted(memory.capacity, 'transition')}{budget}"
 
 
 def _describe_run(run: Snapshot) -> dict[str, Any]:
     """Return the key `run` of the object that `--json` prints."""
     buffers = [
-        {"title": buffer.title, "capacity": buffer.capacity, "bytes": buffer.nbytes, "is_exact": buffer.is_exact}
-        for buffer in describe_buffers(run)
+        {
+            "title": name_buffer(buffer, model),
+            "capacity": buffer.transitions,
+            "bytes": buffer.nbytes,
+            "is_exact": buffer.is_exact,
+        }
+        for buffer, model in pair_with_models(run.buffers, run)
+    ]
+    buffers += [
+        {"title": memory.owner, "capacity": memory.capacity, "bytes": get_budget_bytes(memory), "is_exact": True}
+        for memory, _ in pair_with_models(run.memories, run)
     ]
     return {
         "stopped_by": run.stopped_by,
         "after_s": round(run.after_s, 3),
         "is_ready": run.is_ready,
-        "models": [model.algorithm for model in describe_models(run)],
+        "models": [model.algorithm for model in run.learning_models],
         "buffers": buffers,
         "error": run.error,
     }

@@ -1,8 +1,8 @@
 """`holdall plan`: check whether a run fits in memory before it is started, and what would fit.
 
     holdall plan -- python train.py --my args     runs the command until it is about to train, and measures it
-    holdall plan --algo sac --obs ... --action 8  does the same with a stand-in for the run that options describe
-    holdall plan run.toml                         likewise, for a file
+    holdall plan --algo sac --obs ... --action 8  runs and measures a stand-in for the run that options describe
+    holdall plan run.toml                         runs and measures a stand-in for the run that a file describes
 
 Exit codes: 0 fits, 1 tight, 2 does not fit, 64 any other failure, such as a misspelt option or a failing command.
 """
@@ -17,9 +17,19 @@ import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
 
-from holdall.cli import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option
+from holdall.cli import (
+    COMMAND_AFTER_DASHES,
+    ERROR_CODE,
+    AsJson,
+    CommandAfterDashes,
+    OptBool,
+    OptPath,
+    OptText,
+    OptTexts,
+    Verbose,
+    option,
+)
 from holdall.errors import ArgumentError
 from holdall.tools.plan.config import OPTIONS, parse_changes, parse_count, read_config_file
 from holdall.tools.plan.needs import MARGIN, ROOM_BYTES, FitVerdict, MemoryPart
@@ -28,19 +38,6 @@ from holdall.units import format_bytes, parse_bytes
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
-_COMMAND = "holdall.plan.command"
-
-
-class CommandAfterDashes(TyperCommand):
-    """A command whose arguments after `--` are another command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Set the words after `--` aside."""
-        if "--" in args:
-            position = args.index("--")
-            ctx.meta[_COMMAND] = args[position + 1 :]
-            args = args[:position]
-        return super().parse_args(ctx, args)
 
 
 PLAN_CLASS = CommandAfterDashes
@@ -48,7 +45,7 @@ PLAN_CLASS = CommandAfterDashes
 
 def plan(
     context: typer.Context,
-    file: Annotated[OptPath, typer.Argument(help="A TOML or YAML file, or one of rl-zoo's. Or: -- COMMAND.")] = None,
+    file: Annotated[OptPath, typer.Argument(help="A TOML file. Or: -- COMMAND.")] = None,
     change: Annotated[OptTexts, option("Plan another value: buffer_size=200000; may be repeated.", "--set")] = None,
     timeout: Annotated[float, option("Seconds after which the command is stopped.")] = TIMEOUT_S,
     obs: Annotated[OptTexts, option("[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")] = None,
@@ -65,9 +62,6 @@ def plan(
     device: Annotated[OptText, option("cpu or cuda.")] = None,
     timesteps: Annotated[OptText, option("Steps of the whole run: the buffer may never fill.")] = None,
     frame_stack: Annotated[OptText, option("Frames that are stacked onto the observation given.")] = None,
-    buffer_class: Annotated[OptText, option("A buffer class of Stable-Baselines3, as HerReplayBuffer.")] = None,
-    optimize_memory_usage: Annotated[OptBool, option("Stable-Baselines3's setting.", "--optimize-memory-usage")] = None,
-    no_timeouts: Annotated[OptBool, option("handle_timeout_termination=False.", "--no-timeouts")] = None,
     holdall: Annotated[OptBool, option("The run uses holdall's buffer.", "--holdall")] = None,
     env: Annotated[OptText, option("Environment, by its ID or as module:Class.")] = None,
     wrapper: Annotated[OptText, option("atari: Stable-Baselines3's AtariWrapper.")] = None,
@@ -79,11 +73,9 @@ def plan(
 ) -> None:
     """Check whether a training run fits in memory before you start it, and see what would fit."""
     context.meta[ERROR_CODE] = 64  # 1 and 2 are verdicts of this command.
-    command = context.meta.get(_COMMAND)
+    command = context.meta.get(COMMAND_AFTER_DASHES)
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name in OPTIONS}
     given |= {"obs": obs or None, "total_timesteps": timesteps, "uses_holdall": holdall}
-    if no_timeouts:
-        given["handle_timeout_termination"] = False
     if net_arch is not None:
         given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -93,8 +85,7 @@ def plan(
     if file is not None and file.suffix == ".py":
         raise ArgumentError(f"file ({file}) is a script. Write the command that runs it: holdall plan -- python {file}")
     if file is not None:
-        chosen = (str(settings.get("algo", "")).lower(), str(settings.get("env", "")))
-        settings = read_config_file(file, *chosen) | settings
+        settings = read_config_file(file) | settings
     sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
     given_sizes = {name: None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
     limits = find_limits(given_sizes["budget"], given_sizes["memory"], given_sizes["vram"])
@@ -103,6 +94,8 @@ def plan(
             raise ArgumentError(f"{', '.join(settings)} cannot be combined with a command. Use --set NAME=VALUE.")
         typer.echo(f"Running {' '.join(command)} until it is about to train. It is stopped then.", err=json)
         planned = plan_command(command, changes, limits, timeout_s=timeout)
+    elif not settings:
+        raise ArgumentError("No run was named. Write -- and the command that trains, or a file, or --algo and --obs.")
     else:
         planned = plan_settings(settings, limits, changes)
     _show(planned, as_json=json)
@@ -115,7 +108,7 @@ def _show(planned: Plan, *, as_json: bool) -> None:
         return
     console = Console(markup=False)
     for part in plan_tables(planned):
-        is_code = isinstance(part, Text) and bool(part.no_wrap)  # Only the terminal breaks lines of code.
+        is_code = isinstance(part, Text) and bool(part.no_wrap)  # Rich must not wrap code, so that it can be pasted.
         console.print(part, highlight=False, soft_wrap=is_code)
         console.print()
 
@@ -125,8 +118,8 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield Text.assemble((plan.title, "bold"), "  ", _style(plan.verdict))
     yield _make_checks(plan)
     holdall = plan.needs.holdall
-    library = "holdall" if holdall is not None else plan.needs.experience.library
-    yield _make_parts(f"Memory at the peak, with {library}'s buffer", plan.needs.parts(holdall))
+    buffer = "holdall's buffer" if holdall is not None else plan.needs.experience.layout
+    yield _make_parts(f"Memory at the peak, with {buffer}", plan.needs.parts(holdall))
     if holdall is None and plan.needs.stored is not None:
         yield _make_parts("With holdall's buffer", plan.needs.parts(plan.candidate))
     yield _make_capacities(plan)
@@ -175,7 +168,7 @@ def _make_parts(title: str, parts: Sequence[MemoryPart]) -> Table:
 
 def _make_capacities(plan: Plan) -> Table:
     largest = max((row.plain_bytes for row in plan.table), default=0)
-    units = ("GB", "GiB") if largest >= 10**8 else ("MB", "MiB")
+    units = ("GB", "GiB") if largest >= 10**9 else ("MB", "MiB")
     heads = [plan.size_word, f"{plan.needs.experience.library}, {units[0]}", units[1], "the run"]
     if plan.needs.stored is not None:
         heads += [f"holdall, {units[0]}", units[1], "the run"]

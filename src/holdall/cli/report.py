@@ -24,14 +24,14 @@ def report(
     json: Annotated[bool, option("Print a summary as one JSON object, and write no page.", "--json")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Turn a recorded run, or the results of a bench, into one HTML page that needs nothing else."""
+    """Turn a recorded run, or the results of a bench, into one HTML page that needs no other files."""
     found = read_report(file)
     if json:
         typer.echo(json_format.dumps({"file": str(file), "format": found.form} | found.summary()))
         return
     target = output or file.with_suffix(".html")
     if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
-        raise ArgumentError(f"output ({target}) is the file itself. Name another one.")
+        raise ArgumentError(f"output ({target}) is the file itself. Name another file.")
     with writing("output", target):
         target.write_text(found.page(), encoding="utf-8", errors="replace")
     typer.echo(str(target))

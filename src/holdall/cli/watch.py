@@ -27,7 +27,7 @@ from holdall.tools.watch.launch import LaunchedCommand
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher import Watcher, WatchPass, WatchRecorder, make_header
-from holdall.units import counted, format_bytes, parse_bytes
+from holdall.units import counted, format_bytes, format_seconds, parse_bytes
 
 _TARGET = "A process id; or, after --, a command to start and watch."
 _TITLES = {
@@ -65,6 +65,8 @@ def watch(
     is_pid = len(target) == 1 and target[0].isdigit()
     if json and not is_pid:
         raise ArgumentError("--json prints to stdout, which belongs to the command. Use --record FILE with a command.")
+    if once and not is_pid:
+        raise ArgumentError("--once reads a process that runs, and a command has hardly started. Pass a process id.")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
     outputs = Outputs(is_once=once, is_json=json, record=record, port=prometheus, address=bind)
     if is_pid:
@@ -81,6 +83,8 @@ def watch(
     except Exception as error:  # The command must not suffer from its watch.
         typer.echo(f"holdall watch: {type(error).__name__}: {error}. The command continues without it.", err=True)
     code = command.wait()
+    with contextlib.suppress(Exception):  # The exit code is the command's, whatever happens here.
+        outputs.describe_end(command)
     if code:
         raise typer.Exit(code)
 
@@ -102,6 +106,7 @@ class Outputs:
         self._console = Console(markup=False)  # A name may contain brackets.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop") if self.is_live else None
         self._view: RenderableType | None = None
+        self._peak = 0
         self._is_table_shown = not is_json
 
     def show(
@@ -113,6 +118,7 @@ class Outputs:
         if self._live is not None:
             self._live.start()
         for latest in _run_passes(watcher, command):
+            self._peak = latest.reading.peak
             for recorder in self._recorders:
                 recorder.write(latest.as_lines())
             if self._exporter is not None:
@@ -141,6 +147,11 @@ class Outputs:
             self._live.stop()
         elif self._view is not None:
             self._console.print(self._view)
+
+    def describe_end(self, command: LaunchedCommand) -> None:
+        """Print how long the command ran, and its peak, which may be later than the last reading."""
+        peak = max(self._peak, command.read_peak())
+        self._console.print(f"ended after {format_seconds(command.seconds)}; peak {format_bytes(peak)}")
 
 
 def _run_passes(watcher: Watcher, command: LaunchedCommand | None) -> Iterator[WatchPass]:

@@ -2,8 +2,8 @@
 
 memory -> episodes -> dataset -> memory; pickle -> arrays -> memory
 
-In an exported episode, every observation follows the one before. Where it does not, a new episode begins. Numbers and
-images are stored without loss. Extras are stored in the infos of an episode.
+In an exported episode, the `next_obs` of each transition is the `obs` of the following one. Where it is not, a new
+episode begins. Numbers and images are stored without loss. Extras are stored in the infos of an episode.
 
 A pickle can run code. So `python -m holdall.tools.datasets FILE FOLDER` reads it in a process of its own, and writes
 only arrays, which `memory_from_arrays` reads.
@@ -41,7 +41,7 @@ _EXTRAS = "holdall_extras"
 """Key of the extras in the infos of an exported episode."""
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of transitions that are done, and of all transitions."""
+"""Called with the number of transitions that are done, and the number of all transitions."""
 _Episode = dict[str, list[NDArray[Any]]]
 """The arrays of consecutive transitions by field, one for every leaf."""
 
@@ -65,7 +65,7 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
     buffers: list[Any] = []
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, path, ignore_errors=True)  # A part of a dataset would block the next attempt.
-        for episode in _episodes(memory):
+        for episode in read_episodes(memory):
             observed = zip(episode["obs"], episode["next_obs"], strict=True)
             buffers.append(
                 minari.data_collector.EpisodeBuffer(
@@ -94,9 +94,9 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
 
 
 def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None, **settings: Any) -> ReplayMemory:
-    """Return a memory of one lane with all transitions of a local Minari dataset. `settings` are of the memory.
+    """Return a memory of one lane, made with `settings`, that has all transitions of a local Minari dataset.
 
-    Minari returns whole episodes, so the memory that is needed besides the result is that of the two longest ones.
+    Minari returns whole episodes, so the import needs RAM for two of the longest episodes, besides the new memory.
     """
     try:
         dataset = _import_package().load_dataset(dataset_id)
@@ -116,7 +116,9 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
         **settings,
     )
     del first, stored_in_first
-    observation, action, extras = memory.schema.observation, memory.schema.action, memory.schema.extras
+    observation = memory.schema.observation
+    action = memory.schema.action
+    extras = memory.schema.extras
     for episode in dataset.iterate_episodes():
         steps = len(episode.rewards)
         more = extras.flatten(_with_tuples(episode.infos[_EXTRAS]), (steps,), "extras") if has_extras else []
@@ -135,7 +137,7 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
                 cut[now, None],
                 extras=extras.build([rows[now, None] for rows in more]) if more else None,
             )
-            # A memory that is behind would keep blocks in RAM, and use its fast codecs.
+            # Wait for the compressor. Otherwise it would fall behind, keep blocks in RAM, and use its fast codecs.
             memory.store.wait_idle()
             on_progress(len(memory), int(dataset.total_steps))
     return memory
@@ -184,14 +186,14 @@ def _require_names(space: spaces.Space[Any], field: str) -> None:
         _require_names(part, field)
 
 
-def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
-    """Yield runs of one lane's transitions that follow each other."""
+def read_episodes(memory: ReplayMemory, steps_at_once: int = _STEPS_AT_ONCE) -> Iterator[_Episode]:
+    """Yield the transitions of each lane, cut into episodes. At most `steps_at_once` steps are read at a time."""
     lanes = memory.num_envs
     for first in range(memory.first_id, memory.first_id + lanes):
         parts: list[_Episode] = []
-        for start in range(first, memory.next_id, lanes * _STEPS_AT_ONCE):
+        for start in range(first, memory.next_id, lanes * steps_at_once):
             # Start with the last transition of the block before, to see whether the episode continues.
-            ids = np.arange(max(start - lanes, first), min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
+            ids = np.arange(max(start - lanes, first), min(start + lanes * steps_at_once, memory.next_id), lanes)
             ids = ids[memory.are_valid(ids)]
             batch = _arrays(memory, ids)
             begin = int(np.searchsorted(ids, start))
@@ -241,7 +243,7 @@ def _write_episodes(
         if shutil.disk_usage(place).free < nbytes:  # HDF5 itself would end the process.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if dataset is None:
-            # Author, link to code and environment are for datasets that are published.
+            # Minari warns that author, code link and environment are missing. Only published datasets need them.
             warnings.filterwarnings("ignore", ".* (is set to None|is None, no environment)", UserWarning, "minari")
             return minari.create_dataset_from_buffers(dataset_id=name, buffer=buffers, **settings)
         dataset.update_dataset_from_buffer(buffers)
@@ -262,7 +264,7 @@ def space_of(tree: Tree) -> spaces.Space[Any]:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return extras with their tuples, which Minari writes as dicts of `_index_0`, `_index_1` ..."""
+    """Return extras with tuples again. Minari writes a tuple as a dict of `_index_0`, `_index_1` ..."""
     if not isinstance(value, dict):
         return value
     read = {key: _with_tuples(part) for key, part in value.items()}
@@ -271,7 +273,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _space_like(value: Any) -> Any:
-    """Return the space of a value that `_with_tuples` takes."""
+    """Return the space of one step of stored extras, which have a leading axis of steps."""
     value = _with_tuples(value)
     if isinstance(value, dict):
         return spaces.Dict({key: _space_like(part) for key, part in value.items()})
@@ -292,7 +294,7 @@ def _import_package() -> Any:
 
 
 def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
-    """Add all transitions to a new memory, as `holdall.sb3.ReplayBuffer` would have."""
+    """Return a new memory with the transitions whose arrays `extract_arrays` wrote to `folder`."""
     header = json.loads((folder / "words.json").read_text(encoding="utf-8"))
 
     def opened(name: str) -> Any:
@@ -306,7 +308,8 @@ def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _al
     def nested(parts: dict[str, Any]) -> Any:
         return parts[""] if keys is None else parts
 
-    obs, following = observed("observations"), observed("next_observations")
+    obs = observed("observations")
+    following = observed("next_observations")
     actions, rewards, dones, timeouts = (opened(name) for name in ("actions", "rewards", "dones", "timeouts"))
     stored = {key: stored_space(rows.shape[2:], rows.dtype) for key, rows in obs.items()}
     memory = ReplayMemory(
@@ -353,5 +356,5 @@ def extract_arrays(file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path.cwd()))  # The module of a buffer's class may be there.
+    sys.path.append(str(Path.cwd()))  # The buffer's class may be in a module of this folder.
     extract_arrays(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -22,7 +22,7 @@ _ROWS = 1024
 _OUTCOMES = ("reward", "terminated", "truncated")
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of transitions that are done, and of all transitions."""
+"""Called with the number of transitions that are done, and the number of all transitions."""
 
 
 def export_npz(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int:
@@ -35,7 +35,7 @@ def export_npz(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int
     members = list(_list_members(memory.schema))
     with contextlib.ExitStack() as undo:
         archive = undo.enter_context(zipfile.ZipFile(file, "x", zipfile.ZIP_DEFLATED, allowZip64=True))
-        undo.callback(file.unlink)  # Unless everything is written.
+        undo.callback(file.unlink)  # Removes an incomplete file.
         for number, member in enumerate(members, 1):
             _write_array(archive, member.name, _collect(memory, ids, member))
             on_progress(number * len(ids) // len(members), len(ids))
@@ -48,8 +48,8 @@ def export_npz(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int
 def export_sb3(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int:
     """Write a pickled buffer for `model.load_replay_buffer` of Stable-Baselines3. Return the number of transitions.
 
-    The buffer is one of Stable-Baselines3's own, so its arrays are raw: all of it is in RAM at once. Ticks in which an
-    environment has no valid transition are left out.
+    The buffer is one of Stable-Baselines3's own, so its arrays are uncompressed and all in RAM at once. Ticks
+    in which an environment has no valid transition are left out.
     """
     try:
         from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer  # noqa: PLC0415  an extra
@@ -79,7 +79,10 @@ def export_sb3(memory: ReplayMemory, file: Path, on_progress: OnProgress) -> int
         buffer.add(batch.obs, batch.next_obs, batch.action, batch.reward, ends, infos)
         if done % _ROWS == 0:
             on_progress(done * lanes, ids.size)
-    save_to_pkl(file, buffer)
+    with contextlib.ExitStack() as undo:
+        undo.callback(file.unlink, missing_ok=True)  # Removes an incomplete file.
+        save_to_pkl(file, buffer)
+        undo.pop_all()
     on_progress(ids.size, ids.size)
     return int(ids.size)
 
@@ -94,7 +97,7 @@ class _ArrayMember(NamedTuple):
 
     name: str
     field: str  # Attribute of a batch.
-    tree: Tree | None  # How the field nests. None: it is one array.
+    tree: Tree | None  # Structure of the field. None: the field is one array.
     leaf: int  # Number of the array among the leaves of the field.
 
 
@@ -114,7 +117,7 @@ def _list_members(schema: Schema) -> Iterator[_ArrayMember]:
 
 
 def _name_leaves(name: str, value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the name and the number of every leaf below `value`, whose leaves are their numbers."""
+    """Yield the name and the number of every leaf below `value`. The value of a leaf is its number."""
     if isinstance(value, dict):
         for key, child in value.items():
             yield from _name_leaves(f"{name}/{key}", child)
@@ -126,7 +129,7 @@ def _name_leaves(name: str, value: Any) -> Iterator[tuple[str, int]]:
 
 
 def _collect(memory: ReplayMemory, ids: NDArray[np.int64], member: _ArrayMember) -> NDArray[Any]:
-    """Return one array of all transitions."""
+    """Return the array `member` for all transitions."""
     pieces = []
     for start in range(0, max(1, len(ids)), _ROWS):
         wanted = ids[start : start + _ROWS]

@@ -38,8 +38,12 @@ class WatchCallback(BaseCallback):
         limit: Memory that the training may use, besides the system's own limits: "8GiB" or bytes.
         on_pressure: Action when memory runs short: "warn", "spill" (holdall's buffers) or "checkpoint".
         pressure_at: Share of a limit above which memory is short.
-        checkpoint: The callback that saves, between two steps, for `on_pressure="checkpoint"`.
+        checkpoint: The callback that saves, before the next rollout, for `on_pressure="checkpoint"`.
         verbose: 1 logs verdicts that are warnings or errors.
+
+    Examples:
+        >>> from holdall.sb3 import WatchCallback
+        >>> callback = WatchCallback(interval_s=5.0, on_pressure="spill")  # model.learn(..., callback=callback)
     """
 
     def __init__(
@@ -70,8 +74,8 @@ class WatchCallback(BaseCallback):
             "limit": limit,
         }
         self.watch: Watch | None = None
-        self._logged = 0.0  # time of the last reading that was logged
-        self._next_look = 0.0  # when to look for the next reading
+        self._logged = 0.0  # Time of the newest reading that was logged.
+        self._next_look = 0.0  # Time from which a new reading is looked for.
         self._warned: set[str] = set()
         self._has_phases = False
 
@@ -86,7 +90,7 @@ class WatchCallback(BaseCallback):
         agent.publish()
 
     def _request_save(self) -> None:
-        """Request a checkpoint, which is saved between two steps."""
+        """Request a checkpoint, which is saved before the next rollout."""
         self._saves_next = True
 
     def _on_rollout_start(self) -> None:
@@ -118,7 +122,7 @@ class WatchCallback(BaseCallback):
             self.watch = None
 
     def _log(self, watch: Watch) -> None:
-        """Log the newest reading once. Readings are not looked for more often than they are taken."""
+        """Log the newest reading once. Look for a new one at most once per `interval_s`."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -167,6 +171,10 @@ class LintCallback(BaseCallback):
         settings: Rules and limits. `fail_on="error"`, the default, stops training before its first step if an error is
             found. `"never"` only warns.
         verbose: 1 warns of errors and warnings, 2 of infos too.
+
+    Examples:
+        >>> from holdall.sb3 import LintCallback
+        >>> callback = LintCallback()  # model.learn(..., callback=callback)
     """
 
     def __init__(self, settings: lint.Settings | None = None, verbose: int = 1) -> None:
@@ -181,9 +189,9 @@ class LintCallback(BaseCallback):
         fatal = [one for one in self.findings if fails_from is not None and one.severity >= fails_from]
         if fatal:
             raise LintError("; ".join(map(format_line, fatal)))
-        least = lint.Severity.INFO if self.verbose > 1 else lint.Severity.WARNING
+        min_severity = lint.Severity.INFO if self.verbose > 1 else lint.Severity.WARNING
         for finding in self.findings:
-            if finding.severity >= least:
+            if finding.severity >= min_severity:
                 warnings.warn(format_line(finding), LintWarning, stacklevel=2)
 
     def _on_step(self) -> bool:

@@ -24,7 +24,9 @@ _FLAGS = ("terminated", "truncated")
 _OUTCOMES = ("reward", *_FLAGS)
 _TIANSHOU_NAMES = {"obs": "obs", "action": "act", "reward": "rew", "next_obs": "obs_next"}
 _TIANSHOU_NAMES |= {name: name for name in _FLAGS}
-_SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
+_SB3 = "stable-baselines3"
+_EXTRA = "sb3-extra-buffers"
+_TIANSHOU = "tianshou"
 LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
 """Names of libraries on the command line. Each selects all setups of its library."""
 

@@ -41,7 +41,7 @@ from holdall.tools.bench.trace import Trace, TraceStep
 from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
 
-HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
+HEADINGS = ("", "memory", "add", "sample", "save", "on disk", "load", "came back right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +190,23 @@ def table_rows(records: Iterable[dict[str, Any]], case: str) -> Sequence[tuple[s
     """Return the table of one case, with one row per library."""
     return [
         (
-            f"{record['library']} {record['version'] or ''}".strip(),
+            record["library"],
             format_bytes(record["bytes"]),
-            f"{record['add_us']:.0f} µs",
-            f"{record['sample_ms']:.1f} ms",
-            f"{record['save_s']:.2f} s, {format_bytes(record['file_bytes'])}",
+            f"{_round(record['add_us'])} µs",
+            f"{_round(record['sample_ms'])} ms",
+            f"{record['save_s']:.2f} s",
+            format_bytes(record["file_bytes"]),
             f"{record['load_s']:.2f} s",
             _correctness(record),
         )
         for record in records
         if record["kind"] == "buffer" and record["case"] == case
     ]
+
+
+def _round(value: float) -> str:
+    """Write two significant digits, and all digits before the point."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _correctness(record: dict[str, Any]) -> str:
@@ -214,12 +220,12 @@ def _correctness(record: dict[str, Any]) -> str:
 def case_table(records: Sequence[dict[str, Any]], case: str) -> Table:
     """Draw one case."""
     count = next(r["transitions"] for r in records if r["kind"] == "buffer" and r["case"] == case)
-    table = Table(title=f"{case}: {count:,} transitions", title_justify="left", title_style="bold", box=None)
+    title = f"{case}: {count:,} transitions"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(HEADINGS):
         is_text = number in {0, len(HEADINGS) - 1}
-        # In a narrow terminal, names and pairs of figures may be broken, and a single figure may not.
-        is_figure = not is_text and heading != "save"
-        table.add_column(heading.strip("`"), justify="left" if is_text else "right", no_wrap=is_figure, overflow="fold")
+        # In a narrow terminal, names may be broken, and figures may not.
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for row in table_rows(records, case):
         table.add_row(*row, style="" if row[-1].startswith("all") else "yellow")
     return table
@@ -231,13 +237,16 @@ def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Return notes: setups that were not measured with the reason, and figures that need care."""
+    """Return notes: figures that need care, setups that were not measured with the reason, and versions."""
+    versions = {}
     played = []
     noted = []
     absent = []
     for record in records:
         case = record.get("case")
         library = record.get("library")
+        if record["kind"] == "buffer":
+            versions[record["library"].partition(" ")[0]] = record["version"]
         if record["kind"] == "buffer" and "laps" in record:
             times = f"{record['laps']:.1f} times over"
             played.append(f"{case} was played {times}: a buffer that shares what repeats gains by that")
@@ -245,7 +254,8 @@ def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
             noted.append(f"{library} on {case}: {record['note']}")
         if record["kind"] == "absent":
             absent.append(f"{f'{library} on {case}' if library else case} was not measured: {record['reason']}")
-    return list(dict.fromkeys(played + noted + absent))
+    measured = [f"{name} {version}" for name, version in versions.items()]
+    return list(dict.fromkeys(played + noted + absent + ([f"versions: {', '.join(measured)}"] if measured else [])))
 
 
 _AT_ONCE_BYTES = 32 * 2**20

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,15 +19,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.errors import ArgumentError
 from holdall.tools.bench import ChildError, OnProgress, header_of, read_result, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
-from holdall.tools.report import BENCH_FORMAT, JsonLine, results
+from holdall.tools.report import BENCH_FORMAT, JsonLine, read_header, results
 from holdall.units import counted, format_bytes
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Rough progress of a run at the beginning of each phase, for the progress bar."""
-MAX_LINES = 100_000
 
 
 class PlannedRun(NamedTuple):
@@ -122,36 +119,26 @@ def write_line(file: TextIO | None, record: Mapping[str, Any]) -> None:
         print(json.dumps(record), file=file, flush=True)
 
 
-def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the records of a file. An incomplete last line is ignored."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(
-            f"results ({path}) cannot be read ({error}). Name a file that `holdall bench` wrote."
-        ) from error
-    records: list[dict[str, Any]] = []
-    for line in lines:
-        with suppress(ValueError):  # An incomplete line.
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    if not records or records[0].get("kind") != "header" or records[0].get("format") != BENCH_FORMAT:
-        raise ArgumentError(f"results ({path}) do not begin with a header of {BENCH_FORMAT}; name a file that it wrote")
-    return records[0], records[1:]
+def read_results(path: Path) -> tuple[JsonLine, list[results.TrainingRun]]:
+    """Return the header and the runs of a file. The last one of equal runs counts. An unfinished line is ignored."""
+    header, lines = read_header(path, (BENCH_FORMAT,))
+    runs = (results.TrainingRun.read(line) for line in lines if line.kind == "run")
+    return header, list({run.key: run for run in runs}.values())
 
 
-def runs_of(records: Iterable[Mapping[str, Any]]) -> list[results.TrainingRun]:
-    """Return the runs among some records. The last one of equal runs counts."""
-    lines = [JsonLine(dict(record), "a run of the results") for record in records if record.get("kind") == "run"]
-    return list({run.key: run for run in map(results.TrainingRun.read, lines)}.values())
+def open_results(path: Path, *, is_resumed: bool) -> TextIO:
+    """Open a file of results for writing. A resumed file loses its last line if the line is unfinished."""
+    if is_resumed:
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a" if is_resumed else "w", encoding="utf-8")
 
 
 _SAME_PEAK_SHARE = 0.05
 """Peaks that differ by less count as the same. Two benches of one setting differed by up to 2.6 % in one profile,
 because the size of a profile is computed from trials."""
 _NEARLY_FULL = 0.999
-_HEADS = ("profile", "buffer", "holds", "batch", "peak", "each", "steps/s", "reward", "checkpoint")
+_HEADS = ("profile", "buffer", "holds", "batch", "peak", "B each", "steps/s", "reward", "saved")
 _BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward"}
 
 
@@ -225,9 +212,9 @@ def bench_tables(
     title = f"{header['algo'].upper()} on {header['env']}, profiles of {format_bytes(header['limit'])}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, head in enumerate(_HEADS):
-        # In a narrow terminal, a pair of figures may be broken, and a single figure may not.
-        is_pair = head in {"steps/s", "reward", "checkpoint"}
-        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=not is_pair)
+        # In a narrow terminal, a mean and its interval may be on two lines. A single figure may not.
+        is_pair = head in {"steps/s", "reward"}
+        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=not is_pair, min_width=len(head))
     for summary in results.summaries(runs):
         table.add_row(*_summary_cells(summary), style="" if summary.done else "dim")
     yield table
@@ -245,16 +232,16 @@ def _summary_cells(summary: results.SeedsSummary) -> tuple[str, ...]:
         return *sizes, run.status, "", "", "", ""
     each = summary.bytes_per_transition
     saved = summary.checkpoint("bytes")
-    seconds = summary.checkpoint("seconds")
-    memory = (format_bytes(summary.peak or 0), "-" if each is None else f"{each:,.0f} B")
-    checkpoint = "-" if saved is None or seconds is None else f"{seconds:.1f} s, {format_bytes(saved)}"
+    memory = (format_bytes(summary.peak or 0), "-" if each is None else f"{each:,.0f}")
+    checkpoint = "-" if saved is None else format_bytes(saved)
     return *sizes, *memory, _interval(summary.speed), _interval(summary.reward), checkpoint
 
 
 def _interval(value: results.Interval | None) -> str:
     if value is None:
         return "-"
-    return f"{value.mean:.1f}" + ("" if value.half is None else f" ± {value.half:.1f}")
+    digits = 1 if abs(value.mean) < 10 else 0
+    return f"{value.mean:.{digits}f}" + ("" if value.half is None else f" ± {value.half:.{digits}f}")
 
 
 def _ranking_text(ranking: results.ProfileRanking) -> Text:

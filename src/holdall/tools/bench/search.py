@@ -6,7 +6,7 @@ gets there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -170,7 +170,9 @@ class Search:
                 on_progress(share * (0.5 if message["phase"] == "fill" else 1.0))
 
         with closing(run_task(task)) as lines:  # Closing kills the child.
-            return read_result(lines, follow)
+            figures = read_result(lines, follow)
+        require_peak(figures["peaks"], settings.limit_bytes)
+        return figures
 
     def _choose_space(self) -> SearchSpace:
         base = self.settings.batch_size
@@ -193,6 +195,13 @@ def require_room(message: dict[str, Any], base_bytes: int, limit_bytes: int) -> 
         raise TrialStopped(
             f"stopped at {format_bytes(resident)}: {format_bytes(expected)} to come, of {format_bytes(limit_bytes)}"
         )
+
+
+def require_peak(peaks: Mapping[str, int], limit_bytes: int) -> None:
+    """Raise TrialStopped if a trial exceeded the limit between two readings."""
+    peak = max(peaks.values())
+    if peak > limit_bytes:
+        raise TrialStopped(f"took {format_bytes(peak)} at its peak, of {format_bytes(limit_bytes)}")
 
 
 def _import_optuna() -> Any:

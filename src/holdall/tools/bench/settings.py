@@ -1,7 +1,8 @@
-"""What a bench of profiles measures: environment, algorithm, profiles, seeds and buffers, under one memory limit.
+"""Settings of a bench of profiles, and the calibration that computes the capacity of each profile.
 
-A profile is a share of the limit. Short trials measure the memory and the speed of a run with each buffer. From them
-follow the capacity of every profile, and the seconds that every run is expected to take.
+A profile is a share of one memory limit, and a factor for the batch size. Short trials measure the memory and the speed
+of a run with each buffer. From the trials, `calibrate` computes the capacity of every profile, and the seconds that
+every run is expected to take.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ PROFILES = {
     "quality": (0.7, 1),
     "aggressive": (0.55, 4),
 }
-"""Share of the limit that a whole run may take, and the factor by which its batches are larger."""
+"""Share of the limit that a whole run may take, and the factor of its batch size."""
 _TRIAL_SIZE = 1_000
 _TRIAL_STEPS = 120
 _TRIAL_ROLLOUT = 256
+_MIN_SAVED_PER_SECOND = 200e6
+"""Bytes per second at which the further bytes of a larger checkpoint are written, at least. The rate of a small one is
+too low, because creating its files takes most of the time."""
 
 SHIPPED_ENVS: dict[str, dict[str, Any]] = {
     "demo": {
@@ -41,7 +45,7 @@ SHIPPED_ENVS: dict[str, dict[str, Any]] = {
         "timesteps": 400,
         "features": "holdall.tools.bench.training:CameraExtractor",
         "policy_kwargs": {"net_arch": [64, 64]},
-        "threads": 1,  # With networks of this size, more threads wait for each other longer than they work.
+        "threads": 1,  # With such small networks, several threads wait for each other longer than they compute.
     },
 }
 """Environments that come with holdall, and the sizes at which a bench of them takes minutes."""
@@ -64,7 +68,7 @@ class BenchSettings:
     env_id: str = ""
     features: str = ""
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    threads: int = 0  # Of torch. 0: as many as torch takes by itself.
+    threads: int = 0  # Number of torch's threads. 0: torch's default.
 
     @property
     def is_on_policy(self) -> bool:
@@ -94,7 +98,7 @@ def make_settings(
     fills: bool = True,
     threads: int | None = None,
 ) -> BenchSettings:
-    """Check what was asked for, and complete it."""
+    """Check the arguments, add the defaults of `algo` and `env`, and return the settings."""
     names = list(PROFILES) if list(profiles) == ["all"] else list(profiles)
     _require_known("algo", [algo], ALGOS)
     _require_known("profiles", names, PROFILES)
@@ -124,7 +128,9 @@ def _read_limit(limit: str | None, default: str) -> tuple[int, str]:
     if (limit or default) == "machine":
         return nearest.free_bytes, nearest.name
     if limit is None:
-        return parse_bytes(default), "scaled down so that this takes minutes; --limit machine uses all free memory"
+        return parse_bytes(
+            default
+        ), "default of this environment, so that the bench takes minutes; --limit machine uses all free memory"
     given = parse_bytes(limit, "limit")
     if given > nearest.free_bytes:
         raise ArgumentError(
@@ -151,7 +157,7 @@ class ProfileSize:
     limit_bytes: int
     batch_size: int
     size: int  # Capacity of a replay buffer, or steps of a rollout. 0: nothing fits.
-    holdall_size: int | None  # What holdall's buffer would hold in the same share.
+    holdall_size: int | None  # Largest size with holdall's buffer in the same share. None: not measured.
     fits: tuple[str, ...]  # Buffers with which the profile fits.
 
 
@@ -160,7 +166,7 @@ class Calibration:
     """What the trials showed."""
 
     sizes: dict[str, ProfileSize]
-    seconds: dict[str, float]  # By "profile/buffer".
+    seconds: dict[str, float]  # Expected seconds of a run, by "profile/buffer".
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
@@ -174,7 +180,7 @@ class Trial:
     """Figures of a short run, from which those of a longer one follow."""
 
     size: int
-    buffer_bytes: int  # Of the full buffer. On-policy: with the copy that an update may make.
+    buffer_bytes: int  # Bytes of the full buffer. On-policy: also those of the copy in an update.
     peak_bytes: int
     figures: Mapping[str, Any]
     whole_seconds: float
@@ -201,7 +207,10 @@ class Trial:
         start_s = self.whole_seconds - filled_s - self.figures["steps"] / training - saved["seconds"]
         fill_s = size / filling if filling and fills else 0.0
         steps = timesteps if filling else -(-max(timesteps, size) // size) * size  # Rollouts are always completed.
-        save_s = saved["seconds"] * size / self.size if filling else saved["seconds"]
+        save_s = saved["seconds"]
+        if filling:
+            rate = max(saved["bytes"] / saved["seconds"], _MIN_SAVED_PER_SECOND)
+            save_s += saved["bytes"] * (size / self.size - 1) / rate
         return float(start_s + fill_s + steps / training + save_s)
 
 
@@ -237,7 +246,10 @@ def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
 
 
 def compute_size(settings: BenchSettings, name: str, batch_size: int, trials: Mapping[str, Trial]) -> ProfileSize:
-    """Return the largest size that fits into a profile's share with Stable-Baselines3's buffer, if it is measured."""
+    """Return the largest size that fits into a profile's share.
+
+    It is that of Stable-Baselines3's buffer, or of the first buffer that fits if that one does not. 0: nothing fits.
+    """
     share, _ = PROFILES[name]
     limit_bytes = int(share * settings.limit_bytes)
     largest = {buffer: trial.find_largest(limit_bytes) for buffer, trial in trials.items()}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError
 from holdall.space_leaves import stored_space
 from holdall.tools.bench import emit
-from holdall.tools.bench.environments import make_env, play_randomly
+from holdall.tools.plan.environments import make_env
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
 _EMIT_EVERY = 200
@@ -92,7 +92,8 @@ class Trace:
             for frame in range(begin + 1, begin + length + 1):
                 next_obs = self._observe(begin, frame)
                 action, reward, terminated, truncated = (self._arrays[name][None, done] for name in _PER_TRANSITION)
-                ended, cut = terminated.astype(np.bool_), truncated.astype(np.bool_)
+                ended = terminated.astype(np.bool_)
+                cut = truncated.astype(np.bool_)
                 yield TraceStep(obs, action.copy(), reward.astype(np.float32), next_obs, ended, cut & ~ended)
                 obs = next_obs
                 done += 1
@@ -124,10 +125,10 @@ class Trace:
 
 
 class TraceRecorder:
-    """Collects what an environment shows and writes it as a trace.
+    """Collects the frames and steps of an environment, and writes them as a trace.
 
     Args:
-        stack: Frames that the agent's observation stacks; a single frame is given.
+        stack: Number of frames in an observation of the agent. The environment returns single frames.
     """
 
     def __init__(self, stack: int = 1) -> None:
@@ -138,12 +139,12 @@ class TraceRecorder:
         self._count = 0
 
     def begin(self, frame: Any) -> None:
-        """Take the first observation of an episode."""
+        """Record the first observation of an episode."""
         self._episodes.append([self._count, 0])
         self._see(frame)
 
     def step(self, action: Any, reward: float, frame: Any, terminated: bool, truncated: bool) -> None:
-        """Take one transition."""
+        """Record one transition."""
         for name, value in zip(_PER_TRANSITION, (action, reward, terminated, truncated), strict=True):
             self._taken[name].append(value)
         self._episodes[-1][1] += 1
@@ -176,8 +177,19 @@ def _space_of(observation: Any) -> spaces.Space[Any]:
     return stored_space(observation.shape[1:], observation.dtype)
 
 
+def play_randomly(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bool, bool]]:
+    """Yield obs, action, reward, next_obs, terminated and truncated of random steps without end."""
+    env.action_space.seed(seed)
+    obs, _ = env.reset(seed=seed)
+    while True:
+        action = env.action_space.sample()
+        next_obs, reward, terminated, truncated, _ = env.step(action)
+        yield obs, action, float(np.asarray(reward).item()), next_obs, bool(terminated), bool(truncated)
+        obs = env.reset()[0] if terminated or truncated else next_obs
+
+
 def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) -> None:
-    """Play at random, and write what was seen."""
+    """Record random steps of an environment as a trace."""
     space = env.observation_space
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
     if not all(isinstance(part, spaces.Box) for part in parts):

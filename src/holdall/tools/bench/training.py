@@ -1,7 +1,7 @@
 """One training in a process of its own: `python -m holdall.tools.bench.training TASK`, the task as JSON.
 
-Out: JSON lines, {"phase", "done", "total"} while it runs and {"result"} last. Random actions in the real environment
-fill the buffer first; only then are memory and speed measured. Peaks are resident bytes, reset for every phase. The
+Out: JSON lines, {"phase", "done", "total"} while it runs and {"result"} last. With an off-policy
+algorithm, random actions fill the buffer before training. Peaks are resident bytes, reset for every phase. The
 features extractor of the shipped environment is here because it needs torch and Stable-Baselines3, as a training does.
 """
 
@@ -28,21 +28,22 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.bench import Task, emit, measured_save
-from holdall.tools.bench.environments import make_env
 from holdall.tools.bench.settings import ALGOS
+from holdall.tools.plan.environments import make_env
+from holdall.tools.probe.arrays import count_bytes, walk_arrays
 
-PATCH_PX = 12  # what the network sees at once
+PATCH_PX = 12  # Side of the patch that one convolution covers.
 _EMIT_EVERY_S = 0.2
 _READINGS = 50
-_WARM_UP = 0.2  # share of the steps that are not timed
+_WARM_UP = 0.2  # Share of the steps at the beginning that are not timed.
 
 
 class CameraExtractor(BaseFeaturesExtractor):
-    """One wide convolution and the state vector."""
+    """Features: the camera through one wide convolution, and the state vector."""
 
     def __init__(self, observation_space: Any) -> None:
         super().__init__(observation_space, features_dim=32 + observation_space["state"].shape[0])
-        channels, height, width = observation_space["camera"].shape  # SB3 has moved the channels to the front
+        channels, height, width = observation_space["camera"].shape  # SB3 moves the channels to the front.
         patches = (height // PATCH_PX) * (width // PATCH_PX)
         self.look = torch.nn.Sequential(
             torch.nn.Conv2d(channels, 8, kernel_size=PATCH_PX, stride=PATCH_PX),
@@ -53,21 +54,22 @@ class CameraExtractor(BaseFeaturesExtractor):
         )
 
     def forward(self, observations: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Join what the camera shows with the state."""
+        """Return the features of the camera and the state vector, one after the other."""
         return torch.cat([self.look(observations["camera"]), observations["state"]], dim=1)
 
 
 class MeasureCallback(BaseCallback):
-    """Reads memory at even distances, and records when steps were done and what episodes returned.
+    """Records the time of every step, the return of every episode, and the memory at regular intervals.
 
-    `steps` of the `total` were done before.
+    In a resumed training, `steps` of the `total` steps are done already.
     """
 
     def __init__(self, phase: str, total: int, steps: int = 0) -> None:
         super().__init__()
-        self.phase, self.total = phase, total
-        self.moments: list[float] = []  # when each step, or each rollout, began
-        self.readings: list[tuple[int, int]] = []  # steps done, unique bytes
+        self.phase = phase
+        self.total = total
+        self.moments: list[float] = []  # Start time of every rollout. Off-policy, a rollout is one step.
+        self.readings: list[tuple[int, int]] = []  # Steps done, and bytes that only this process uses.
         self.returns: list[float] = []
         self._every = max(total // _READINGS, 1)
         self._emitted = 0.0
@@ -93,7 +95,7 @@ class MeasureCallback(BaseCallback):
 
 
 def measure_training(task: Task) -> dict[str, Any]:
-    """Construct, fill, train, save; measure each."""
+    """Construct a model, fill its buffer, train and save. Return the figures of each phase."""
     started = time.perf_counter()
     peaks = {"base": held_bytes().resident}
     if task.threads:
@@ -108,21 +110,18 @@ def measure_training(task: Task) -> dict[str, Any]:
 
 
 def count_buffer_bytes(buffer: Any) -> int:
-    """Return the bytes of a full buffer: its own count for holdall's, all arrays for Stable-Baselines3's."""
+    """Return the bytes of a buffer: the total of `report()` for holdall's, all arrays for Stable-Baselines3's."""
     memory = getattr(buffer, "memory", buffer)
     if hasattr(memory, "report"):
         return int(memory.report().total_bytes)
-    arrays = []
-    for value in vars(buffer).values():
-        arrays += list(value.values()) if isinstance(value, dict) else [value]
-    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+    return sum(count_bytes(array) for _, array in walk_arrays(dict(vars(buffer)), "", 0))
 
 
 def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
     fill = task.size if task.fills else max(2 * task.batch_size, 100)
     filling = MeasureCallback("fill", fill)
     begin_peak()
-    model.learning_starts = fill + 1  # no update happens before, only random actions
+    model.learning_starts = fill + 1  # Before that, actions are random and nothing is learned.
     model.learn(fill, callback=filling)
     peaks["collect"] = peak_bytes()
     if task.buffer == "holdall":
@@ -139,10 +138,11 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
         "steps": len(seconds) * task.num_envs,
         "buffer_bytes": count_buffer_bytes(model.replay_buffer),
         "filled": held / model.replay_buffer.buffer_size,
-        # The median: on a shared machine the mean shows the neighbours more than the run.
+        # The median, because other processes of a busy machine distort the mean.
         "steps_per_second": task.num_envs / float(np.median(settled)),
         "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
-        "bytes_per_transition": late_slope(filling.readings),
+        # After a short fill, the process has grown more for other reasons.
+        "bytes_per_transition": late_slope(filling.readings) if task.fills else None,
         "rewards": training.returns[-1_000:],
     }
 
@@ -213,7 +213,7 @@ def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, An
 
 
 def late_slope(readings: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that one more transition costs: a line through the readings, but for their first quarter."""
+    """Return the bytes that one more transition costs: the slope of the readings without their first quarter."""
     late = readings[len(readings) // 4 :]
     if len(late) < 3:
         return None

@@ -120,8 +120,10 @@ def _ground() -> NDArray[np.uint8]:
 
 def _paint_disc(view: NDArray[np.uint8], row: int, column: int, radius: int, colour: tuple[int, int, int]) -> None:
     """Paint the part of a disc that is inside `view`."""
-    top, left = max(row - radius, 0), max(column - radius, 0)
-    bottom, right = min(row + radius + 1, VIEW_PX), min(column + radius + 1, VIEW_PX)
+    top = max(row - radius, 0)
+    left = max(column - radius, 0)
+    bottom = min(row + radius + 1, VIEW_PX)
+    right = min(column + radius + 1, VIEW_PX)
     if top >= bottom or left >= right:
         return
     rows = np.arange(top - row, bottom - row)[:, None]

@@ -31,22 +31,22 @@ from holdall.tools.bench.training import CameraExtractor, MeasureCallback
 from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
-RANDOM_STEPS = 100  # before the first gradient step
+RANDOM_STEPS = 100  # Steps before the first gradient step.
 
-BATCHES = 3  # drawn to compare a memory with the one that was saved
+BATCHES = 3  # Number of batches that are compared after a resume.
 SEED = 7
 
 
 class SafeCheckpoint(CheckpointCallback):
-    """Waits until its checkpoint is safe, and reports which batches the memory would draw next."""
+    """Checkpoint callback that waits until the checkpoint is on disk, and reports the batches that are drawn next."""
 
     def save(self) -> Any:
-        """Save, wait, draw."""
+        """Save, wait for the disk, and report the fingerprint of the next batches."""
         start = time.perf_counter()
         handle = super().save()
         handle.result()
         seconds = time.perf_counter() - start
-        buffer: Any = self.model.replay_buffer  # type: ignore[attr-defined]  # SAC has one
+        buffer: Any = self.model.replay_buffer  # type: ignore[attr-defined]  # SAC has a replay buffer.
         _emit_fingerprint("saved", self.num_timesteps, buffer.memory, seconds, Path(self.path))
         return handle
 
@@ -64,12 +64,12 @@ def train(
     """Train for `steps`, then let random actions fill the same buffer up to `transitions`.
 
     Args:
-        checkpoint: Where one is saved half-way, or the training goes on from; empty: nowhere.
-        record: Where readings of this process are written; empty: it is not watched.
-        limit: Drawn in the page of what was watched.
-        buffer_kwargs: Of a new buffer; a resumed one has those that it was saved with.
+        checkpoint: Folder of the checkpoint that is saved half-way, or resumed from. Empty: none.
+        record: File of the watch's record. Empty: the training is not watched.
+        limit: Memory limit that the page of the record shows.
+        buffer_kwargs: Settings of a new buffer. A resumed buffer keeps its own.
     """
-    # Sums over threads depend on how many there are; one thread keeps the runs comparable on any machine.
+    # With several threads, sums would depend on the number of threads.
     torch.set_num_threads(1)
     model = _resumed(checkpoint) if resumes else _new(buffer, steps + transitions, buffer_kwargs)
     begun = model.num_timesteps
@@ -80,7 +80,7 @@ def train(
     if checkpoint and not resumes:
         callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
     model.learn(steps - begun, callback=CallbackList(callbacks), reset_num_timesteps=False)
-    # The median of the steps that train: a mean shows the machine's other users more than the run.
+    # The median, because other processes of a busy machine distort the mean.
     steps_per_second = 1.0 / float(np.median(np.diff(progress.moments[max(RANDOM_STEPS - begun, 0) :])))
     weights = weights_digest(model.policy)
 

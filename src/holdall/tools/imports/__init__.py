@@ -1,6 +1,6 @@
 """Recorded data sets of other libraries, which become checkpoints.
 
-    recording   what a reader returns, and how its steps are added to a memory
+    recording   the protocol of readers, and the import of a reader's steps into a memory
     lerobot     LeRobotDataset, versions 2.0, 2.1 and 3.0, on disk
     robomimic   HDF5 files of robomimic
 

@@ -163,7 +163,7 @@ class LeRobotRecording:
         return np.stack([frames.read(time + place.start_s) for time in times.tolist()])
 
     def _find_video(self, key: str, episode: int) -> VideoPlace:
-        """Return the file that has the frames of an episode, and when the episode begins there."""
+        """Return the video file of an episode, and the time in the video at which the episode begins."""
         template = self._info["video_path"]
         if self._info["codebase_version"] != "v3.0":
             chunk = episode // int(self._info.get("chunks_size", 1000))
@@ -199,7 +199,7 @@ class LeRobotRecording:
                 }
         return places
 
-    # ---------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------- contents of the data set
 
     def _open(self, path: Path) -> Any:
         try:
@@ -234,7 +234,7 @@ class LeRobotRecording:
         return names
 
     def _find_spaces(self) -> tuple[spaces.Dict, spaces.Box]:
-        """Return the spaces of observations and actions. Images have the shape of the first one."""
+        """Return the spaces of observations and actions. The first step determines their shapes."""
         run = next(self._runs())
         first = RunOfSteps(run.episode, {name: column.slice(0, 1) for name, column in run.columns.items()}, 1)
         named: dict[str, spaces.Space[Any]] = {}
@@ -261,7 +261,7 @@ class LeRobotRecording:
 
 
 class VideoPlace(NamedTuple):
-    """Where the frames of an episode are."""
+    """Video file of an episode, and the time in the video at which the episode begins."""
 
     path: Path
     start_s: float
@@ -293,7 +293,7 @@ class VideoFrames:
         self._frame: Any = None
 
     def read(self, time_s: float) -> Array:
-        """Return the frame at `time_s`, which is not before that of the call before."""
+        """Return the frame at `time_s`. Calls must pass times in ascending order."""
         while self._frame is None or self._frame.time < time_s - self._tolerance_s:
             self._frame = next(self._decoded, None)
             if self._frame is None:
@@ -320,7 +320,7 @@ def _is_number(dtype: str) -> bool:
 
 
 def _decode_image(cell: Any, root: Path) -> Array:
-    """Return an image of a Parquet file, or of the file that it names."""
+    """Return the image in a cell of a Parquet file, or in the image file that the cell names."""
     from PIL import Image  # noqa: PLC0415  an extra
 
     content = cell["bytes"]

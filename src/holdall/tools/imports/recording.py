@@ -1,4 +1,4 @@
-"""What a reader of data sets returns, and how its steps become transitions.
+"""The protocol of readers of data sets, and the import of their steps as transitions.
 
 Most data sets have no observation after the last step of an episode. That step's `next_obs` then repeats its own
 observation, and the step is marked as truncated unless the data set says that it terminated.
@@ -20,10 +20,10 @@ from holdall.memory import ReplayMemory
 from holdall.schema import Array
 
 OnProgress = Callable[[int, int], None]
-"""Gets how many steps are done, and how many there are."""
+"""Called with the number of steps that are done, and the number of all steps."""
 
 STEPS_AT_ONCE = 256
-"""Steps that a reader returns at once, at most."""
+"""Most steps in one `Piece`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RecordedSteps(Protocol):
 
     @property
     def observation_space(self) -> spaces.Dict:
-        """Dict of the observations."""
+        """Space of the observations."""
 
     @property
     def action_space(self) -> spaces.Space[Any]:
@@ -63,7 +63,7 @@ class RecordedSteps(Protocol):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What `holdall.Dataset` reads from the checkpoint: `fps`, and the source's own words."""
+        """Facts for `holdall.Dataset`, stored in the checkpoint: `fps`, and others that the source records."""
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all steps, in order."""
@@ -79,7 +79,7 @@ def import_recording(
 
     Args:
         drop_last: Leave out the last step of an episode if it neither terminated nor has a next observation.
-        settings: Of the memory.
+        settings: Arguments of `ReplayMemory`.
     """
     with closing(recording):
         memory = ReplayMemory(
@@ -107,11 +107,11 @@ def _add_steps(memory: ReplayMemory, recording: RecordedSteps, on_progress: OnPr
         else:
             whole = piece if waiting is None else _join(waiting, piece)
             waiting = _add_but_newest(memory, whole, drop_last=drop_last)
-        # A memory that is behind would use its fast codecs, and a data set is written once and read often.
+        # Wait for the compressor. If it fell behind, it would use fast codecs, and the checkpoint would be larger.
         memory.store.wait_idle()
         on_progress(done, recording.steps)
     if waiting is not None:
-        raise AssertionError("A reader's last piece ends its episode.")
+        raise AssertionError("The last piece of a reader must end its episode.")
     if len(memory) == 0:
         raise ArgumentError("source has no steps, so there is nothing to import. Record some first.")
 

@@ -102,7 +102,7 @@ class RobomimicRecording:
         return [f"data/{name}" for name in sorted(names, key=lambda name: int(name[len(_DEMO) :]))]
 
     def _read_metadata(self) -> dict[str, Any]:
-        """Return what is recorded about the environment."""
+        """Return the arguments of the environment and its control frequency, if the file has them."""
         found: dict[str, Any] = {"source": "robomimic", "episodes": len(self._demos)}
         words = self._file["data"].attrs.get("env_args")
         if isinstance(words, str | bytes):

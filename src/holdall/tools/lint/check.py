@@ -1,4 +1,4 @@
-"""Run rules over a file, or over the models and buffers of a run.
+"""Run rules over a file, or over what a command had built.
 
 Nothing of a file is executed or imported. A file that cannot be parsed gives one finding (F01), never an exception.
 """
@@ -19,7 +19,7 @@ from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.rules.files import NotParsed, UnusedIgnore
 from holdall.tools.lint.source import Source
-from holdall.tools.lint.subjects import TrainedBuffer, TrainedModel
+from holdall.tools.probe.snapshot import Snapshot
 
 Rules = Mapping[str, Rule]
 _SUFFIX = ".py"
@@ -29,7 +29,7 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "node_modules", "s
 def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
     """Return the findings in a Python file, in the order of its text."""
     found = list(_check_source(text, path, rules, machine))
-    found = [*_without_ignored(found, text, path, rules)]
+    found = [*_remove_ignored(found, text, path, rules)]
     return sorted(found, key=lambda finding: (finding.place, finding.rule))
 
 
@@ -39,26 +39,28 @@ def _check_source(text: str, path: str, rules: Rules, machine: Machine) -> Itera
     except SyntaxError as error:
         line = error.lineno or 1
         column = error.offset or 1
-        yield from _not_parsed(error.msg, Place(path, line, column, line, column + 1), rules)
+        yield from _report_not_parsed(error.msg, Place(path, line, column, line, column + 1), rules)
         return
     except (ValueError, RecursionError, MemoryError) as error:
-        yield from _not_parsed(str(error) or type(error).__name__, Place(path, 1, 1, 1, 1), rules)
+        yield from _report_not_parsed(str(error) or type(error).__name__, Place(path, 1, 1, 1, 1), rules)
         return
     for rule in rules.values():
         try:
             for match in rule.check_source(source, machine):
-                yield rule.finding(match)
+                yield rule.make_finding(match)
         except RecursionError:
-            yield from _not_parsed(f"expressions are nested too deeply for {rule.code}", Place(path, 1, 1, 1, 1), rules)
+            yield from _report_not_parsed(
+                f"expressions are nested too deeply for {rule.code}", Place(path, 1, 1, 1, 1), rules
+            )
 
 
-def _not_parsed(message: str, place: Place, rules: Rules) -> Iterator[Finding]:
+def _report_not_parsed(message: str, place: Place, rules: Rules) -> Iterator[Finding]:
     if NotParsed.code in rules:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        yield NotParsed().finding(Match(f"cannot be parsed by Python {python}: {message}", place))
+        yield NotParsed().make_finding(Match(f"cannot be parsed by Python {python}: {message}", place))
 
 
-def _without_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:
+def _remove_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:
     """Yield the findings that no comment accepts, and a finding for every comment that accepts nothing."""
     ignores = read_ignores(text, path)
     for finding in found:
@@ -70,25 +72,18 @@ def _without_ignored(found: list[Finding], text: str, path: str, rules: Rules) -
         used = {finding.rule for finding in found if ignore.accepts(finding)}
         idle = ignore.codes - used
         is_idle = bool(idle) if ignore.codes else not used
-        # A rule that is not in force, or that needs a run, may find something there.
+        # A rule that is not in force, or that needs a run, was not checked here. Its code may still be needed.
         is_checked = all(code in rules and not rules[code].needs_run for code in idle)
         if is_idle and is_checked:
             named = ", ".join(sorted(idle)) or "all rules"
             removal = Edit(ignore.place, ignore.text, "") if idle == ignore.codes else None
             text_ = f"this comment ignores {named}, but nothing is found here"
-            yield UnusedIgnore().finding(Match(text_, ignore.place, edit=removal))
+            yield UnusedIgnore().make_finding(Match(text_, ignore.place, edit=removal))
 
 
-def check_run(
-    models: Iterable[TrainedModel], buffers: Iterable[TrainedBuffer], rules: Rules, machine: Machine
-) -> list[Finding]:
+def check_run(run: Snapshot, rules: Rules, machine: Machine) -> list[Finding]:
     """Return the findings in the models and buffers of a run, the worst first."""
-    found = []
-    for rule in rules.values():
-        for model in models:
-            found += [rule.finding(match) for match in rule.check_model(model, machine)]
-        for buffer in buffers:
-            found += [rule.finding(match) for match in rule.check_buffer(buffer, machine)]
+    found = [rule.make_finding(match) for rule in rules.values() for match in rule.check_run(run, machine)]
     return sorted(found, key=lambda finding: (-finding.severity, finding.rule))
 
 
@@ -102,7 +97,7 @@ def check_file(path: Path, rules: Rules, machine: Machine, *, is_named: bool = T
     except ArgumentError as error:
         if is_named:
             raise
-        return list(_not_parsed(str(error), Place(str(path), 1, 1, 1, 1), rules))
+        return list(_report_not_parsed(str(error), Place(str(path), 1, 1, 1, 1), rules))
     return check_text(text, str(path), rules, machine)
 
 

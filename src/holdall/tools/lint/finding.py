@@ -74,12 +74,12 @@ def apply_edits(text: str, findings: Iterable[Finding]) -> tuple[str, list[Findi
     """
     lines = text.split("\n")
     fixable = [finding for finding in findings if finding.edit is not None]
-    fixable.sort(key=lambda finding: _span(lines, finding.edit), reverse=True)
+    fixable.sort(key=lambda finding: _find_span(lines, finding.edit), reverse=True)
     made: list[Finding] = []
     next_start = len(text)
     for finding in fixable:
         edit = finding.edit
-        start, end = _span(lines, edit)
+        start, end = _find_span(lines, edit)
         if edit is None or end > next_start or text[start:end] != edit.old:
             continue
         text = text[:start] + edit.text + text[end:]
@@ -88,7 +88,7 @@ def apply_edits(text: str, findings: Iterable[Finding]) -> tuple[str, list[Findi
     return text, made[::-1]
 
 
-def _span(lines: Sequence[str], edit: Edit | None) -> tuple[int, int]:
+def _find_span(lines: Sequence[str], edit: Edit | None) -> tuple[int, int]:
     """Return the offsets in the text at which an edit begins and ends."""
     if edit is None:
         return 0, 0

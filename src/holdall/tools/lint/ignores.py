@@ -49,12 +49,12 @@ def read_ignores(text: str, path: str) -> list[IgnoreComment]:
         elif line[: match.start()].strip():
             accepted = number
         else:
-            accepted = _next_code_line(lines, number)
+            accepted = _find_next_code_line(lines, number)
         found.append(IgnoreComment(place, match[0], accepted, codes))
     return found
 
 
-def _next_code_line(lines: list[str], number: int) -> int:
+def _find_next_code_line(lines: list[str], number: int) -> int:
     """Return the number of the first line of code after line `number`; `number` itself if there is none."""
     for following in range(number + 1, len(lines) + 1):
         code = lines[following - 1].strip()

@@ -1,4 +1,4 @@
-"""The machine that rules compare a configuration with, and sizes in words."""
+"""Limits of the machine, with which rules compare a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import psutil
 
 from holdall.machine import control_groups, disk
 from holdall.threads import usable_cores
-
-_UNITS = ((10**9, "GB", 2**30, "GiB"), (10**6, "MB", 2**20, "MiB"), (10**3, "kB", 2**10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,6 @@ def detect_machine(budget_bytes: int | None = None, vram_bytes: int | None = Non
         disk_bytes=None if free_disk is None else free_disk.free_bytes,
         python=sys.version_info[:2],
     )
-
-
-def format_size(count: float) -> str:
-    """Write bytes in decimal and in binary units: `42.63 GB (39.70 GiB)`."""
-    for size, name, binary, binary_name in _UNITS:
-        if abs(count) >= size:
-            return f"{count / size:,.2f} {name} ({count / binary:,.2f} {binary_name})"
-    return f"{count:,.0f} B"
 
 
 def format_share(part: float, whole: float) -> str:

@@ -15,15 +15,20 @@ SCHEMA_VERSION = 1
 
 
 def format_line(finding: Finding) -> str:
-    """Write one finding."""
+    """Return one finding as a line."""
     where = finding.place.text
     return f"{where}: {finding.rule} {finding.severity.word}: {finding.message} [{finding.name}]"
 
 
-def format_findings(findings: Sequence[Finding], least: Severity) -> str:
-    """Write the findings of severity `least` or worse, one per line, and the counts of all of them."""
+def format_findings(findings: Sequence[Finding], least: Severity, files: int = 0) -> str:
+    """Return one line for each finding whose severity is at least `least`, and a line that counts all findings.
+
+    `files` is the number of files that were read.
+    """
     lines = [format_line(finding) for finding in findings if finding.severity >= least]
     summary = ", ".join(counted(count, word) for word, count in _count(findings).items())
+    if files:
+        summary += f" in {counted(files, 'file')}"
     if len(lines) < len(findings):
         summary += " (--infos lists them)"
     return "\n".join([*lines, summary])
@@ -58,7 +63,7 @@ def _describe(finding: Finding) -> dict[str, Any]:
 
 
 def explain(rule: Rule) -> str:
-    """Write the documentation of one rule as Markdown."""
+    """Return the documentation of one rule as Markdown."""
     doc = rule.doc
     needs = "`holdall lint -- COMMAND`" if rule.needs_run else "`holdall lint FILES`"
     parts = [

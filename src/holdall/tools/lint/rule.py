@@ -1,11 +1,10 @@
 """The base class of rules, and the documentation that every rule carries.
 
-A rule is one class in one file of `holdall.tools.lint.rules`. It sets `code` and `severity` and overrides at least one
-of `check_source`, `check_model` and `check_buffer`. Its docstring is its documentation: one paragraph about what the
-rule finds, then `Why:`, `Fix:`, and an example that is `Bad:` and one that is `Good:`. Tests check the examples, and
-`docs/lint_page.py` writes the page from the docstrings. Brackets after `Bad` or `Good` set attributes of the machine
-that the example is checked for, or of its model: `Bad (limit_bytes=1GiB, cores=2, device=cuda):`. An example of a rule
-about runs calls `learn`.
+A rule is one class in one file of `holdall.tools.lint.rules`. It sets `code` and `severity` and overrides
+`check_source`, `check_run` or both. Its docstring is its documentation: one paragraph about what the rule finds, then
+`Why:`, `Fix:`, and an example that is `Bad:` and one that is `Good:`. Tests check the examples, and `docs/lint_page.py`
+writes the page from the docstrings. Brackets after `Bad` or `Good` describe the machine or the model for which the
+example is checked: `Bad (limit_bytes=1GiB, cores=2, device=cuda):`. An example of a rule about runs calls `learn`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import ClassVar
 from holdall.tools.lint.finding import Edit, Finding, Place, Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.source import Source
-from holdall.tools.lint.subjects import TrainedBuffer, TrainedModel
+from holdall.tools.probe.snapshot import Snapshot
 
 _SECTION = re.compile(r"^(Why|Fix|Bad|Good)(?: \((.+)\))?:", re.MULTILINE)
 _WORD = re.compile(r"[A-Z][a-z0-9]*")
@@ -44,7 +43,7 @@ class RuleExample:
 
     source: str
     machine: Mapping[str, str] = field(default_factory=dict)
-    """Attributes of the machine that the example is for, as text. Others are those of the reference machine."""
+    """Attributes of the machine or the model, as text. All other attributes are those of the reference machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def _read_options(options: str | None) -> dict[str, str]:
 
 
 class Rule:
-    """One kind of mistake. Subclasses override the checks of what they look at."""
+    """One kind of mistake. Subclasses override `check_source`, `check_run` or both."""
 
     code: ClassVar[str]
     """A letter for the subject (F file, L training loop, M memory, P tensors and processes, S saving) and a number."""
@@ -93,29 +92,24 @@ class Rule:
 
     @property
     def doc(self) -> RuleDoc:
-        """The docstring in parts; empty parts where Python runs with -OO."""
+        """The sections of the docstring; empty if Python runs with -OO."""
         return RuleDoc.read(type(self).__doc__ or "")
 
     @property
     def needs_run(self) -> bool:
         """Whether the rule needs the values of a run, and finds nothing in a file."""
         own = type(self)
-        has_run_check = own.check_model is not Rule.check_model or own.check_buffer is not Rule.check_buffer
-        return has_run_check and own.check_source is Rule.check_source
+        return own.check_run is not Rule.check_run and own.check_source is Rule.check_source
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Yield the problems of a file."""
         yield from ()
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
-        """Yield the problems of a model that is about to be trained."""
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Yield the problems of a run that is about to train, from its models, callbacks and buffers."""
         yield from ()
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Yield the problems of a buffer, of a model or of a program's own."""
-        yield from ()
-
-    def finding(self, match: Match) -> Finding:
+    def make_finding(self, match: Match) -> Finding:
         """Return a match as a finding of this rule."""
         severity = match.severity or self.severity
         return Finding(self.code, self.name, severity, match.message, match.place, dict(match.numbers), match.edit)

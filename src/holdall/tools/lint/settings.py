@@ -25,7 +25,7 @@ class LintSettings:
     Args:
         select: Codes of rules, or prefixes of codes, or `ALL`.
         ignore: Codes or prefixes of rules that are not in force.
-        fail_on: Least severity that makes the command fail: `error`, `warning`, `info` or `never`.
+        fail_on: Lowest severity that makes the command fail: `error`, `warning`, `info` or `never`.
         budget: Memory to compare with, such as `"32GB"`, instead of this machine's.
         vram: Memory of the GPU, such as `"16GiB"`; unknown otherwise.
         exclude: Names or patterns of paths that are left out when a directory is searched.
@@ -60,7 +60,7 @@ class LintSettings:
 
     @property
     def fails_from(self) -> Severity | None:
-        """The least severity that makes the command fail; None for `never`."""
+        """The lowest severity that makes the command fail; None for `never`."""
         if self.fail_on == "never":
             return None
         if self.fail_on.upper() not in Severity.__members__:

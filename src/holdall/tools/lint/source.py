@@ -1,7 +1,7 @@
 """A Python file as a syntax tree: parents, loops, imports, and the last assignment of a name.
 
-Nothing of a file is executed or imported. Rules ask `dotted` for the full name of an imported thing,
-`last_assignment` for the expression behind a name, and `constant` for the value of a simple expression.
+Nothing of a file is executed or imported. Rules ask `get_full_name` for the full name of an imported thing,
+`find_last_assignment` for the expression behind a name, and `evaluate` for the value of a simple expression.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _USUAL_NAMES = {"torch": "torch", "np": "numpy", "gc": "gc", "os": "os"}
-"""Full names of what `from x import *` may bring."""
+"""Names that `from x import *` may define, with their full names."""
 _SHARED_NODES = (ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boolop)
-"""Contexts and operators have no parent of their own: one object stands for all of a kind."""
+"""Nodes without a parent of their own: the tree uses one object for all contexts or operators of a kind."""
 _MAX_NAMES = 50
-"""Names that stand for names, before `constant` gives up."""
+"""Most assignments that are followed from name to name, and deepest expression that is evaluated."""
 _MAX_EXPONENT = 64
 _STEP_METHODS = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
-"""Beginnings of names of methods that a training calls once per step or update."""
+"""First words of the names of methods that a training loop calls once per step or update."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -64,7 +64,7 @@ class Source:
     def _parents(self) -> dict[ast.AST, ast.AST]:
         parents: dict[ast.AST, ast.AST] = {}
         nodes: list[ast.AST] = [self.tree]
-        for node in nodes:  # The list grows while it is read.
+        for node in nodes:  # The loop also visits the nodes that it appends.
             for child in ast.iter_child_nodes(node):
                 if not isinstance(child, _SHARED_NODES):
                     parents[child] = node
@@ -83,29 +83,29 @@ class Source:
             found[type(node)].append(node)
         return found
 
-    def of_kind(self, kind: type[Node]) -> list[Node]:
+    def find_nodes(self, kind: type[Node]) -> list[Node]:
         """Return all nodes of exactly this class."""
         return self._by_kind.get(kind, [])
 
-    def place(self, node: ast.AST) -> Place:
-        """Return the place of a node, with columns in characters. The tree counts bytes."""
+    def get_place(self, node: ast.AST) -> Place:
+        """Return the place of a node. Columns are counted in characters, but the tree counts them in bytes."""
         line = getattr(node, "lineno", 1)
         end_line = getattr(node, "end_lineno", 1)
-        column = self._column(line, getattr(node, "col_offset", 0))
-        end_column = self._column(end_line, getattr(node, "end_col_offset", 0))
+        column = self._find_column(line, getattr(node, "col_offset", 0))
+        end_column = self._find_column(end_line, getattr(node, "end_col_offset", 0))
         return Place(self.path, line, column, end_line, end_column)
 
     @cached_property
     def _lines(self) -> list[str]:
         return self.text.split("\n")
 
-    def _column(self, line: int, offset: int) -> int:
+    def _find_column(self, line: int, offset: int) -> int:
         text = self._lines[line - 1] if line <= len(self._lines) else ""
         return len(text.encode()[:offset].decode(errors="replace")) + 1
 
     # ---------------------------------------------------------------- around a node
 
-    def parent(self, node: ast.AST) -> ast.AST | None:
+    def get_parent(self, node: ast.AST) -> ast.AST | None:
         """Return the node that contains this one."""
         return self._parents.get(node)
 
@@ -116,7 +116,7 @@ class Source:
             yield parent
             parent = self._parents.get(parent)
 
-    def scope(self, node: ast.AST) -> ast.AST:
+    def find_scope(self, node: ast.AST) -> ast.AST:
         """Return the innermost module, class, function or lambda whose body contains a node."""
         child = node
         for parent in self.ancestors(node):
@@ -128,7 +128,7 @@ class Source:
             child = parent
         return self.tree
 
-    def loop(self, node: ast.AST) -> ast.AST | None:
+    def find_loop(self, node: ast.AST) -> ast.AST | None:
         """Return the innermost loop of the same function that repeats a node, or None."""
         child = node
         for parent in self.ancestors(node):
@@ -139,22 +139,22 @@ class Source:
             child = parent
         return None
 
-    def block(self, node: ast.AST) -> ast.AST | None:
+    def find_block(self, node: ast.AST) -> ast.AST | None:
         """Return the innermost statement whose body contains a node: a module, function, loop, condition or `with`."""
         return next((parent for parent in self.ancestors(node) if hasattr(parent, "body")), None)
 
     def describe_repetition(self, node: ast.AST) -> str:
-        """Say what repeats a node: a loop around it, or around a call of its function. Empty if nothing does."""
-        if self.loop(node) is not None:
+        """Say what repeats a node: a loop around the node, or around a call of its function. Empty if nothing does."""
+        if self.find_loop(node) is not None:
             return "in a loop"
-        owner = self.function(node)
+        owner = self.find_function(node)
         if owner is None:
             return ""
         if owner.name.startswith(_STEP_METHODS):
             return f"in {owner.name}, which runs at every update"
         for call in self.calls:
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-            if name == owner.name and self.loop(call) is not None:
+            if name == owner.name and self.find_loop(call) is not None:
                 return f"in {owner.name}, which a loop calls"
         return ""
 
@@ -162,11 +162,11 @@ class Source:
         """Return whether a node is a name that gets a value in `scope`."""
         return isinstance(node, ast.Name) and (scope, node.id) in self._bindings
 
-    def function(self, node: ast.AST) -> Function | None:
+    def find_function(self, node: ast.AST) -> Function | None:
         """Return the function that contains a node, or None."""
         return next((parent for parent in self.ancestors(node) if isinstance(parent, Function)), None)
 
-    def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
+    def find_class(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the class that contains a node, or None."""
         return next((parent for parent in self.ancestors(node) if isinstance(parent, ast.ClassDef)), None)
 
@@ -175,13 +175,13 @@ class Source:
     @cached_property
     def calls(self) -> list[ast.Call]:
         """All calls in the order of the text."""
-        return sorted(self.of_kind(ast.Call), key=_position)
+        return sorted(self.find_nodes(ast.Call), key=_get_position)
 
-    def calls_of(self, *names: str) -> Iterator[ast.Call]:
+    def find_calls(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls of functions or classes by their full names."""
-        return (call for call in self.calls if self.dotted(call.func) in names)
+        return (call for call in self.calls if self.get_full_name(call.func) in names)
 
-    def method_calls(self, name: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+    def find_method_calls(self, name: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield the calls of a method of any object, each with the expression of the object."""
         for call in self.calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr == name:
@@ -190,22 +190,22 @@ class Source:
     @cached_property
     def attributes(self) -> frozenset[str]:
         """Names of all attributes that the file reads or sets."""
-        return frozenset(node.attr for node in self.of_kind(ast.Attribute))
+        return frozenset(node.attr for node in self.find_nodes(ast.Attribute))
 
     @cached_property
     def keywords(self) -> frozenset[str]:
         """Names of all keyword arguments that the file passes."""
-        return frozenset(node.arg for node in self.of_kind(ast.keyword) if node.arg)
+        return frozenset(node.arg for node in self.find_nodes(ast.keyword) if node.arg)
 
     @cached_property
     def strings(self) -> frozenset[str]:
         """All string constants."""
-        return frozenset(node.value for node in self.of_kind(ast.Constant) if isinstance(node.value, str))
+        return frozenset(node.value for node in self.find_nodes(ast.Constant) if isinstance(node.value, str))
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """Classes of the file by name."""
-        return {node.name: node for node in self.of_kind(ast.ClassDef)}
+        return {node.name: node for node in self.find_nodes(ast.ClassDef)}
 
     @cached_property
     def functions(self) -> dict[str, Function]:
@@ -216,11 +216,11 @@ class Source:
     def imports(self) -> dict[str, str]:
         """Full names by the names that imports give them, anywhere in the file."""
         full: dict[str, str] = {}
-        for node in self.of_kind(ast.Import):
+        for node in self.find_nodes(ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
                 full[alias.asname or first] = alias.name if alias.asname else first
-        for origin in self.of_kind(ast.ImportFrom):
+        for origin in self.find_nodes(ast.ImportFrom):
             if any(alias.name == "*" for alias in origin.names):
                 full = _USUAL_NAMES | full
             if origin.module and not origin.level:
@@ -233,10 +233,10 @@ class Source:
         """Whether the file imports torch, or a part of it."""
         return any(name.partition(".")[0] == "torch" for name in self.imports.values())
 
-    def dotted(self, node: ast.AST | None) -> str:
+    def get_full_name(self, node: ast.AST | None) -> str:
         """Return the full name of an imported object, or of a class or function of this file, else an empty text."""
         if isinstance(node, ast.Attribute):
-            base = self.dotted(node.value)
+            base = self.get_full_name(node.value)
             return f"{base}.{node.attr}" if base else ""
         if not isinstance(node, ast.Name):
             return ""
@@ -244,12 +244,12 @@ class Source:
             return self.imports[node.id]
         return node.id if node.id in self.classes or node.id in self.functions else ""
 
-    def called_function(self, call: ast.Call) -> Function | None:
+    def find_called_function(self, call: ast.Call) -> Function | None:
         """Return the function of this file that a call calls: by its name, or by the only method of that name."""
         if isinstance(call.func, ast.Name):
             return self.functions.get(call.func.id)
         name = getattr(call.func, "attr", "")
-        methods = [node for node in self.of_kind(ast.FunctionDef) if node.name == name]
+        methods = [node for node in self.find_nodes(ast.FunctionDef) if node.name == name]
         return methods[0] if len(methods) == 1 else None
 
     # ---------------------------------------------------------------- assignments
@@ -258,92 +258,94 @@ class Source:
     def _bindings(self) -> dict[tuple[ast.AST, str], list[Binding]]:
         found: dict[tuple[ast.AST, str], list[Binding]] = defaultdict(list)
         for node in self.nodes:
-            for name, binding in _bound_names(node):
-                found[self.scope(node), name].append(binding)
+            for name, binding in _find_bound_names(node):
+                found[self.find_scope(node), name].append(binding)
         return found
 
-    def last_assignment(self, node: ast.AST | None) -> ast.expr | None:
+    def find_last_assignment(self, node: ast.AST | None) -> ast.expr | None:
         """Return the expression of the last assignment that a use of a name, or of `self.x`, can see.
 
         In the scope of the use, that is the last assignment before the use. In an enclosing scope, and for attributes
-        of `self`, there must be exactly one. None: there is none, or the name gets its value in another way.
+        of `self`, there must be exactly one. None: there is no such assignment, or its value is not one expression.
         """
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            return self._attribute_assignment(node)
+            return self._find_attribute_assignment(node)
         if not isinstance(node, ast.Name):
             return None
-        own_scope = self.scope(node)
+        own_scope = self.find_scope(node)
         scope = own_scope
         while (scope, node.id) not in self._bindings or (scope is not own_scope and isinstance(scope, ast.ClassDef)):
             if isinstance(scope, ast.Module):
                 return None
-            scope = self.scope(scope)
+            scope = self.find_scope(scope)
         bindings = self._bindings[scope, node.id]
         if scope is own_scope:
             # An assignment does not hold yet in its own right-hand side.
             around = {parent for parent in self.ancestors(node) if isinstance(parent, _ASSIGNMENTS)}
-            bindings = [one for one in bindings if _position(one.node) < _position(node) and one.node not in around]
-            bindings.sort(key=lambda one: _position(one.node))
+            bindings = [
+                one for one in bindings if _get_position(one.node) < _get_position(node) and one.node not in around
+            ]
+            bindings.sort(key=lambda one: _get_position(one.node))
         elif len(bindings) > 1:
             return None
         return bindings[-1].value if bindings else None
 
-    def _attribute_assignment(self, node: ast.Attribute) -> ast.expr | None:
-        owner = self.enclosing_class(node)
+    def _find_attribute_assignment(self, node: ast.Attribute) -> ast.expr | None:
+        owner = self.find_class(node)
         values = []
-        for other in self.of_kind(ast.Attribute):
-            if other.attr == node.attr and isinstance(other.ctx, ast.Store) and self.enclosing_class(other) is owner:
-                parent = self.parent(other)
+        for other in self.find_nodes(ast.Attribute):
+            if other.attr == node.attr and isinstance(other.ctx, ast.Store) and self.find_class(other) is owner:
+                parent = self.get_parent(other)
                 values.append(parent.value if isinstance(parent, ast.Assign | ast.AnnAssign) else None)
         return values[0] if len(values) == 1 else None
 
     def resolve(self, node: ast.expr | None) -> ast.expr | None:
         """Follow names and attributes of `self` to the expression that they stand for."""
         for _ in range(_MAX_NAMES):
-            value = self.last_assignment(node)
+            value = self.find_last_assignment(node)
             if value is None:
                 return node
             node = value
         return node
 
-    def constant(self, node: ast.AST | None) -> Any:
-        """Return the value of an expression of literals, arithmetic and assigned names, or None for others."""
+    def evaluate(self, node: ast.AST | None) -> Any:
+        """Return the value of an expression of literals, arithmetic and assigned names. None for every other one."""
         try:
-            return self._constant(node, 0)
+            return self._evaluate(node, 0)
         except (ArithmeticError, TypeError, ValueError):
             return None
 
-    def _constant(self, node: ast.AST | None, depth: int) -> Any:
+    def _evaluate(self, node: ast.AST | None, depth: int) -> Any:
         if depth > _MAX_NAMES:
             return None
         match node:
             case ast.Constant(value=value):
                 return value
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._constant(operand, depth + 1)
+                return -self._evaluate(operand, depth + 1)
             case ast.BinOp(left=left, op=op, right=right):
-                first = self._constant(left, depth + 1)
-                second = self._constant(right, depth + 1)
+                first = self._evaluate(left, depth + 1)
+                second = self._evaluate(right, depth + 1)
                 if not isinstance(first, int | float) or not isinstance(second, int | float):
                     return None
                 if isinstance(op, ast.Pow):
                     return first**second if abs(second) <= _MAX_EXPONENT else None
                 return _OPERATORS[type(op)](first, second) if type(op) in _OPERATORS else None
             case ast.Call(func=ast.Name(id="int" | "float"), args=[value], keywords=[]):
-                return self._constant(value, depth + 1)
+                return self._evaluate(value, depth + 1)
             case ast.Name() | ast.Attribute():
-                return self._constant(self.last_assignment(node), depth + 1)
+                return self._evaluate(self.find_last_assignment(node), depth + 1)
         return None
 
-    def whole_number(self, node: ast.AST | None) -> int | None:
+    def evaluate_whole_number(self, node: ast.AST | None) -> int | None:
         """Return the value of a constant expression that is a whole number (1e6 is one), or None."""
-        value = self.constant(node)
+        value = self.evaluate(node)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
             return None
         return int(value)
 
 
-def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
+def get_argument(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
     """Return the argument of a call by name or by index, or None if the call does not pass it."""
     for keyword in call.keywords:
         if keyword.arg == name:
@@ -359,29 +361,29 @@ def has_unpacked_arguments(call: ast.Call) -> bool:
     return is_starred or any(keyword.arg is None for keyword in call.keywords)
 
 
-def names_in(node: ast.AST) -> set[str]:
+def list_names(node: ast.AST) -> set[str]:
     """Return all names in an expression or statement."""
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
-def _position(node: ast.AST) -> tuple[int, int]:
+def _get_position(node: ast.AST) -> tuple[int, int]:
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
-def _bound_names(node: ast.AST) -> Iterator[tuple[str, Binding]]:
+def _find_bound_names(node: ast.AST) -> Iterator[tuple[str, Binding]]:
     """Yield the names that a node gives a value."""
     match node:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
-                yield from _assigned_names(target, value, node)
+                yield from _find_assigned_names(target, value, node)
         case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
-            yield from _assigned_names(target, value, node)
+            yield from _find_assigned_names(target, value, node)
         case ast.For(target=target) | ast.AsyncFor(target=target) | ast.AugAssign(target=target):
-            yield from _unknown_names(target, node)
+            yield from _find_unknown_names(target, node)
         case ast.comprehension(target=target):
-            yield from _unknown_names(target, target)
+            yield from _find_unknown_names(target, target)
         case ast.withitem(optional_vars=ast.expr() as target):
-            yield from _unknown_names(target, target)
+            yield from _find_unknown_names(target, target)
         case ast.arg(arg=name):
             yield name, Binding(node, None)
         case ast.Global(names=names) | ast.Nonlocal(names=names):
@@ -389,7 +391,7 @@ def _bound_names(node: ast.AST) -> Iterator[tuple[str, Binding]]:
                 yield name, Binding(node, None)
 
 
-def _assigned_names(target: ast.expr, value: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
+def _find_assigned_names(target: ast.expr, value: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
     if isinstance(target, ast.Name):
         yield target.id, Binding(node, value)
         return
@@ -400,15 +402,15 @@ def _assigned_names(target: ast.expr, value: ast.expr, node: ast.AST) -> Iterato
         and not any(isinstance(item, ast.Starred) for item in (*target.elts, *value.elts))
     )
     if not is_pairwise:
-        yield from _unknown_names(target, node)
+        yield from _find_unknown_names(target, node)
         return
     assert isinstance(target, ast.Tuple | ast.List)
     assert isinstance(value, ast.Tuple | ast.List)
     for inner_target, inner_value in zip(target.elts, value.elts, strict=True):
-        yield from _assigned_names(inner_target, inner_value, node)
+        yield from _find_assigned_names(inner_target, inner_value, node)
 
 
-def _unknown_names(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
+def _find_unknown_names(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
     for part in ast.walk(target):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
             yield part.id, Binding(node, None)

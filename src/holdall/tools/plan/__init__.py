@@ -2,10 +2,10 @@
 
     config       settings from options and files
     stand_in     a script for a run that settings describe
-    planner      probes a command, and makes a Plan of what was found (`holdall.tools.probe`)
+    planner      probes a command (`holdall.tools.probe`), and makes a Plan of its report
     needs        the arithmetic: parts of the peak, bounds, verdicts
-    spec         algorithms of Stable-Baselines3, and checks of a described run
-    environments spaces as text and as data, environments by their name
+    algorithms   algorithms of Stable-Baselines3 and their defaults
+    environments spaces as text and as data, environments by name
 
 `holdall.cli.plan` shows a Plan.
 """

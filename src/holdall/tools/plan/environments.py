@@ -20,24 +20,25 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
+from holdall.tools.probe.environments import describe_space
 
 _BOX = re.compile(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>[a-z]+\d*))?")
 _COUNTED_SPACE = re.compile(r"(?P<kind>discrete|multibinary|multidiscrete)\((?P<counts>\d+(?:\s*,\s*\d+)*)\)")
 _FORMS = "84x84x3:uint8, 31 (float32), discrete(4), multibinary(6) or multidiscrete(3,4)"
-_MOST_ELEMENTS = 2**26
-"""Larger shapes are typing errors, for which gymnasium would allocate four arrays of the shape for the bounds."""
+_MAX_ELEMENTS = 2**26
+"""Shapes with more elements are taken for typing errors. gymnasium would allocate four arrays of such a shape."""
 
 
 def parse_space(text: str, argument: str) -> spaces.Space[Any]:
     """Read one space."""
     if found := _COUNTED_SPACE.fullmatch(text.strip().lower()):
         counts = [int(count) for count in found["counts"].split(",")]
-        return _counted_space(found["kind"], counts, f"{argument} ({text!r})")
+        return _make_counted_space(found["kind"], counts, f"{argument} ({text!r})")
     found = _BOX.fullmatch(text.strip().lower())
     if not found:
         raise ArgumentError(f"{argument} ({text!r}) is not a space. Write it like {_FORMS}.")
     shape = tuple(int(side) for side in found["shape"].split("x"))
-    return _box(shape, found["dtype"] or "float32", f"{argument} ({text!r})")
+    return _make_box(shape, found["dtype"] or "float32", f"{argument} ({text!r})")
 
 
 def parse_observation(texts: Sequence[str], argument: str = "obs") -> spaces.Space[Any]:
@@ -59,22 +60,14 @@ def parse_observation(texts: Sequence[str], argument: str = "obs") -> spaces.Spa
 
 def space_to_dict(space: spaces.Space[Any]) -> dict[str, Any]:
     """Return a space as plain data."""
-    if isinstance(space, spaces.Box):
-        low, high = (float(np.min(space.low)), float(np.max(space.high))) if space.low.size else (0.0, 0.0)
-        bounds = {"low": low if np.isfinite(low) else None, "high": high if np.isfinite(high) else None}
-        return {"kind": "box", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name} | bounds
-    if isinstance(space, spaces.Discrete):
-        return {"kind": "discrete", "counts": [int(space.n)], "dtype": np.dtype(space.dtype).name}
-    if isinstance(space, spaces.MultiDiscrete):
-        return {"kind": "multidiscrete", "counts": space.nvec.ravel().tolist(), "dtype": np.dtype(space.dtype).name}
-    if isinstance(space, spaces.MultiBinary):
-        return {"kind": "multibinary", "counts": [int(side) for side in space.shape]}
-    if isinstance(space, spaces.Dict):
-        return {"kind": "dict", "spaces": {str(key): space_to_dict(child) for key, child in space.spaces.items()}}
-    raise ArgumentError(
-        f"space ({space}) cannot be stored by Stable-Baselines3. Use Box, Discrete, MultiBinary, MultiDiscrete "
-        "or one Dict of these."
-    )
+    data = describe_space(space)
+    parts = data["spaces"].values() if data is not None and data["kind"] == "dict" else [data]
+    if data is None or any(part is None or part["kind"] in {"dict", "tuple"} for part in parts):
+        raise ArgumentError(
+            f"space ({space}) cannot be stored by Stable-Baselines3. Use Box, Discrete, MultiBinary, MultiDiscrete "
+            "or one Dict of these."
+        )
+    return data
 
 
 def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
@@ -85,8 +78,8 @@ def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
     if kind == "box":
         low = -np.inf if data["low"] is None else data["low"]
         high = np.inf if data["high"] is None else data["high"]
-        return _box(tuple(data["shape"]), data["dtype"], "space", low, high)
-    return _counted_space(kind, list(data["counts"]), "space", data.get("dtype"))
+        return _make_box(tuple(data["shape"]), data["dtype"], "space", low, high)
+    return _make_counted_space(kind, list(data["counts"]), "space", data.get("dtype"))
 
 
 def has_images(space: spaces.Space[Any]) -> bool:
@@ -101,26 +94,27 @@ def _is_image(space: spaces.Box) -> bool:
     return bounds and bool((space.low == 0).all()) and bool((space.high == 255).all())
 
 
-def _box(
+def _make_box(
     shape: tuple[int, ...], dtype: str, called: str, low: float | None = None, high: float | None = None
 ) -> spaces.Box:
     try:
         kind = np.dtype(dtype)
     except TypeError as error:
         raise ArgumentError(f"{called} has no NumPy dtype {dtype!r}. Write uint8, float32 or another one.") from error
-    if kind.kind not in "biuf" or 0 in shape or np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS:
+    if kind.kind not in "biuf" or 0 in shape or np.prod(shape, dtype=np.float64) > _MAX_ELEMENTS:
         raise ArgumentError(
-            f"{called} must have a plain number dtype, sides of at least 1 and at most {_MOST_ELEMENTS:,} elements; "
+            f"{called} must have a plain number dtype, sides of at least 1 and at most {_MAX_ELEMENTS:,} elements; "
             f"write it like {_FORMS}"
         )
     if low is None or high is None:
         low, high = (-np.inf, np.inf) if kind.kind == "f" else (0, 1)
         if kind.kind in "iu":
-            low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+            low = int(np.iinfo(kind).min)
+            high = int(np.iinfo(kind).max)
     return spaces.Box(low, high, shape, kind.type)
 
 
-def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None = None) -> spaces.Space[Any]:
+def _make_counted_space(kind: str, counts: list[int], called: str, dtype: str | None = None) -> spaces.Space[Any]:
     if not counts or min(counts) < 1:
         raise ArgumentError(f"{called} must count from 1 up; write it like {_FORMS}")
     if kind == "discrete" and len(counts) == 1:
@@ -132,8 +126,8 @@ def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None 
     raise ArgumentError(f"{called} takes one count; write it like {_FORMS}")
 
 
-def make_single_env(env_id: str, wrapper: str = "") -> Any:
-    """Make one environment.
+def make_env(env_id: str, wrapper: str = "") -> Any:
+    """Make one environment. `wrapper` is "atari" for Stable-Baselines3's AtariWrapper, or empty.
 
     Modules of the working directory are found after those of the libraries, so that a file such as `random.py` there
     does not replace a module of Python.
@@ -146,10 +140,10 @@ def make_single_env(env_id: str, wrapper: str = "") -> Any:
         env: Any = found() if isinstance(found, type) else gym.make(env_id)
     except (gym.error.Error, ImportError) as error:
         raise ArgumentError(
-            f"env ({env_id!r}) cannot be made here ({error}); install what it needs, write module:Class for your own "
-            "class, or give --obs and --action instead"
+            f"env ({env_id!r}) cannot be made here ({error}). Install its packages, or write module:Class for a class "
+            "of your own."
         ) from error
     if wrapper != "atari":
         return env
-    # It brings torch along.
+    # Imported here, because this module also imports torch.
     return importlib.import_module("stable_baselines3.common.atari_wrappers").AtariWrapper(env)

@@ -1,6 +1,6 @@
 """The memory that a run needs, part by part, and whether it fits.
 
-In:  what a probe measured, the run's buffer, and the limits of a machine.  Out: parts, their sum, and a verdict.
+In:  the measurements of a probe, the run's buffer, and the limits of a machine.  Out: parts, their sum, and a verdict.
 
 A part is exact, or measured, or an estimate. The bound of a run is its exact parts plus the other parts and `MARGIN` of
 them, plus `ROOM_BYTES`. "fits" is said only if the bound is below the limit.
@@ -14,19 +14,21 @@ from enum import IntEnum
 from typing import Any
 
 from holdall.machine import Limit
+from holdall.store.budget import Budget
 from holdall.store.tuning import Tuning
 from holdall.tools.probe.snapshot import StoredSteps
 from holdall.units import counted
 
 MARGIN = 0.15
-"""Share by which a part that is not exact may be larger than it was measured."""
+"""Share by which a part that is not exact may be larger than measured or estimated."""
 ROOM_BYTES = 32 * 2**20
+"""Bytes that the bound of a run adds to all parts."""
+PLAIN_LAYOUT = "a plain layout"
+"""Library of the layout that holdall's memory replaces in a loop of the user's own."""
 NOISE_BOUND = "upper bound (noise)"
-"""Source of holdall's part where the steps were made up: noise cannot be compressed, and real observations can."""
+"""Source of holdall's part if the observations are made-up noise, which cannot be compressed as real ones can."""
 _OPTIMIZER_COPIES = 3
 """Gradients and the two moments of Adam, as multiples of the weights."""
-_HARD_LIMIT_ROOM_BYTES = 64 * 2**20
-"""Bytes by which a process may grow beyond a memory's budget."""
 _MAX_COUNT = 1 << 40
 
 
@@ -58,7 +60,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class LimitCheck:
-    """One need against one limit."""
+    """One need of a run, compared with one limit."""
 
     what: str
     need_bytes: int
@@ -67,7 +69,7 @@ class LimitCheck:
 
     @property
     def verdict(self) -> FitVerdict:
-        """Compare the two."""
+        """Return whether the need fits into the free bytes of the limit."""
         if self.need_bytes > self.limit.free_bytes:
             return FitVerdict.DOES_NOT_FIT
         return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
@@ -86,14 +88,14 @@ class LimitCheck:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """What there is to fit into."""
+    """Limits of the machine that a run must fit into."""
 
     memory: tuple[Limit, ...]
     """Bounds on host memory, the smallest first."""
     gpu: Limit | None = None
     disk: Limit | None = None
     mapping_bytes: int | None = None
-    """The most that one array may ask for; None if the kernel does not check it."""
+    """Largest allocation that the kernel grants to one array; None if the kernel does not check it."""
 
     @property
     def free_bytes(self) -> int:
@@ -112,7 +114,7 @@ class Experience:
     name: str
     """Variable or attribute, such as `model.replay_buffer`."""
     library: str
-    """Whose layout this is, such as `SB3`."""
+    """Library or class whose layout this is: `SB3`, `NumPy`, `deque`, `PLAIN_LAYOUT`."""
     rows: int
     """Vectorised steps that fit."""
     n_envs: int
@@ -127,7 +129,13 @@ class Experience:
     is_rollout: bool = False
     is_exact: bool = True
     max_rows: int | None = None
-    """Rows that the run fills before it ends; None: all."""
+    """Vectorised steps that the run makes before it ends; None: enough to fill all rows."""
+
+    @property
+    def layout(self) -> str:
+        """Return words for the buffer: `SB3's buffer`, `this deque`, `these arrays`."""
+        words = {"SB3": "SB3's buffer", "NumPy": "these arrays", PLAIN_LAYOUT: PLAIN_LAYOUT}
+        return words.get(self.library, f"this {self.library}")
 
     @property
     def transitions(self) -> int:
@@ -177,7 +185,7 @@ class HoldallUse:
     budget_bytes: int | None = None
     """A hard limit; None: no limit in bytes."""
     is_auto: bool = False
-    """Whether the budget is "auto": as much raw data as a quarter of the free memory holds."""
+    """Whether the budget is "auto": data stays raw in up to a quarter of the free memory."""
     prefer: str = "balanced"
     spill_dir: str | None = None
 
@@ -201,7 +209,7 @@ class RunNeeds:
     measured_envs: int = 0
     """Environments that existed when `base_bytes` was measured; 0 if that is unknown."""
     update_bytes: int = 0
-    """Growth of the process at the peak of an update, without what stays."""
+    """Growth of the process at the peak of an update, without `settled_bytes`."""
     settled_bytes: int = 0
     """Growth that stays between updates: gradients, optimizer state, heap."""
     update_source: str = "estimate"
@@ -209,7 +217,7 @@ class RunNeeds:
     """Transitions in one update; 0 if that is unknown."""
     measured_batch_size: int = 0
     stored: StoredSteps | None = None
-    """What holdall's memory takes; None if it was not measured."""
+    """Measured size of the steps in holdall's memory; None if it was not measured."""
     is_noise: bool = False
     """Whether the stored steps were made up."""
     holdall: HoldallUse | None = None
@@ -219,9 +227,9 @@ class RunNeeds:
     free_bytes: int = 0
     """Free memory of the machine, which an "auto" budget depends on."""
     gpu_bytes: int = 0
-    """Peak of what torch handed out on the GPU during an update; 0 if the update made no use of a GPU."""
+    """Peak of the bytes in tensors on the GPU during an update; 0 if the update used no GPU."""
     gpu_reserved_bytes: int = 0
-    """Peak of what torch's allocator kept on the GPU."""
+    """Peak of the bytes that torch's allocator reserved on the GPU."""
 
     # ---------------------------------------------------------------- parts
 
@@ -237,8 +245,8 @@ class RunNeeds:
             name = counted(self.processes, "worker process", "worker processes")
             parts.append(MemoryPart(name, self.process_bytes, "measured"))
         parts += self.others
-        parts.append(self._buffer(use))
-        update = self._scaled(self.update_bytes)
+        parts.append(self._make_buffer_part(use))
+        update = self._scale_to_batch(self.update_bytes)
         copied = 0 if use is not None else self.experience.copied_bytes
         if copied > update:
             parts.append(MemoryPart("copy of the rollout's largest array", copied, "exact"))
@@ -256,13 +264,13 @@ class RunNeeds:
     def _update_source(self) -> str:
         return self.update_source if self.batch_size == self.measured_batch_size else "estimate"
 
-    def _scaled(self, nbytes: int) -> int:
+    def _scale_to_batch(self, nbytes: int) -> int:
         """Return the bytes of an update with the run's batch size."""
         if not self.batch_size or not self.measured_batch_size:
             return nbytes
         return nbytes * self.batch_size // self.measured_batch_size
 
-    def _buffer(self, use: HoldallUse | None) -> MemoryPart:
+    def _make_buffer_part(self, use: HoldallUse | None) -> MemoryPart:
         experience = self.experience
         kind = "rollout buffer" if experience.is_rollout else "replay buffer"
         if use is None:
@@ -285,18 +293,18 @@ class RunNeeds:
         raw = round(stored.raw_bytes * transitions)
         if self.experience.is_rollout:
             return raw + stored.working_bytes
+        if use.budget_bytes is not None:
+            # Transitions stay raw while they fit into the limit, which covers everything that the memory holds.
+            return min(raw + stored.working_bytes, use.budget_bytes)
         compressed = min(self._compressed_bytes(stored, transitions), raw)
         if use.is_auto:
             kept_raw = min(raw, self.free_bytes // Tuning().auto_raw_divisor)
             share = 1 - kept_raw / raw if raw else 0.0
             compressed = kept_raw + round(compressed * share)
-        total = compressed + stored.working_bytes
-        if use.budget_bytes is None:
-            return total
-        return min(total, use.budget_bytes + min(stored.working_bytes, _HARD_LIMIT_ROOM_BYTES))
+        return compressed + stored.working_bytes
 
     def _compressed_bytes(self, stored: StoredSteps, transitions: int) -> int:
-        """Return the bytes of compressed transitions, and of the raw segments that are being filled and compressed."""
+        """Return the bytes of compressed transitions, plus the raw segments that are being filled or compressed."""
         if stored.compressed_bytes is None:
             return round(stored.raw_bytes * transitions)
         tuning = Tuning()
@@ -309,16 +317,15 @@ class RunNeeds:
         if use.budget_bytes is None or use.spill_dir is None or self.stored is None:
             return 0
         transitions = self.experience.filled_rows * self.experience.n_envs
-        return max(self._compressed_bytes(self.stored, transitions) - use.budget_bytes, 0)
+        return max(self._compressed_bytes(self.stored, transitions) - _count_room(use.budget_bytes), 0)
 
     def held_transitions(self, use: HoldallUse) -> int:
-        """Return the transitions that holdall's memory can hold: fewer than asked for if the budget is too small."""
+        """Return the transitions that holdall's memory can hold: fewer than its capacity if the budget is too small."""
         asked = self.experience.transitions
         if use.budget_bytes is None or use.spill_dir is not None or self.stored is None:
             return asked
         each = self.stored.compressed_bytes or self.stored.raw_bytes
-        room = use.budget_bytes - use.budget_bytes // Tuning().staging_divisor
-        return min(asked, int(room / max(each, 1e-9)))
+        return min(asked, int(_count_room(use.budget_bytes) / max(each, 1e-9)))
 
     # ---------------------------------------------------------------- sums and changes
 
@@ -333,9 +340,9 @@ class RunNeeds:
     def checks(self, use: HoldallUse | None, limits: MachineLimits) -> list[LimitCheck]:
         """Compare every need of the run with its limit."""
         checks = [LimitCheck("memory", self.need_bytes(use), self.most_bytes(use), limits.memory[0])]
-        if limits.mapping_bytes is not None and use is None:
+        largest = self.experience.largest_array_bytes
+        if largest and limits.mapping_bytes is not None and use is None:
             whole = Limit("memory and swap, for one array", limits.mapping_bytes, limits.mapping_bytes)
-            largest = self.experience.largest_array_bytes
             checks.append(LimitCheck("largest array", largest, largest, whole))
         if use is not None and limits.disk is not None:
             nbytes = self.disk_bytes(use)
@@ -383,6 +390,12 @@ class RunNeeds:
         return largest_count(lambda size: self.resized(size).verdict(use, limits) is FitVerdict.FITS)
 
 
+def _count_room(budget_bytes: int) -> int:
+    """Return the bytes of a budget that are not reserved for blocks in transit and batches."""
+    budget = Budget.limited(budget_bytes, can_spill=True, tick_bytes=0, tuning=Tuning())
+    return max(budget_bytes - budget.reserved_bytes, 0)
+
+
 def largest_count(fits: Callable[[int], bool], top: int = _MAX_COUNT) -> int:
     """Return the largest number up to `top` for which `fits` holds, if it holds for all smaller ones; 0 for none."""
     if not fits(1):
@@ -406,5 +419,5 @@ def is_unlimited(count: int) -> bool:
 
 
 def estimate_settled(parameter_bytes: int) -> int:
-    """Return what gradients and an Adam optimizer take for some weights."""
+    """Return the bytes of gradients and of an Adam optimizer for weights of `parameter_bytes`."""
     return _OPTIMIZER_COPIES * parameter_bytes

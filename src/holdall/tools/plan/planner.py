@@ -1,8 +1,8 @@
-"""The plan of one run: what a probe found, compared with the limits of a machine, and what would fit.
+"""The plan of one run: the needs that a probe measured, the limits of a machine, and the sizes that would fit.
 
 In:  a `Snapshot`.  Out: a `Plan`, for the terminal and JSON, with the parts of the peak, the table of capacities, the
 largest sizes and the cheapest change.
-Every recommendation went through the same arithmetic as the run itself, and fits.
+Every recommended change is checked by the same arithmetic as the run itself, and fits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from typing import Any
 
 from holdall.errors import HoldallError
 from holdall.machine import Limit, disk, largest_mapping, memory_limits
+from holdall.tools.plan.algorithms import (
+    ROLLOUTS_KEEP_DTYPES,
+    count_observation_bytes,
+    count_step_bytes,
+    count_transition_bytes,
+    parse_version,
+)
 from holdall.tools.plan.environments import space_from_dict
 from holdall.tools.plan.needs import (
+    PLAIN_LAYOUT,
     Experience,
     FitVerdict,
     HoldallUse,
@@ -30,9 +38,8 @@ from holdall.tools.plan.needs import (
     is_unlimited,
     largest_count,
 )
-from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, count_transition_bytes, parse_version
 from holdall.tools.probe.launch import probe
-from holdall.tools.probe.snapshot import FoundBuffer, FoundEnvironment, FoundMemory, FoundModel, Snapshot
+from holdall.tools.probe.snapshot import FoundBuffer, FoundEnvironment, FoundMemory, FoundModel, Snapshot, StoredSteps
 from holdall.units import counted, format_bytes, parse_bytes
 
 MEASURE_S = 10.0
@@ -47,12 +54,12 @@ _OTHER_NAMES = {"capacity": "buffer_size", "num_envs": "n_envs", "timesteps": "t
 
 
 class PlanError(HoldallError, RuntimeError):
-    """A command was run, and nothing that can be planned was found."""
+    """A command cannot be planned: nothing was found in it, or a change does not apply to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
-    """One capacity: what either buffer takes, and whether the whole run fits."""
+    """One capacity: the bytes of the library's and of holdall's buffer, and whether the whole run fits with each."""
 
     size: int
     plain_bytes: int
@@ -77,7 +84,7 @@ class SuggestedChange:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run needs, what there is, and what would fit."""
+    """The memory that a run needs, the limits of the machine, and the sizes that would fit."""
 
     title: str
     snapshot: Snapshot
@@ -106,7 +113,7 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """Return the lines to paste: the run as it is if it fits, or with the cheapest change that makes it fit."""
+        """Return the lines to paste: the run with the cheapest change that makes it fit, if there is one."""
         if self.change is None:
             return write_code(self.snapshot, self.needs, self.needs.holdall)
         return write_code(self.snapshot, self.change.needs, self.change.use)
@@ -167,7 +174,7 @@ def plan_command(
 
     Args:
         changes: Other values to plan with: `buffer_size`, `n_steps`, `batch_size`, `n_envs`, `total_timesteps`.
-        limits: What there is to fit into; this machine by default.
+        limits: Limits that the run must fit into; those of this machine by default.
         is_noise: Whether the command's observations are made up.
     """
     snapshot = probe(command, timeout_s, measure_s=MEASURE_S, cwd=cwd)
@@ -188,7 +195,7 @@ def plan_settings(
 
     The stand-in's buffer is small, so that it can always be allocated; the plan has the real size.
     """
-    from holdall.tools.plan.stand_in import describe_run  # noqa: PLC0415  It knows the algorithms.
+    from holdall.tools.plan.stand_in import describe_run  # noqa: PLC0415  Only runs without a command need it.
 
     run = describe_run(settings)
     command = [sys.executable, "-P", "-m", "holdall.tools.plan.stand_in", json.dumps(run.arguments)]
@@ -205,10 +212,10 @@ def find_limits(
     gpu_bytes: int | None = None,
     directory: Path | None = None,
 ) -> MachineLimits:
-    """Return the limits of this machine, or those that the user gives of another.
+    """Return the limits of this machine, or of another machine if the user gives its free memory.
 
     Args:
-        budget_bytes: A limit beside those of the machine.
+        budget_bytes: A further limit, in addition to the machine's own.
         memory_bytes: Free memory of another machine.
         gpu_bytes: Free memory of a GPU.
     """
@@ -242,7 +249,7 @@ def plan_snapshot(
     candidate = use or HoldallUse()
     has_stored = needs.stored is not None
     largest: dict[str, int | None] = {
-        f"{_size_word(needs)} with {needs.experience.library}'s buffer": needs.largest_size(None, limits),
+        f"{_size_word(needs)} with {needs.experience.layout}": needs.largest_size(None, limits),
         f"{_size_word(needs)} with holdall's": needs.largest_size(candidate, limits) if has_stored else None,
         "batch": largest_batch(needs, limits),
     }
@@ -309,7 +316,7 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
         measured_envs=0 if environment is None else environment.n_envs,
         process_bytes=sum(process.unique_bytes for process in workers),
         processes=len(workers),
-        stored=snapshot.stored,
+        stored=_read_stored(snapshot, model, buffer),
         holdall=None if memory is None else _read_use(memory),
         others=tuple(others),
         free_bytes=limits.free_bytes,
@@ -333,6 +340,18 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
     return replace(needs, settled_bytes=estimate_settled(weights), update_bytes=batch_bytes), notes
 
 
+def _read_stored(snapshot: Snapshot, model: FoundModel | None, buffer: FoundBuffer | None) -> StoredSteps | None:
+    """Return what holdall's memory needs for the steps, with the further arrays of sb3-contrib's rollout buffers."""
+    stored = snapshot.stored
+    if stored is None or model is None or buffer is None or model.algorithm not in {"MaskablePPO", "RecurrentPPO"}:
+        return stored
+    if not (buffer.rows and model.observation_space and model.action_space):
+        return stored
+    spaces = (space_from_dict(model.observation_space), space_from_dict(model.action_space))
+    further = buffer.nbytes / (buffer.rows * buffer.n_envs) - count_step_bytes(*spaces)  # Masks, or hidden states.
+    return replace(stored, raw_bytes=stored.raw_bytes + max(further, 0.0))
+
+
 def _explain_nothing(snapshot: Snapshot) -> str:
     """Say why a command cannot be planned."""
     last = snapshot.error.strip().splitlines()[-1] if snapshot.error and snapshot.error.strip() else ""
@@ -343,13 +362,14 @@ def _explain_nothing(snapshot: Snapshot) -> str:
         return f"The command failed before it trained: {last}"
     if snapshot.is_ready:
         return f"The command was stopped by {snapshot.stopped_by}, and it has no buffer of 16 MiB or more."
-    return f"Nothing was found to plan: {snapshot.stopped_by}."
+    advice = " Pass a larger --timeout." if snapshot.trigger == "timeout" else ""
+    return f"Nothing was found to plan: {snapshot.stopped_by}.{advice}"
 
 
 def _find_memory(snapshot: Snapshot, model: FoundModel | None) -> FoundMemory | None:
     """Return holdall's memory that belongs to the model, or the largest one."""
     if model is not None:
-        return next((memory for memory in snapshot.memories if memory.owner == model.buffer_owner), None)
+        return snapshot.find_memory(model)
     return max(snapshot.memories, key=lambda memory: memory.capacity, default=None)
 
 
@@ -363,27 +383,24 @@ def _find_environment(snapshot: Snapshot, model: FoundModel | None, n_envs: int)
 def _find_main_buffer(snapshot: Snapshot, model: FoundModel | None) -> FoundBuffer | None:
     """Return the model's buffer, or the largest one."""
     if model is not None:
-        return next((buffer for buffer in snapshot.buffers if buffer.owner == model.buffer_owner), None)
+        return snapshot.find_buffer(model)
     return max(snapshot.buffers, key=lambda buffer: buffer.nbytes, default=None)
 
 
 def _read_buffer(buffer: FoundBuffer, model: FoundModel | None) -> Experience:
-    """Return a buffer of a library, whose arrays have one entry per row."""
+    """Return the layout of a library's buffer. Arrays without one entry per row do not grow with the capacity."""
     rows = buffer.rows or max(buffer.items_now, 1)
     fixed = sum(array.nbytes for array in buffer.arrays if not array.shape or array.shape[0] != rows)
-    is_copied = buffer.kind == "rollout" and buffer.n_envs > 1
-    copied = max((array.nbytes / rows for array in buffer.arrays), default=0.0) if is_copied else 0.0
-    is_sb3 = buffer.class_name.startswith(("stable_baselines3.", "sb3_contrib."))
     total = None if model is None else model.total_timesteps
     return Experience(
         name=buffer.owner,
-        library="SB3" if is_sb3 else buffer.class_name.rpartition(".")[2] or "NumPy",
+        library="SB3" if buffer.is_sb3 else buffer.class_name.rpartition(".")[2] or "NumPy",
         rows=rows,
         n_envs=buffer.n_envs,
         row_bytes=(buffer.nbytes - fixed) / rows,
         fixed_bytes=fixed,
         largest_array_share=_find_largest_share(buffer),
-        copied_row_bytes=copied,
+        copied_row_bytes=buffer.flattened_bytes / rows,
         is_rollout=buffer.kind == "rollout",
         is_exact=buffer.is_exact,
         max_rows=None if total is None else -(-total // buffer.n_envs),
@@ -391,7 +408,7 @@ def _read_buffer(buffer: FoundBuffer, model: FoundModel | None) -> Experience:
 
 
 def _find_largest_share(buffer: FoundBuffer) -> float:
-    """Return the share of a buffer's largest array in the buffer's bytes. Items of a list are allocated one by one."""
+    """Return the share of the largest array in a buffer's bytes; 0 for lists, whose items are allocated one by one."""
     if not buffer.nbytes or buffer.kind in {"deque", "list"}:
         return 0.0
     return max((array.nbytes for array in buffer.arrays), default=buffer.nbytes) / buffer.nbytes
@@ -401,18 +418,20 @@ def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapsh
     """Return the plain layout that one of holdall's memories replaces."""
     rows = max(memory.capacity // memory.n_envs, 1)
     is_rollout = "Rollout" in memory.class_name
-    each = _count_plain_bytes(memory, model, snapshot)
+    each = _count_plain_bytes(memory, model, snapshot, is_rollout=is_rollout)
+    is_copied = is_rollout and model is not None and min(rows, memory.n_envs) > 1
     total = None if model is None else model.total_timesteps
     return Experience(
         name=memory.owner,
-        library="SB3" if model is not None else "a plain layout",
+        library="SB3" if model is not None else PLAIN_LAYOUT,
         rows=rows,
         n_envs=memory.n_envs,
         row_bytes=each * memory.n_envs,
         # A plain replay buffer has two arrays of observations.
         largest_array_share=1.0 if is_rollout else 0.5,
+        copied_row_bytes=_find_largest_observation(model) * memory.n_envs if is_copied else 0.0,
         is_rollout=is_rollout,
-        is_exact=model is not None,
+        is_exact=model is not None and not is_rollout,
         max_rows=None if total is None else -(-total // memory.n_envs),
     )
 
@@ -424,14 +443,21 @@ def _count_full_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: S
     return max(needs.holdall_bytes(_read_use(memory)), memory.held_bytes)
 
 
-def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> float:
+def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot, *, is_rollout: bool) -> float:
     """Return the bytes of one transition in the plain layout of the library."""
-    if model is not None and model.observation_space and model.action_space and "Rollout" not in memory.class_name:
-        action = space_from_dict(model.action_space)
-        return count_transition_bytes(space_from_dict(model.observation_space), action)
+    if model is not None and model.observation_space and model.action_space:
+        count = count_step_bytes if is_rollout else count_transition_bytes
+        return count(space_from_dict(model.observation_space), space_from_dict(model.action_space))
     if memory.transitions:
         return memory.plain_bytes / memory.transitions
     return snapshot.stored.raw_bytes if snapshot.stored else 0.0
+
+
+def _find_largest_observation(model: FoundModel | None) -> int:
+    """Return the bytes of the largest array of one observation, which Stable-Baselines3 copies to flatten a rollout."""
+    if model is None or not model.observation_space:
+        return 0
+    return max(count_observation_bytes(space_from_dict(model.observation_space)))
 
 
 def _read_use(memory: FoundMemory) -> HoldallUse:
@@ -522,6 +548,10 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
         if needs.holdall is None:
             why = "each frame is stored once and compressed, and the samples are the same, bit for bit"
             yield SuggestedChange("keep the experience in holdall's buffer", why, needs, HoldallUse())
+        elif not experience.is_rollout and (needs.holdall.is_auto or needs.holdall.budget_bytes is not None):
+            why = "all data is compressed from the start, and the samples are the same, bit for bit"
+            use = HoldallUse(prefer=needs.holdall.prefer)
+            yield SuggestedChange("budget=None for holdall's buffer", why, needs, use)
         if not experience.is_rollout:
             yield from _suggest_budget(needs, limits.free_bytes)
     size = round_down(needs.largest_size(needs.holdall, limits))
@@ -542,7 +572,7 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
 
 
 def _suggest_budget(needs: RunNeeds, free: int) -> Iterator[SuggestedChange]:
-    """Suggest a budget and a disk tier, which keep every transition."""
+    """Suggest a budget with a disk tier, which together keep every transition."""
     room = free - needs.most_bytes(HoldallUse(budget_bytes=0, spill_dir="disk"))
     unit = 2**30 // 10 if room >= 2**30 else 2**20
     budget = int(room / 1.2) // unit * unit
@@ -581,7 +611,7 @@ def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
 def write_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
     """Return the lines to paste, at most 80 characters wide where that is possible."""
     if not snapshot.models:
-        return _write_memory_code(needs, use)
+        return _write_buffer_code(snapshot, needs, use)
     model = snapshot.models[0]
     has_batch = bool(model.settings.get("batch_size"))
     is_her = "Her" in str(model.settings.get("replay_buffer_class", ""))
@@ -603,10 +633,18 @@ def write_model_code(
     if needs.batch_size and has_batch:
         settings.append(f"batch_size={needs.batch_size}")
     lines = []
-    if use is not None:
+    last = []
+    if use is not None and algorithm == "RecurrentPPO":  # It has no argument for the class of its buffer.
+        lines.append("from holdall.sb3.contrib import equip")
+        last.append("equip(model)")
+    elif use is not None:
         kind = "rollout" if experience.is_rollout else "replay"
         name = "HerReplayBuffer" if is_her else f"{kind.title()}Buffer"
-        lines.append(f"from holdall.sb3 import {name}")
+        module = "holdall.sb3"
+        if algorithm == "MaskablePPO":
+            module = "holdall.sb3.contrib"
+            name = "MaskableDictRolloutBuffer" if policy == "MultiInputPolicy" else "MaskableRolloutBuffer"
+        lines.append(f"from {module} import {name}")
         settings.append(f"{kind}_buffer_class={name}")
         kwargs = _write_use(use) if kind == "replay" else {}
         if kwargs:
@@ -617,7 +655,7 @@ def write_model_code(
     if len(line) > _CODE_COLUMNS:
         arguments = [f"{policy}, env", *settings]
         line = "\n    ".join([f"model = {algorithm}(", *(f"{part}," for part in arguments)]) + "\n)"
-    return "\n".join([*lines, line])
+    return "\n".join([*lines, line, *last])
 
 
 def _write_use(use: HoldallUse) -> dict[str, Any]:
@@ -625,33 +663,47 @@ def _write_use(use: HoldallUse) -> dict[str, Any]:
     if use.is_auto:
         return {}
     if use.budget_bytes is None:
-        return {"budget": None}
+        return {"budget": None} if use.prefer == "balanced" else {"budget": None, "prefer": use.prefer}
     kwargs: dict[str, Any] = {"budget": format_bytes(use.budget_bytes), "prefer": use.prefer}
     if use.spill_dir is not None:
         kwargs["spill_dir"] = use.spill_dir
     return kwargs
 
 
-def _write_memory_code(needs: RunNeeds, use: HoldallUse | None) -> str:
+def _write_buffer_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
+    """Return the lines that make a buffer of a loop without a model."""
     experience = needs.experience
     if use is None:
-        return f"# {experience.name}: {experience.size:,} transitions"
-    settings = [f"{name}={json.dumps(value).replace('null', 'None')}" for name, value in _write_use(use).items()]
-    arguments = ["observation_space", "action_space", f"capacity={experience.size:_}", f"num_envs={experience.n_envs}"]
-    arguments += settings
-    return "memory = holdall.ReplayMemory(\n    " + ",\n    ".join(arguments) + ",\n)"
+        return f"# {experience.name}: a capacity of {experience.size:,}"
+    found = _find_memory(snapshot, None) or _find_main_buffer(snapshot, None)
+    library = "" if found is None else found.class_name
+    settings = {} if experience.is_rollout else _write_use(use)
+    written = [f"{name}={json.dumps(value).replace('null', 'None')}" for name, value in settings.items()]
+    if library.startswith(("torchrl.", "holdall.torchrl.")):
+        settings_text = ", ".join([f"{experience.size:_}", *written])
+        return f"from holdall.torchrl import HoldallStorage\nstorage = HoldallStorage({settings_text})"
+    if library.startswith(("stable_baselines3.", "cleanrl_utils.", "holdall.cleanrl.")) and not experience.is_rollout:
+        lines = ["from holdall.cleanrl import ReplayBuffer", f"{experience.name} = ReplayBuffer("]
+        arguments = [f"{experience.size:_},", "...,  # the other arguments stay", *(f"{one}," for one in written)]
+        return "\n    ".join(["\n".join(lines), *arguments]) + "\n)"
+    kind = "RolloutMemory" if experience.is_rollout else "ReplayMemory"
+    size = f"num_steps={experience.rows}" if experience.is_rollout else f"capacity={experience.size:_}"
+    arguments = ["observation_space", "action_space", size, f"num_envs={experience.n_envs}", *written]
+    return "\n    ".join([f"memory = holdall.{kind}(", *(f"{one}," for one in arguments)]) + "\n)"
 
 
 def name_policy(model: FoundModel) -> str:
     """Return the policy as users write it."""
     space = model.observation_space or {}
     if space.get("kind") == "dict":
-        return "MultiInputPolicy"
-    return "CnnPolicy" if "Cnn" in model.policy_class or len(space.get("shape", ())) == 3 else "MlpPolicy"
+        name = "MultiInputPolicy"
+    else:
+        name = "CnnPolicy" if "Cnn" in model.policy_class or len(space.get("shape", ())) == 3 else "MlpPolicy"
+    return name.replace("Policy", "LstmPolicy") if model.algorithm == "RecurrentPPO" else name
 
 
 def format_count(count: int) -> str:
-    """Write a count. A dash is none, and `any` means that nothing limits it."""
+    """Return a count as text: `none` for 0, and `any` if nothing limits it."""
     if is_unlimited(count):
         return "any"
     return f"{count:,}" if count else "none"

@@ -1,17 +1,17 @@
 """A stand-in for a training script: it builds the model that some settings describe, and calls `learn`.
 
-`holdall plan --algo sac --obs ...` and `holdall plan run.toml` run this module as a command of their own, so that such
-a run is planned exactly as a script is: by a probe. Without an environment, observations are noise, which overlaps as
-stacked frames do and cannot be compressed.
+`holdall plan --algo sac --obs ...` and `holdall plan run.toml` run this module as a command and probe it, exactly as
+they would probe a script. Without an environment, observations are noise, which cannot be compressed.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
+from holdall.tools.plan.algorithms import ALGORITHM_CLASSES, ALGORITHMS, DEFAULT_BUFFER_SIZE
 from holdall.tools.plan.config import parse_count, read_observation
-from holdall.tools.plan.environments import has_images, make_single_env, parse_space, space_from_dict, space_to_dict
-from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
+from holdall.tools.plan.environments import has_images, make_env, parse_space, space_from_dict, space_to_dict
 
 _MAX_ROWS = 10_000
 """Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
@@ -33,13 +33,19 @@ _NOISE_NOTE = (
     "holdall plan -- python train.py"
 )
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
-_TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "env")
-_SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "uses_holdall")
+_TEXTS = ("policy", "vec_env", "start_method", "device", "wrapper", "env")
+_CHOICES = {
+    "vec_env": ("dummy", "subproc"),
+    "start_method": ("", "fork", "forkserver", "spawn"),
+    "wrapper": ("", "atari"),
+}
+"""Allowed values of settings, the default first."""
+_MAX_ENVS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """What the stand-in is started with, and what the plan changes afterwards."""
+    """Arguments that start the stand-in, and the changes that the plan makes afterwards to get the real sizes."""
 
     arguments: dict[str, Any]
     changes: dict[str, int]
@@ -70,24 +76,22 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
             raise ArgumentError(f"{given_name} ({count}) must be at least 1.")
     arguments: dict[str, Any] = {"algo": algo} | counts
     arguments |= {name: str(given[name]) for name in _TEXTS if name in given}
-    arguments |= {name: given[name] for name in (*_SWITCHES, "policy_kwargs") if name in given}
+    arguments |= {name: given[name] for name in ("uses_holdall", "policy_kwargs") if name in given}
     notes = []
-    if "env" in arguments:
-        _check(arguments, spaces.Box(0, 1, (1,)), spaces.Discrete(2) if "dqn" in algo else spaces.Box(0, 1, (1,)))
-    else:
+    _check(arguments)
+    if "env" not in arguments:
         observation, action = _read_spaces(given)
-        _check(arguments, observation, action)
         arguments |= {"observation": space_to_dict(observation), "action": space_to_dict(action)}
         notes.append(_NOISE_NOTE)
     num_envs = counts.get("num_envs", 1)
     changes = {"n_envs": num_envs}
     if algorithm.on_policy:
         steps = counts.get("n_steps", algorithm.n_steps)
-        least = -(-counts.get("batch_size", algorithm.batch_size or 1) // num_envs)
-        arguments["n_steps"] = max(min(steps, _MAX_ROWS), min(least, steps))
+        rows_of_batch = -(-counts.get("batch_size", algorithm.batch_size or 1) // num_envs)
+        arguments["n_steps"] = max(min(steps, _MAX_ROWS), min(rows_of_batch, steps))
         changes["n_steps"] = steps
     else:
-        capacity = counts.get("capacity", int(algorithm.defaults["buffer_size"]))
+        capacity = counts.get("capacity", DEFAULT_BUFFER_SIZE)
         arguments["capacity"] = min(capacity, max(_MAX_ROWS, 2 * num_envs))
         changes["buffer_size"] = capacity
     return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes), "env" not in arguments)
@@ -105,21 +109,26 @@ def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Sp
     return read_observation(given["obs"]), action
 
 
-def _check(arguments: Mapping[str, Any], observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
-    """Refuse settings that Stable-Baselines3 refuses, or that are misspelt."""
-    for name in _SWITCHES:
-        if not isinstance(arguments.get(name, False), bool):
-            raise ArgumentError(f"{name} ({arguments[name]!r}) must be true or false.")
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Refuse misspelt settings. Stable-Baselines3 refuses other invalid settings itself when the stand-in runs."""
+    for name, choices in _CHOICES.items():
+        given = arguments.get(name, choices[0])
+        if given not in choices:
+            raise ArgumentError(f"{name} ({given!r}) must be one of {', '.join(filter(None, choices))}.")
+    device = arguments.get("device", "cpu")
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+        raise ArgumentError(f"device ({device!r}) must be 'cpu', 'cuda', 'cuda:0', 'mps' or 'auto'.")
+    if arguments.get("num_envs", 1) > _MAX_ENVS:
+        raise ArgumentError(f"num_envs ({arguments['num_envs']:,}) must be at most {_MAX_ENVS:,}.")
+    if not isinstance(arguments.get("uses_holdall", False), bool):
+        raise ArgumentError(f"uses_holdall ({arguments['uses_holdall']!r}) must be true or false.")
     if not isinstance(arguments.get("policy_kwargs", {}), Mapping):
         given = arguments["policy_kwargs"]
         raise ArgumentError(f"policy_kwargs ({given!r}) must be a table, such as net_arch = [256, 256].")
-    names = {one.name for one in fields(Spec)}
-    chosen = {name: value for name, value in arguments.items() if name in names}
-    Spec(observation=observation, action=action, **chosen)
 
 
 class NoiseEnv(gym.Env[Any, Any]):
-    """An environment that has spaces, and observations of noise."""
+    """An environment with the given spaces whose observations are noise."""
 
     def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
         self.observation_space = observation_space
@@ -147,12 +156,12 @@ def build_model(arguments: Mapping[str, Any]) -> Any:
         options["policy_kwargs"] = _read_policy_kwargs(arguments["policy_kwargs"])
     if "batch_size" in arguments and algorithm.batch_size is not None:
         options["batch_size"] = arguments["batch_size"]
-    if not algorithm.on_policy:
-        options |= _choose_buffer(arguments)
-    elif arguments.get("uses_holdall"):
-        options["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
-    kind = getattr(importlib.import_module(algorithm.package), algorithm.name)
-    return kind(arguments.get("policy") or _choose_policy(env.observation_space), env, **options)
+    if arguments.get("uses_holdall"):
+        adapter = importlib.import_module("holdall.sb3")
+        kind = "rollout" if algorithm.on_policy else "replay"
+        options[f"{kind}_buffer_class"] = adapter.RolloutBuffer if algorithm.on_policy else adapter.ReplayBuffer
+    algorithm_class = getattr(importlib.import_module(algorithm.package), algorithm.name)
+    return algorithm_class(arguments.get("policy") or _choose_policy(env.observation_space), env, **options)
 
 
 def _read_policy_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,21 +180,6 @@ def _choose_device(wanted: str) -> str:
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         return "cpu"
     return wanted
-
-
-def _choose_buffer(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if arguments.get("optimize_memory_usage"):
-        options["optimize_memory_usage"] = True
-    if arguments.get("handle_timeout_termination") is False:
-        options["replay_buffer_kwargs"] = {"handle_timeout_termination": False}
-    name = arguments.get("buffer_class")
-    if arguments.get("uses_holdall"):
-        options["replay_buffer_class"] = importlib.import_module("holdall.sb3").ReplayBuffer
-    elif name:
-        module = "stable_baselines3.her" if name == "HerReplayBuffer" else "stable_baselines3.common.buffers"
-        options["replay_buffer_class"] = getattr(importlib.import_module(module), name)
-    return options
 
 
 def _choose_policy(observation: spaces.Space[Any]) -> str:
@@ -208,12 +202,12 @@ def _build_env(arguments: Mapping[str, Any]) -> Any:
 
 def _make_env(arguments: dict[str, Any], wrap: Callable[[Any], Any]) -> Any:
     if "env" in arguments:
-        return wrap(make_single_env(arguments["env"], arguments.get("wrapper", "")))
+        return wrap(make_env(arguments["env"], arguments.get("wrapper", "")))
     return wrap(NoiseEnv(space_from_dict(arguments["observation"]), space_from_dict(arguments["action"])))
 
 
 def main() -> None:
-    """Build the model of the JSON in the first argument, and call `learn`."""
+    """Build the model that the JSON in the first argument describes, and call `learn`."""
     arguments = json.loads(sys.argv[1])
     build_model(arguments).learn(arguments.get("total_timesteps", _ENDLESS))
 

@@ -1,4 +1,4 @@
-"""Failed allocations: how much memory an error says could not be allocated."""
+"""Failed allocations: reads from an error how much memory could not be allocated."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import re
 from .snapshot import FailedAllocation
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-
-
 _TORCH_CPU = re.compile(r"tried to allocate (\d+) bytes")
-
-
 _TORCH_CUDA = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
 
 

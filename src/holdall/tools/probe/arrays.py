@@ -13,17 +13,13 @@ from .objects import NOT_OWNERS, classify, get_attributes, get_package
 from .snapshot import FoundArray
 
 MAX_DEPTH = 6
-
-
 MAX_SAMPLED_ITEMS = 64
-
-
 _MAX_COUNTED_OBJECTS = 200_000
-"""Objects that are visited to count the bytes of sampled items, so that the walk takes less than a second."""
+"""Most objects that are visited to count the bytes of sampled items. The walk then takes less than a second."""
 
 
 def find_root(array: Any) -> Any:
-    """Return the array that owns the data of a view."""
+    """Return the array that owns the data of `array`: `array` itself, or the array that it is a view of."""
     while isinstance(getattr(array, "base", None), type(array)) or type(getattr(array, "base", None)).__name__ in {
         "ndarray",
         "memmap",
@@ -33,7 +29,7 @@ def find_root(array: Any) -> Any:
 
 
 def find_address(array: Any) -> int:
-    """Return an identity of the data of an array."""
+    """Return the address of an array's data, or the `id` of the array if its data has no address."""
     with contextlib.suppress(Exception):
         if hasattr(array, "untyped_storage"):
             return int(array.untyped_storage().data_ptr()) or id(array)
@@ -65,7 +61,7 @@ def describe_array(name: str, array: Any) -> FoundArray:
 
 
 def _count_resident(address: int, nbytes: int) -> int:
-    """Return the bytes of a range of this process that are in RAM, or all bytes if the system does not report them."""
+    """Return the bytes of an address range that are in RAM, or `nbytes` if the system does not report them."""
     page = mmap.PAGESIZE
     first = address // page
     count = (address + nbytes + page - 1) // page - first
@@ -81,7 +77,7 @@ def _count_resident(address: int, nbytes: int) -> int:
 
 
 def walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays in a value, its items and its attributes, with their names."""
+    """Yield the arrays in a value with their names: in the items of a mapping or tuple, or in a library's container."""
     kind = classify(type(value))
     if kind == "array":
         yield name, value
@@ -101,7 +97,7 @@ def walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def count_new_bytes(items: list[Any]) -> float:
-    """Return the mean bytes that an item adds to the items before it."""
+    """Return the mean bytes that an item adds. What it shares with the items before it is not counted again."""
     seen: set[int] = set()
     count_deep(items[0], seen)
     if len(items) == 1:

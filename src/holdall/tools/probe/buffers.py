@@ -38,7 +38,7 @@ _CAPACITY_NAMES = (
     "max_length",
     "size",
 )
-"""Attributes that hold the capacity of an object whose list grows, in order of preference."""
+"""Attributes that may hold the capacity of an object that contains a deque or list, in order of preference."""
 
 
 def find_buffers(objects: LiveHeap) -> Iterator[FoundBuffer]:
@@ -58,7 +58,7 @@ def find_buffers(objects: LiveHeap) -> Iterator[FoundBuffer]:
 
 
 def _get_parts(buffer: Any) -> Iterable[Any]:
-    """Return the buffers that a buffer consists of, as Tianshou's managers do."""
+    """Return the buffers inside a buffer. Tianshou's managers consist of several."""
     parts = get_attributes(buffer).get("buffers", ())
     return parts if isinstance(parts, (list, tuple)) else list(getattr(parts, "flat", ()))
 
@@ -104,10 +104,10 @@ def _describe_buffer(buffer: Any, objects: LiveHeap) -> FoundBuffer | None:
 
 
 def _complete_empty_buffers(buffers: list[FoundBuffer]) -> Iterator[FoundBuffer]:
-    """Give Tianshou's buffers that have received nothing the arrays of one that has.
+    """Describe Tianshou's empty buffers by the arrays of the fullest buffer.
 
-    Tianshou allocates arrays when experience is first added, and its trainers fill the buffer of the tests first. Both
-    buffers get the experience of the same environment.
+    Tianshou allocates arrays when experience is first added, and its trainers fill the buffer for tests first. The
+    buffer for training is then still empty, but it will get experience with the same shapes and dtypes.
     """
     filled = max((one for one in buffers if _get_batch_arrays(one)), key=lambda one: one.items_now, default=None)
     for buffer in buffers:

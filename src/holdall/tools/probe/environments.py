@@ -86,7 +86,7 @@ def _count_environment_bytes(env: Any) -> int:
         envs = get_attributes(part).get("envs")
         if isinstance(envs, (list, tuple)) and envs:
             lanes = list(envs)
-    # Wrappers hide the environment several attributes deep, so the walk starts above the usual depth.
+    # Wrappers hide the environment several attributes deep, so the count starts at a negative depth and goes deeper.
     seen: set[int] = set()
     sizes = [count_deep(lane, seen, -MAX_DEPTH) for lane in lanes[:MAX_SAMPLED_ITEMS]]
     return sizes[0] if len(sizes) == 1 else sum(sizes[1:]) // (len(sizes) - 1)

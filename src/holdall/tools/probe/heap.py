@@ -46,7 +46,7 @@ class LiveHeap:
     # ---------------------------------------------------------------- finding
 
     def _walk(self) -> None:
-        """Sort every object that the garbage collector knows, and collect large arrays with their owners."""
+        """Sort every object that the garbage collector tracks, and collect large arrays with their owners."""
         own = {id(vars(self)), id(self._names), id(self._arrays), id(self._frames), *self._hidden}
         kinds: dict[type, str] = {}
         seen: set[int] = set()
@@ -151,18 +151,18 @@ class LiveHeap:
         self._taken.add(find_address(find_root(array)))
 
     def large_arrays(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield the large arrays that no buffer has claimed, each with the objects that refer to it."""
+        """Yield the large arrays that no buffer and no network has claimed, each with the objects that refer to it."""
         for address, (array, owners) in self._arrays.items():
             if address not in self._taken:
                 yield array, owners
 
     def take_rest(self) -> Iterator[FoundArray]:
-        """Describe the large arrays that belong to no buffer."""
+        """Describe the large arrays that no buffer and no network has claimed."""
         for array, owners in self.large_arrays():
             yield describe_array(self.name_array(array, owners)[1], array)
 
     def name_array(self, array: Any, owners: list[Any]) -> tuple[Any, str]:
-        """Return the object that owns an array, and the attribute or variable under which it keeps it."""
+        """Return the object that owns an array, and the name of the attribute or variable that refers to the array."""
         address = find_address(array)
         for owner in owners:
             if isinstance(owner, FrameType):
@@ -202,7 +202,7 @@ class LiveHeap:
 
 
 def _walk_frames(error: BaseException | None) -> Iterator[FrameType]:
-    """Yield the frames of all threads and of an error's traceback, without those of the probe."""
+    """Yield the frames of an error's traceback, and the frames of all threads except those of the probe."""
     trace = None if error is None else error.__traceback__
     while trace is not None:
         yield trace.tb_frame
@@ -225,7 +225,7 @@ def _is_users(module_name: str, file: str | None) -> bool:
 
 
 def _find_key(values: Mapping[str, Any], address: int) -> str:
-    """Return the name under which a mapping keeps the array at `address`, directly or inside a dict or a list."""
+    """Return the name under which a mapping keeps the array at `address`, directly or inside a dict or a tuple."""
     for name, value in list(values.items()):
         for path, array in walk_arrays(value, str(name), 0):
             if find_address(find_root(array)) == address:

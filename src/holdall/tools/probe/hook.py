@@ -39,9 +39,9 @@ from .triggers import TRIGGERS, Trigger
 
 _POLL_S = 0.1
 _MAX_STEPPING_S = 20.0
-"""Seconds after the first environment step at which a loop is stopped that none of the other triggers knows."""
+"""Seconds of environment steps after which a loop is stopped that no other trigger recognises."""
 _READ_EVERY = 16
-"""Added steps between two readings of the resident set."""
+"""Steps between two readings of the resident set: added steps, or environment steps before the first added one."""
 _SERVES = re.compile(r"from multiprocessing\.\w+ import (main|spawn_main)\b")
 """What `multiprocessing` passes to `python -c` for a worker, a fork server or a resource tracker."""
 
@@ -84,7 +84,7 @@ class Hook:
     """State of the probe in one process.
 
     Args:
-        folder: Where reports go.
+        folder: Folder for the reports.
         launcher_pid: Process of holdall. If it ends, this process ends, too.
         max_env_steps: Environment steps after which the command is stopped.
         measure_s: Seconds that may be spent on measurements after the first sign of training; 0 for none.
@@ -125,7 +125,7 @@ class Hook:
     # ---------------------------------------------------------------- called by triggers
 
     def reach(self, trigger: str, words: str, **context: Any) -> None:
-        """Stop the command at this event. A probe that measures goes on to the end of the first update."""
+        """Stop the command at this event. A probe that measures lets the command continue to its first update."""
         if self._is_measuring:
             return
         if not self._measure_s or trigger == "learn":
@@ -137,7 +137,7 @@ class Hook:
             self._resident_before_update = read_status("VmRSS")
         is_late = time.monotonic() - self._first_sign_at > self._measure_s
         if self._added >= MAX_STEPS and "torch" not in sys.modules:
-            is_late = True  # No optimizer of torch is to be expected.
+            is_late = True  # Without torch, no trigger reports an update, so there is nothing to wait for.
         if trigger == "optimized" or is_late:
             self._has_updated = trigger == "optimized"
             self.stop(*self._first_sign, **context)
@@ -264,7 +264,7 @@ class Hook:
         part.replace(file)
 
     def _is_wanted(self) -> bool:
-        """Return whether holdall's process still waits for this probe."""
+        """Return whether holdall's process still runs and has not removed the folder."""
         return self.folder.exists() and _is_alive(self._launcher_pid)
 
 

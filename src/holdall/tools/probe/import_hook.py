@@ -1,4 +1,4 @@
-"""Calls functions with a module right after the command has imported it. Imports only the standard library."""
+"""Calls functions right after the command has imported a module. This file imports only the standard library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def call_after_import(actions: Mapping[str, Sequence[AfterImport]]) -> None:
     An import fails if a function raises, so functions must not raise.
 
     Args:
-        actions: Functions by the full name of a module.
+        actions: Functions to call, by the full name of their module.
     """
     later = {}
     for name, functions in actions.items():
@@ -58,5 +58,5 @@ class _AfterImportFinder(importlib.abc.MetaPathFinder):
             for function in functions:
                 function(module)
 
-        spec.loader.exec_module = run_module_and_call  # type: ignore[method-assign]  # Of this one loader.
+        spec.loader.exec_module = run_module_and_call  # type: ignore[method-assign]  # Changes this one loader.
         return spec

@@ -1,7 +1,7 @@
-"""Finds what a command has built among its live objects: models, buffers, memories, arrays, environments, threads.
+"""Finds what a command has built among its live objects: models, buffers, memories, arrays, environments.
 
-`inspect(context)` returns fields of a `Snapshot`. Nothing is changed, and no method of the command's objects is called
-except properties of arrays, spaces and holdall's memories.
+`inspect(context)` returns fields of a `Snapshot`. Nothing is changed. The only code of the command's objects that runs
+is that of libraries: properties of arrays and spaces, `parameters` of networks, schedules, and `report` of memories.
 
     objects       classes, attributes and plain values
     arrays        arrays and their bytes
@@ -10,7 +10,7 @@ except properties of arrays, spaces and holdall's memories.
     memories      holdall's own memories
     environments  environments and spaces
     models        models, callbacks, optimizers
-    allocations   errors that are about memory
+    allocations   errors of failed allocations
 
 These modules run in the command's process and import only the standard library.
 """
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import platform
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .allocations import read_allocation
@@ -29,7 +28,6 @@ from .environments import find_environments
 from .heap import LiveHeap
 from .memories import find_memories
 from .models import describe_model, describe_optimizer, find_callbacks, get_model_buffer
-from .snapshot import FoundThread
 
 _LIBRARIES = (
     "numpy",
@@ -51,13 +49,13 @@ def inspect(context: Mapping[str, Any], hidden: Sequence[tuple[Any, ...]] = ()) 
 
     Args:
         context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
-        hidden: Copies that the probe keeps. Their arrays are not the command's.
+        hidden: Copies of steps that the probe keeps. They do not belong to the command, so they are skipped.
     """
     return _describe(LiveHeap(context, hidden=hidden), context)
 
 
 def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dict[str, Any]:
-    """Return what belongs to one model, as fields of a `Snapshot`, without a look at other objects."""
+    """Return what belongs to one model, as fields of a `Snapshot`. No other live object is inspected."""
     buffer = get_model_buffer(model)
     context = {
         "model": model,
@@ -70,7 +68,7 @@ def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dic
 
 
 def _describe(objects: LiveHeap, context: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {
+    parts: dict[str, Callable[[], Iterable[Any]]] = {
         "models": lambda: [describe_model(model, objects, context) for model in objects.models],
         "callbacks": lambda: find_callbacks(objects, context.get("callback")),
         "memories": lambda: find_memories(objects),
@@ -78,7 +76,6 @@ def _describe(objects: LiveHeap, context: Mapping[str, Any]) -> dict[str, Any]:
         "arrays": objects.take_rest,
         "environments": lambda: find_environments(objects),
         "optimizers": lambda: [describe_optimizer(optimizer) for optimizer in objects.optimizers],
-        "threads": _find_threads,
     }
     found: dict[str, Any] = {
         "versions": _read_versions(),
@@ -91,12 +88,6 @@ def _describe(objects: LiveHeap, context: Mapping[str, Any]) -> dict[str, Any]:
         except Exception as error:
             notes.append(f"The {name} could not be read: {error!r}.")
     return found | {"notes": tuple(notes)}
-
-
-def _find_threads() -> Iterator[FoundThread]:
-    for thread in threading.enumerate():
-        if thread.name != "holdall-probe":
-            yield FoundThread(thread.name, thread.daemon)
 
 
 def _read_versions() -> dict[str, str]:

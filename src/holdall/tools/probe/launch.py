@@ -6,9 +6,9 @@ The command runs in a session of its own, with a startup hook (`startup/sitecust
 first event of `triggers.TRIGGERS`, and when the command fails or ends. This module also asks for a report at the
 timeout and when memory is nearly full.
 
-Guarantees: the command never trains (with `measure_s`, at most one update); every process that it started is ended;
-whatever was seen is returned, also after an error. The command really runs: its imports, its files, its environment.
-Callers say so to the user before they call `probe`.
+Guarantees: the command never trains (with `measure_s`, it makes at most two updates); every process that it started is
+ended; whatever was found is returned, also after an error. The command really runs: it imports modules, uses files and
+steps environments. Callers say so to the user before they call `probe`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def probe(
     """Run `command` until training is about to start. Return what it built.
 
     Args:
-        timeout_s: Seconds after which the command is stopped wherever it is.
-        max_env_steps: Environment steps after which a loop that no other trigger knows is stopped.
-        measure_s: Seconds that may be spent on measurements after the first sign of training: one real update, and a
-            few hundred steps into one of holdall's memories. 0 for none.
+        timeout_s: Seconds after which the command is stopped, even if it is not about to train.
+        max_env_steps: Environment steps after which a loop is stopped that no other trigger recognises.
+        measure_s: Seconds that may be spent on measurements after the first sign of training: a real update, and
+            storing a few hundred steps in holdall's memories. 0 for none.
         max_buffer_size: Largest `buffer_size` that models of Stable-Baselines3 get, for a command whose buffer cannot
             be allocated. None: the command's own.
         cwd: Directory in which the command runs.
@@ -154,7 +154,7 @@ class _Run:
             time.sleep(_POLL_S)
 
     def _request(self, trigger: str, words: str) -> Snapshot:
-        """Ask every process for a report, and return the one that found most."""
+        """Ask every process for a report, and return the report with the most objects."""
         request = self._folder / "request.part"
         request.write_text(f"{trigger}\n{words}", encoding="utf-8")
         request.rename(self._folder / "request")
@@ -215,10 +215,9 @@ class _Run:
         described = []
         for process in self._find_processes():
             with contextlib.suppress(psutil.Error, OSError):
-                held = held_bytes(process.pid)
-                name = process.name()
+                unique_bytes = held_bytes(process.pid).unique
                 is_reporter = process.pid in reporters
-                described.append(FoundProcess(process.pid, name, held.unique, held.proportional, is_reporter))
+                described.append(FoundProcess(process.pid, process.name(), unique_bytes, is_reporter))
         return described
 
     def _end_processes(self) -> None:
@@ -240,7 +239,7 @@ class _Run:
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """Return whether a process still runs. A zombie does not; it waits for its parent."""
+    """Return whether a process still runs. A zombie has ended, and only waits for its parent."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -248,6 +247,6 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _count_findings(snapshot: Snapshot) -> tuple[int, int]:
-    """Return how much a report has found, to compare the reports of several processes."""
+    """Return the number of objects in a report, then its memory, to compare the reports of several processes."""
     objects = len(snapshot.models) + len(snapshot.buffers) + len(snapshot.memories)
     return objects, snapshot.resident_bytes

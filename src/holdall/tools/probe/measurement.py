@@ -1,11 +1,11 @@
-"""What one real update and a few hundred real steps take, measured in the command's process.
+"""Measures the memory of a real update and of a few hundred real steps, in the command's process.
 
-A model of Stable-Baselines3 is measured when it is about to learn: its environments play random actions, the steps are
-added to its buffer, and `train` runs once or twice with the real batch size. Other commands continue by themselves to
+A model of Stable-Baselines3 is measured when it is about to learn: random actions are played in its environments, the
+steps are added to its buffer, and `train` runs twice with the real batch size. Other commands continue by themselves to
 the end of their first update, and the hook records the experience that they add.
 
-The steps are then added to memories of holdall, if holdall is installed where the command runs, so that sharing and
-compression are those of this data. The command is stopped afterwards, so nothing that is changed here matters to it.
+If holdall is installed where the command runs, the steps are then added to memories of holdall. They show how much
+sharing and compression save for this data. The command is stopped afterwards, so it never notices these changes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from .snapshot import MeasuredUpdate, StoredSteps
 
 MAX_STEPS = 1000
-"""Transitions that environments play, and vectorised steps of which the probe keeps copies, at most."""
+"""Most transitions that are played in environments, and most vectorised steps that the probe copies."""
 MAX_COPIED_BYTES = 256 * 2**20
-"""Bytes of copied steps, at most. Steps of many environments with images are large."""
+"""Most bytes of copied steps. Steps of many environments with images are large."""
 _UPDATES = 2
 _PLAY_SHARE = 0.4
-"""Share of the measuring time that environments may play."""
+"""Share of the measuring time for playing in the environments."""
 _MAX_BATCH_SHARE = 1 / 32
-"""Share of the free memory that the observations of one batch may take as float32. Larger batches are cut."""
+"""Share of the free memory that the observations of one batch may take as float32. Larger batches are made smaller."""
 
 Step = tuple[Any, Any, Any, Any, Any, Any]
 """obs, action, reward, next_obs, terminated, truncated; leading axis: environments."""
@@ -60,12 +60,12 @@ def measure_steps(steps: list[Step], resident_bytes: int) -> dict[str, Any]:
         kept = max(read_status("VmRSS") - resident_bytes, 0)
         facts["update"] = MeasuredUpdate(0, peak, kept, *_read_gpu())
     if not steps:
-        return facts
+        return facts | {"notes": ("The added steps could not be read, so what holdall would need was not measured.",)}
     return facts | _store(steps, facts["notes"], is_rollout=False)
 
 
 def read_status(name: str) -> int:
-    """Return a figure of /proc/self/status in bytes; 0 where there is none."""
+    """Return a figure of /proc/self/status in bytes, or 0 if the file or the figure does not exist."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -78,14 +78,14 @@ def read_status(name: str) -> int:
 
 
 def _play(model: Any, play_s: float) -> list[Step]:
-    """Play random actions in the model's environments, as its buffer would receive them."""
+    """Play random actions in the model's environments. Return the steps as the model's buffer would receive them."""
     import numpy as np  # noqa: PLC0415  Stable-Baselines3 has imported it.
 
     env = model.env
     normalizer = getattr(model, "_vec_normalize_env", None)
 
     def get_observation(seen: Any) -> Any:
-        return _copy(seen if normalizer is None else normalizer.get_original_obs())
+        return _copy_arrays(seen if normalizer is None else normalizer.get_original_obs())
 
     steps: list[Step] = []
     deadline = time.monotonic() + play_s
@@ -103,8 +103,8 @@ def _play(model: Any, play_s: float) -> list[Step]:
 
 
 def _put_final_observations(following: Any, dones: Any, infos: Any) -> Any:
-    """Return the observations after a step, with the final ones of the episodes that ended."""
-    result = _copy(following)
+    """Return the observations after a step. Where an episode ended, it is the final observation, not the reset one."""
+    result = _copy_arrays(following)
     for lane, info in enumerate(infos):
         final = info.get("terminal_observation") if dones[lane] else None
         if final is None:
@@ -115,10 +115,6 @@ def _put_final_observations(following: Any, dones: Any, infos: Any) -> Any:
         else:
             result[lane] = final
     return result
-
-
-def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value.copy()
 
 
 def _copy_arrays(value: Any) -> Any:
@@ -132,7 +128,7 @@ def _copy_arrays(value: Any) -> Any:
 
 
 def _measure_update(model: Any, steps: list[Step]) -> MeasuredUpdate:
-    """Run the model's own `train`, and return how much the process grew."""
+    """Run the model's own `train` `_UPDATES` times, and return how much the process grew."""
     from stable_baselines3.common.logger import Logger  # noqa: PLC0415  The command has imported it.
 
     model.set_logger(Logger(None, []))
@@ -181,7 +177,7 @@ def _read_free_memory() -> int:
 
 
 class _Training:
-    """Calls of `train` that need no `learn`."""
+    """Calls the `train` method of a model without `learn`."""
 
     def __init__(self, model: Any, batch_size: int, steps: list[Step] | None = None) -> None:
         self._model = model
@@ -193,9 +189,9 @@ class _Training:
         self._model.train(gradient_steps=1, batch_size=self._batch_size)
 
     def train_on_policy(self) -> None:
-        """Make one update from a small rollout that has one batch."""
+        """Make one update from a rollout that consists of one batch."""
         import numpy as np  # noqa: PLC0415  Stable-Baselines3 has imported it.
-        import torch  # noqa: PLC0415  likewise
+        import torch  # noqa: PLC0415  Stable-Baselines3 has imported it.
 
         model = self._model
         n_envs = model.n_envs
@@ -223,7 +219,7 @@ class _Training:
 
 
 def _reset_peak() -> None:
-    """Start a new peak of the resident set."""
+    """Reset the kernel's record of the peak resident set (VmHWM) to the current size."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -231,7 +227,7 @@ def _reset_peak() -> None:
 
 
 def _read_gpu() -> tuple[int, int]:
-    """Return the most that torch's allocator handed out on the GPU, and what it keeps."""
+    """Return two peaks on the GPU: bytes in tensors, and bytes that torch's allocator reserved."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0, 0
@@ -265,7 +261,7 @@ def count_step_bytes(step: Step) -> int:
 
 
 def _store(steps: list[Step], notes: tuple[str, ...], *, is_rollout: bool) -> dict[str, Any]:
-    """Return `stored` and `notes`."""
+    """Add the steps to memories of holdall. Return `stored` and `notes` of a snapshot."""
     try:
         from holdall.tools.probe.stored import fill_memories  # noqa: PLC0415  Only where holdall is installed.
     except ImportError:

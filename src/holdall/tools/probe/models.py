@@ -51,6 +51,7 @@ def describe_model(model: Any, objects: LiveHeap, context: Mapping[str, Any]) ->
         buffer_owner="" if buffer is None else objects.name_of(buffer),
         base_class=_find_library_class(type(model)),
         environment=None if env is None else describe_environment(env),
+        is_on_policy="rollout_buffer" in attributes,
     )
 
 
@@ -61,7 +62,7 @@ def _find_library_class(cls: type) -> str:
 
 
 def find_callbacks(objects: LiveHeap, passed: Any) -> Iterator[FoundCallback]:
-    """Describe every callback that exists, and whether `learn` was given it."""
+    """Describe every callback that exists, and whether it is one of those `passed` to `learn` or inside one of them."""
     trained = {id(env) for model in objects.models for env in walk_environments(get_attributes(model).get("env"))}
     reached: dict[int, Any] = {}
     waiting = list(passed) if isinstance(passed, (list, tuple)) else [passed]

@@ -1,4 +1,4 @@
-"""Classes, attributes and plain values of the command's objects, read without calling code of the command.
+"""Classes, attributes and plain values of the objects in a user's command, read without calling the user's code.
 
 Classes of libraries are recognised by the names in their method resolution order, so no library is imported.
 """
@@ -17,7 +17,7 @@ NOT_OWNERS = (FunctionType, ModuleType, type, FrameType)
 
 
 def classify(cls: type) -> str:
-    """Return the kind of the instances of a class, or an empty text for other classes."""
+    """Return the kind of a class's instances, such as `buffer`, or an empty text for all other classes."""
     if issubclass(cls, (deque, list)):
         return "sequence"
     for base in cls.__mro__:
@@ -77,7 +77,7 @@ def _get_slots(cls: type) -> tuple[str, ...]:
 
 
 def read_settings(attributes: Mapping[str, Any]) -> Plain:
-    """Return the attributes that are plain values. Schedules of Stable-Baselines3 count as their first value."""
+    """Return the attributes that are plain values. A schedule of Stable-Baselines3 is replaced by its first value."""
     settings: Plain = {}
     for name, value in list(attributes.items()):
         if str(name).startswith("_") and name not in _PRIVATE_SETTINGS:
@@ -89,8 +89,6 @@ def read_settings(attributes: Mapping[str, Any]) -> Plain:
 
 
 _NOT_PLAIN = object()
-
-
 _PRIVATE_SETTINGS = ("_max_episode_steps", "_batch_size")
 """Settings of gymnasium's TimeLimit and TorchRL's buffers that have no public attribute."""
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_FLATTENED = frozenset({"observations", "actions", "values", "log_probs", "advantages", "returns"})
+"""Arrays that `RolloutBuffer.get` of Stable-Baselines3 copies into one axis, one after the other."""
 
 Plain = dict[str, Any]
 """Settings by name: numbers, strings, booleans, None, and lists and dicts of these."""
@@ -54,7 +56,7 @@ class FoundBuffer:
     """Rows or items that are filled."""
     arrays: tuple[FoundArray, ...] = ()
     is_exact: bool = True
-    """Whether `nbytes` is exact. False: computed from sampled items, or the capacity is unknown."""
+    """Whether `nbytes` is exact. False: it was computed from sampled items or from another buffer's arrays."""
     settings: Plain = field(default_factory=dict)
     """Plain attributes of the object, such as `optimize_memory_usage`."""
 
@@ -62,6 +64,26 @@ class FoundBuffer:
     def transitions(self) -> int | None:
         """Return the transitions that fit, or None if that is unknown."""
         return None if self.rows is None else self.rows * self.n_envs
+
+    @property
+    def package(self) -> str:
+        """Return the top-level package of the buffer's class; empty for variables."""
+        return self.class_name.partition(".")[0]
+
+    @property
+    def is_sb3(self) -> bool:
+        """Return whether the buffer is one of Stable-Baselines3 or sb3-contrib."""
+        return self.package in {"stable_baselines3", "sb3_contrib"}
+
+    @property
+    def flattened_bytes(self) -> int:
+        """Return the bytes of the largest array that Stable-Baselines3 copies to flatten a rollout.
+
+        A rollout of one environment or of one step is flattened without a copy.
+        """
+        if self.kind != "rollout" or 1 in {self.n_envs, self.rows}:
+            return 0
+        return max((array.nbytes for array in self.arrays if array.name.partition(".")[0] in _FLATTENED), default=0)
 
     @property
     def bytes_on(self) -> dict[str, int]:
@@ -109,6 +131,15 @@ class FoundCallback:
     shares_env: bool = False
     """Whether the callback evaluates on the environment that a model is trained on."""
 
+    @property
+    def kind(self) -> str:
+        """Return the name of the class without its module."""
+        return self.class_name.rpartition(".")[2]
+
+    def count(self, name: str) -> int | None:
+        """Return a setting that is a positive whole number, or None."""
+        return _get_positive(self.settings, name)
+
 
 @dataclass(frozen=True)
 class FoundModel:
@@ -131,11 +162,39 @@ class FoundModel:
     """The class of Stable-Baselines3 or sb3-contrib that the model's class is, or derives from."""
     environment: FoundEnvironment | None = None
     """The environment that the model is trained on."""
+    is_on_policy: bool = False
+    """Whether the model collects rollouts."""
 
     @property
     def algorithm(self) -> str:
         """Return the name of the algorithm, such as `SAC`, also for a subclass of it."""
         return (self.base_class or self.class_name).rpartition(".")[2]
+
+    def count(self, name: str) -> int | None:
+        """Return a setting that is a positive whole number, or None."""
+        return _get_positive(self.settings, name)
+
+    @property
+    def rollout_transitions(self) -> int | None:
+        """Return the transitions of one rollout, or None if the model collects none."""
+        steps = self.count("n_steps")
+        return steps * self.n_envs if self.is_on_policy and steps else None
+
+    @property
+    def train_freq(self) -> tuple[int, str] | None:
+        """Return the number and unit (`step` or `episode`) between two phases of updates; None for on-policy models."""
+        value = self.settings.get("train_freq")
+        if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], int):
+            return value[0], str(value[1])
+        return (value, "step") if isinstance(value, int) and not isinstance(value, bool) else None
+
+    @property
+    def run_steps(self) -> int | None:
+        """Return the steps of a run that starts from zero; None if unknown, or if the model was trained before.
+
+        A resumed run has made steps before this call of `learn`, so `total_timesteps` is not the length of the run.
+        """
+        return None if self.settings.get("num_timesteps") else self.total_timesteps
 
 
 @dataclass(frozen=True)
@@ -153,7 +212,7 @@ class FoundEnvironment:
     start_method: str = ""
     """How worker processes start; empty if there are none."""
     nbytes_each: int = 0
-    """Python objects and arrays of one environment in this process; 0 if environments have processes."""
+    """Bytes of Python objects and arrays of one environment; 0 if environments run in processes of their own."""
 
 
 @dataclass(frozen=True)
@@ -166,21 +225,12 @@ class FoundOptimizer:
 
 
 @dataclass(frozen=True)
-class FoundThread:
-    """A thread of the process that reported."""
-
-    name: str
-    is_daemon: bool
-
-
-@dataclass(frozen=True)
 class FoundProcess:
     """A process of the command, read from outside."""
 
     pid: int
     name: str
     unique_bytes: int
-    proportional_bytes: int
     is_reporter: bool
 
 
@@ -198,25 +248,23 @@ class FailedAllocation:
 
 @dataclass(frozen=True)
 class StoredSteps:
-    """What a memory of holdall takes for steps of this run."""
+    """Memory that holdall needs for steps of this run."""
 
     steps: int
     """Transitions that were played or recorded."""
     raw_bytes: float
-    """Per transition, every slice once."""
+    """Per transition without compression. Shared slices of observations, such as stacked frames, are stored once."""
     compressed_bytes: float | None
     """Per transition; None if nothing was compressed."""
     worst_bytes: float | None
     """Per transition, the largest of several trials."""
     working_bytes: int
     """Bytes of the process that belong to no transition: batches, tables, codecs."""
-    findings: dict[str, str] = field(default_factory=dict)
-    """What the memory says about each field."""
 
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """One real update, measured in the command's process."""
+    """A real update, measured in the command's process."""
 
     batch_size: int
     peak_bytes: int
@@ -248,13 +296,12 @@ class Snapshot:
     """Large arrays that belong to no buffer."""
     environments: tuple[FoundEnvironment, ...] = ()
     optimizers: tuple[FoundOptimizer, ...] = ()
-    threads: tuple[FoundThread, ...] = ()
     processes: tuple[FoundProcess, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of Python and of the libraries that were imported."""
     env_steps: int = 0
     resident_bytes: int = 0
-    """Resident set of the process that reported, before it looked at its objects."""
+    """Resident set of the process that reported, before the inspection."""
     peak_bytes: int = 0
     probe_bytes: int = 0
     """Bytes of the resident set that the probe itself took, for copies of added steps."""
@@ -264,6 +311,24 @@ class Snapshot:
     """What could not be read or measured, in words."""
     output: str = ""
     """The last lines that the command printed."""
+
+    @property
+    def learning_models(self) -> tuple[FoundModel, ...]:
+        """Return the models that `learn` was called for, or all models if there is none."""
+        return tuple(model for model in self.models if model.total_timesteps is not None) or self.models
+
+    @property
+    def passed_callbacks(self) -> list[FoundCallback]:
+        """Return the callbacks that `learn` was given, directly or inside another callback."""
+        return [callback for callback in self.callbacks if callback.is_passed]
+
+    def find_buffer(self, model: FoundModel) -> FoundBuffer | None:
+        """Return the buffer of a model, or None if the model has none or has one of holdall's memories."""
+        return next((buffer for buffer in self.buffers if buffer.owner == model.buffer_owner), None)
+
+    def find_memory(self, model: FoundModel) -> FoundMemory | None:
+        """Return holdall's memory that belongs to a model, or None."""
+        return next((memory for memory in self.memories if memory.owner == model.buffer_owner), None)
 
     @property
     def is_ready(self) -> bool:
@@ -276,8 +341,15 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Snapshot:
-        """Read a snapshot that `as_json` wrote. Raise ValueError or TypeError if the text is another thing."""
+        """Read a snapshot that `as_json` wrote. Raise ValueError or TypeError for any other text."""
         return _read(cls, json.loads(text))
+
+
+def _get_positive(settings: Plain, name: str) -> int | None:
+    """Return a setting that is a positive whole number, or None."""
+    value = settings.get(name)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_count else None
 
 
 def _read(cls: type[T], data: Any) -> T:

@@ -1,6 +1,6 @@
-"""What holdall's memory takes for some steps of a run: a real memory is filled with them, and its report is read.
+"""Memory that holdall needs for some steps of a run. A real memory is filled with the steps, and its report is read.
 
-In:  steps that an environment made.  Out: bytes per transition, raw and compressed, and what a memory takes besides.
+In:  steps of an environment.  Out: bytes per transition, raw and compressed, and bytes that belong to no transition.
 Every figure comes from a real memory's report or from the process. This module runs in a process of its own or in the
 probed command, never in a training.
 """
@@ -19,11 +19,13 @@ from holdall.machine import held_bytes
 from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.rollout import RolloutMemory
+from holdall.space_leaves import stored_space
 from holdall.tools.probe.snapshot import StoredSteps
 
 _SEGMENTS = 4
-"""Segments of a memory that measures compression. All but the last are compressed."""
+"""Segments that the steps fill when compression is measured. All but the last segment are compressed."""
 _SEGMENTS_OF_A_CAPACITY = 16
+"""Segments into which a memory divides its capacity."""
 _TRIALS = 2
 _SETTLE_S = 30.0
 
@@ -36,7 +38,6 @@ class _Filled(NamedTuple):
 
     bytes_per_transition: float
     working_bytes: int
-    findings: dict[str, str]
 
 
 def fill_memories(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
@@ -47,7 +48,7 @@ def fill_memories(steps: Sequence[StepArrays], *, is_rollout: bool = False, pref
     action = _read_space(np.asarray(steps[0][1]))
     if is_rollout:
         raw = _fill_rollout(observation, action, lanes, steps)
-        found = StoredSteps(len(steps) * lanes, raw.bytes_per_transition, None, None, 0, raw.findings)
+        found = StoredSteps(len(steps) * lanes, raw.bytes_per_transition, None, None, 0)
         return asdict(found)
     compressed = []
     if len(steps) >= 16 * _SEGMENTS:
@@ -60,7 +61,6 @@ def fill_memories(steps: Sequence[StepArrays], *, is_rollout: bool = False, pref
         compressed_bytes=min(sizes) if sizes else None,
         worst_bytes=max(sizes) if sizes else None,
         working_bytes=max([one.working_bytes for one in [raw, *compressed]]),
-        findings=raw.findings | (compressed[0].findings if compressed else {}),
     )
     return asdict(found)
 
@@ -72,7 +72,7 @@ def _fill_replay(
     steps: Sequence[StepArrays],
     prefer: str | None,
 ) -> _Filled:
-    """Add all steps, and compare the report after a quarter of them with that after three quarters.
+    """Add three quarters of the steps, and compare the report with the one after the first quarter.
 
     Args:
         prefer: Preference of a memory that compresses everything; None: nothing is compressed.
@@ -96,14 +96,13 @@ def _fill_replay(
                 readings.append((report.transitions, report.total_bytes))
         working = held_bytes().anonymous - before - report.total_bytes
         del batch
-        findings = {field.name: field.finding for field in report.fields}
-    return _Filled(_compare(readings), max(working, 0), findings)
+    return _Filled(_compare(readings), max(working, 0))
 
 
 def _fill_rollout(
     observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int, steps: Sequence[StepArrays]
 ) -> _Filled:
-    """Do the same with a rollout, which stores no next observations."""
+    """Add all steps to a rollout, and compare its report after the first quarter with the report at the end."""
     first = len(steps) // _SEGMENTS
     last = len(steps) - 1
     readings = []
@@ -116,12 +115,11 @@ def _fill_rollout(
             if tick in {first, last}:
                 report = memory.report()
                 readings.append((report.transitions, report.total_bytes))
-        findings = {field.name: field.finding for field in report.fields}
-    return _Filled(_compare(readings), 0, findings)
+    return _Filled(_compare(readings), 0)
 
 
 def _compare(readings: list[tuple[int, int]]) -> float:
-    """Return the bytes that one more transition takes."""
+    """Return the bytes that each further transition takes, from the first and the last reading."""
     (held, taken), (held_later, taken_later) = readings[0], readings[-1]
     return max(taken_later - taken, 0) / max(held_later - held, 1)
 
@@ -146,12 +144,12 @@ def _with_lanes(step: StepArrays, lanes: int) -> StepArrays:
     has_axis = np.ndim(reward) > 0
     actions = np.asarray(action) if has_axis else np.asarray(action)[None]
     rewards = np.asarray(reward, np.float32).reshape(lanes)
-    return _lead(obs, has_axis), actions, rewards, _lead(next_obs, has_axis), flags[0], flags[1]
+    return _add_lane_axis(obs, has_axis), actions, rewards, _add_lane_axis(next_obs, has_axis), flags[0], flags[1]
 
 
-def _lead(value: Any, has_axis: bool) -> Any:
+def _add_lane_axis(value: Any, has_axis: bool) -> Any:
     if isinstance(value, dict):
-        return {key: _lead(item, has_axis) for key, item in value.items()}
+        return {key: _add_lane_axis(item, has_axis) for key, item in value.items()}
     return np.asarray(value) if has_axis else np.asarray(value)[None]
 
 
@@ -160,9 +158,4 @@ def _read_space(value: Any) -> spaces.Space[Any]:
     if isinstance(value, dict):
         return spaces.Dict({key: _read_space(item) for key, item in value.items()})
     array = np.asarray(value)
-    if array.dtype.kind == "f":
-        return spaces.Box(-np.inf, np.inf, array.shape[1:], array.dtype.type)
-    if array.dtype.kind == "b":
-        return spaces.Box(0, 1, array.shape[1:], array.dtype.type)
-    limits = np.iinfo(array.dtype)
-    return spaces.Box(limits.min, limits.max, array.shape[1:], array.dtype.type)
+    return stored_space(array.shape[1:], array.dtype)

@@ -21,7 +21,7 @@ class Stopper(Protocol):
     max_buffer_size: int
 
     def reach(self, trigger: str, words: str, **context: Any) -> None:
-        """Stop the command if `trigger` ends this probe. `context` has the objects that the event concerns."""
+        """Stop the command if `trigger` ends this probe. `context` has the objects of the event."""
 
     def record(self, method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record the arguments of a call that added experience."""
@@ -73,6 +73,8 @@ class FirstAdd(Trigger):
 
     classes: tuple[str, ...]
     methods: tuple[str, ...] = ("add", "extend")
+    words: str = ""
+    """The event as users know it; empty: the first call of the method."""
 
     def install(self, module: Any, hook: Stopper) -> None:
         """Wrap the methods that add, in each class that defines them."""
@@ -81,12 +83,11 @@ class FirstAdd(Trigger):
             for name in self.methods:
                 method = vars(cls).get(name) if isinstance(cls, type) else None
                 if callable(method):
-                    setattr(cls, name, _stop_after(method, class_name, hook))
+                    words = self.words or f"the first call of {class_name}.{name}"
+                    setattr(cls, name, _stop_after(method, words, hook))
 
 
-def _stop_after(method: Callable[..., Any], class_name: str, hook: Stopper) -> Callable[..., Any]:
-    words = f"the first call of {class_name}.{method.__name__}"
-
+def _stop_after(method: Callable[..., Any], words: str, hook: Stopper) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(buffer: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(buffer, *args, **kwargs)
@@ -113,12 +114,12 @@ class OptimizerStep(Trigger):
 
 @dataclass(frozen=True)
 class EnvironmentSteps(Trigger):
-    """Environments have made many steps: a loop that none of the other triggers knows."""
+    """Environments have made many steps, in a loop that no other trigger recognises."""
 
     base_class: str
 
     def install(self, module: Any, hook: Stopper) -> None:
-        """Wrap `step` of every class that is derived from the base class later, except wrappers."""
+        """Wrap `step` of every class that derives from the base class from now on, except wrappers."""
         base = getattr(module, self.base_class)
         wrapper = getattr(module, "Wrapper", None) or getattr(module, "VectorWrapper", None)
 
@@ -153,9 +154,10 @@ class SmallerBuffer(Trigger):
 
 
 def _count_steps(step: Callable[..., Any], hook: Stopper) -> Callable[..., Any]:
-    """Return a `step` that is counted. Classes of the user's script are pickled by value, with this function.
+    """Return `step` wrapped so that each call is counted.
 
-    The function therefore refers to nothing but `step` and `hook`, which can be pickled.
+    Classes of the user's script are pickled by value, and the returned function with them. It therefore refers only to
+    `step` and `hook`, which can be pickled.
     """
 
     @functools.wraps(step)
@@ -165,6 +167,7 @@ def _count_steps(step: Callable[..., Any], hook: Stopper) -> Callable[..., Any]:
     return call
 
 
+_FIRST_STEP = "the first step that holdall's memory received"
 _SB3_BUFFERS = ("ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer")
 
 TRIGGERS: tuple[Trigger, ...] = (
@@ -178,8 +181,8 @@ TRIGGERS: tuple[Trigger, ...] = (
     FirstAdd("tianshou.data.buffer.manager", ("ReplayBufferManager",)),
     FirstAdd("pfrl.replay_buffers.replay_buffer", ("ReplayBuffer",), ("append",)),
     FirstAdd("elegantrl.train.replay_buffer", ("ReplayBuffer",), ("update",)),
-    FirstAdd("holdall.store.store", ("Store",), ("append", "extend")),
-    FirstAdd("holdall.device.store", ("DeviceStore",), ("append", "extend")),
+    FirstAdd("holdall.store.store", ("Store",), ("append", "extend"), _FIRST_STEP),
+    FirstAdd("holdall.device.store", ("DeviceStore",), ("append", "extend"), _FIRST_STEP),
     FirstAdd("holdall.cleanrl", ("ReplayBuffer",)),
     FirstAdd("holdall.rollout", ("RolloutMemory",)),
     EnvironmentSteps("gymnasium.core", "Env"),

@@ -1,12 +1,12 @@
 """Report: one self-contained HTML page from a file that holdall wrote. No requests, no frameworks, light and dark.
 
-file -> lines -> recording, results -> *_page -> charts, document
+file -> JsonLine -> recording, results -> recording_page, results_page -> page
 
 In:  a path to JSON lines, whose header names the kind of file.  Out: the text of a page, and a summary as plain data.
-A file may have any origin, so every line and every value is checked before it is used.
+A file may have any origin, so every value is checked before it is used.
 Invariants: a value has the requested type and size, or a HoldallError names file, line and rule. A missing value and
-null are None. An unfinished last line is ignored, because the writer was stopped there. Text becomes markup only
-through `charts.tag`, which escapes it.
+null are None. An unfinished last line is ignored, because the writer was stopped there. Texts of the file are data of
+the page and never markup.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class JsonLine:
     def kind(self) -> str:
         """Return the kind of the line, or an empty text if the line names none."""
         return self.text("kind") or ""
+
+    @property
+    def unchecked(self) -> dict[str, Any]:
+        """All values as they were read."""
+        return self._values
 
     def number(self, name: str) -> float | None:
         """Return a finite number."""
@@ -213,17 +218,24 @@ class Report:
 
 def read_report(path: Path) -> Report:
     """Read a file of `holdall watch --record`, `holdall bench` or `holdall bench buffers`."""
-    lines = read_lines(path)
-    header = next(lines, None)
-    form = "" if header is None or header.kind != "header" else header.text("format") or ""
-    if header is None or form not in _PAGE_MODULES:
-        raise ArgumentError(
-            f"file ({path}) {_describe_start(header, form)}. Name a file that `holdall watch --record`, `holdall "
-            f"bench` or `holdall bench buffers` wrote ({', '.join(_PAGE_MODULES)})."
-        )
+    header, lines = read_header(path, tuple(_PAGE_MODULES))
+    form = header.text("format") or ""
     read, write_page, summarize = import_module(f"{__name__}.{_PAGE_MODULES[form]}").KINDS[form]
     found = read(header, lines)
     return Report(form, lambda: write_page(found), lambda: summarize(found))
+
+
+def read_header(path: Path, formats: tuple[str, ...]) -> tuple[JsonLine, Iterator[JsonLine]]:
+    """Read the header of a file that must have one of `formats`. Return it with the remaining lines."""
+    lines = read_lines(path)
+    header = next(lines, None)
+    form = "" if header is None or header.kind != "header" else header.text("format") or ""
+    if header is None or form not in formats:
+        raise ArgumentError(
+            f"file ({path}) {_describe_start(header, form)}. Name a file that `holdall watch --record`, `holdall "
+            f"bench` or `holdall bench buffers` wrote ({', '.join(formats)})."
+        )
+    return header, lines
 
 
 def _describe_start(header: JsonLine | None, form: str) -> str:

@@ -1,23 +1,61 @@
 "use strict";
-// Readings under the pointer and under the keyboard, the theme, and the copy buttons. Without it the page is complete but still.
+// Draws the page from its description, the JSON in #page. Every text becomes a text node, so no text becomes markup.
 (() => {
+  const page = JSON.parse(document.getElementById("page").textContent);
   const tip = document.getElementById("tip");
+  document.getElementById("unscripted").remove();
+  const SIDE = 1000; // Side of the square in which a plot is drawn. The browser stretches it.
+  const SIGNS = { good: "✓", info: "●", warning: "▲", error: "◆" };
 
-  const units = { B: 1, KiB: 1024, MiB: 1024 ** 2, GiB: 1024 ** 3 };
+  // ---- elements
+  const make = (created, attributes, children) => {
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value === true) created.setAttribute(name, "");
+      else if (value !== false && value !== null && value !== undefined && value !== "") created.setAttribute(name, value);
+    }
+    created.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
+    return created;
+  };
+  const element = (name, attributes = {}, ...children) => make(document.createElement(name), attributes, children);
+  const shape = (name, attributes = {}, ...children) =>
+    make(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+  const breakable = (text) => text.split(/(?<=[._/-])(?=\w)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part]));
+  const signed = (tone, text) => [element("span", { "aria-hidden": "true" }, SIGNS[tone]), ` ${text}`];
+  const percent = (share) => `${(100 * share).toFixed(2)}%`;
+
+  // ---- values and scales
+  const UNITS = [["GiB", 1024 ** 3], ["MiB", 1024 ** 2], ["KiB", 1024], ["B", 1]];
   const bytes = (value) => {
-    const [name, size] = Object.entries(units).reverse().find(([, size]) => Math.abs(value) >= size) ?? ["B", 1];
+    const [name, size] = UNITS.find(([, size]) => Math.abs(value) >= size) ?? ["B", 1];
     return `${(value / size).toFixed(name === "B" ? 0 : 1)} ${name}`;
   };
-  const number = (value) => value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 100 ? 2 : 0 });
-  const written = { bytes, number };
-
-  const element = (name, text, className) => {
-    const made = document.createElement(name);
-    if (text !== undefined) made.textContent = text;
-    if (className) made.className = className;
-    return made;
+  const number = (value) => value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 10 ? 2 : Math.abs(value) < 100 ? 1 : 0 });
+  const seconds = (value) => {
+    if (value < 60) return `${number(value)} s`;
+    const parts = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+    const first = parts.findIndex(([, size]) => value >= size);
+    return parts.slice(first, first + 2).map(([name, size], at) => `${Math.floor(at ? (value % parts[first][1]) / size : value / size)} ${name}`)
+      .filter((text, at) => at === 0 || !text.startsWith("0 ")).join(" ");
   };
+  const write = { bytes, number, seconds };
+  const DURATIONS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+  const roundStep = { // The smallest round step that is at least `least`.
+    bytes: (least) => 2 ** Math.ceil(Math.log2(least)),
+    number: (least) => { const power = 10 ** Math.floor(Math.log10(least)); return power * [1, 2, 5, 10].find((step) => step * power >= least * (1 - 1e-9)); },
+    seconds: (least) => DURATIONS.find((step) => step >= least) ?? 86400 * 2 ** Math.ceil(Math.log2(least / 86400)),
+  };
+  const makeScale = (largest, unit) => { // From zero. Time ends with the data, all else with a tick.
+    if (!(largest > 1e-6)) largest = 1;
+    const step = roundStep[unit](largest / (unit === "seconds" ? 8 : 5));
+    const count = unit === "seconds" ? Math.floor(largest / step + 1e-9) : Math.ceil(largest / step - 1e-9);
+    const end = unit === "seconds" ? largest : count * step;
+    const ticks = Array.from({ length: count + 1 }, (_, at) => at * step);
+    return { end, ticks, write: (value) => write[unit](value).replace(".0 ", " "), share: (value) => Math.min(Math.max(value / end, 0), 1) };
+  };
+  const limitedScale = (largest, limit, unit) => // A limit far above the values would flatten them, so it is only named.
+    makeScale(limit && largest <= limit[0] && limit[0] <= limit[2] * largest ? limit[0] : largest, unit);
 
+  // ---- the tip
   const place = (x, y) => {
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
@@ -26,119 +64,214 @@
     tip.style.top = `${Math.max(8, Math.min(y + 14, innerHeight - height - 8))}px`;
   };
   const hide = () => { tip.hidden = true; };
+  const mark = (shaped, text) => {
+    return make(shaped, { class: `mark ${shaped.getAttribute("class")}`, role: "img", "aria-label": text, "data-tip": text }, []);
+  };
+  const connectMarks = (chart) => { // One stop for the Tab key a chart, arrow keys within it.
+    const marks = [...chart.querySelectorAll(".mark")];
+    marks.forEach((shaped, position) => {
+      shaped.setAttribute("tabindex", position ? "-1" : "0");
+      const show = (x, y) => { tip.replaceChildren(...shaped.dataset.tip.split("\n").map((line, at) => element(at ? "div" : "strong", {}, line))); place(x, y); };
+      shaped.addEventListener("pointermove", (event) => show(event.clientX, event.clientY));
+      shaped.addEventListener("pointerleave", hide);
+      shaped.addEventListener("focus", () => {
+        if (!shaped.matches(":focus-visible")) return;
+        const box = shaped.getBoundingClientRect();
+        show(box.left + box.width / 2, box.bottom - 6);
+      });
+      shaped.addEventListener("blur", hide);
+      shaped.addEventListener("keydown", (event) => {
+        const to = { ArrowRight: position + 1, ArrowDown: position + 1, ArrowLeft: position - 1, ArrowUp: position - 1, Home: 0, End: marks.length - 1 }[event.key];
+        if (event.key === "Escape") hide();
+        if (to === undefined || !marks[to]) return;
+        event.preventDefault();
+        shaped.setAttribute("tabindex", "-1");
+        marks[to].setAttribute("tabindex", "0");
+        marks[to].focus({ focusVisible: true });
+      });
+    });
+    return chart;
+  };
 
-  // ---- plots: one reading at a time
-  for (const frame of document.querySelectorAll(".plot-frame")) {
-    const plot = frame.querySelector(".plot");
-    const cross = frame.querySelector(".cross");
-    const figures = JSON.parse(frame.querySelector(".figures").textContent);
-    const last = figures.at.length - 1;
+  // ---- blocks
+  const legend = ({ keys }) => (keys.length > 1 || keys[0]?.[1] === "dashed"
+    ? element("ul", { class: "legend" }, ...keys.map(([name, colour]) => element("li", {}, element("span", { class: `key ${colour}` }), name))) : null);
+  const limitKey = (limit, scale) => (limit ? [[limit[1] + (limit[0] <= scale.end ? "" : " (above the scale)"), "dashed"]] : []);
+
+  const tiles = (block) => element("dl", { class: "tiles" }, ...block.tiles.map((tile) =>
+    element("div", { class: `tile ${tile.tone}` }, element("dt", {}, tile.name), element("dd", {}, tile.value, tile.note && element("small", {}, tile.note)))));
+
+  const cards = (block) => element("div", { class: "cards" }, ...block.cards.map((card) =>
+    element("article", { class: `card ${card.tone}` },
+      element("header", {}, element("span", { class: "badge" }, ...signed(card.tone, card.tone)), element("h3", {}, card.name), card.when && element("span", { class: "when" }, card.when)),
+      card.text && element("p", {}, card.text),
+      card.evidence.length ? element("dl", { class: "evidence" }, ...card.evidence.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))) : null,
+      card.remedy && element("p", { class: "remedy" }, element("strong", {}, "Remedy: "), card.remedy))));
+
+  const table = ({ heads, rows, caption, words, prose, fold }) => { // A short table becomes a list of its rows on a narrow page.
+    const kind = (at) => (at < words ? "words" : prose && at === heads.length - 1 ? "words prose" : "");
+    const head = element("tr", {}, ...heads.map((text, at) => element("th", { scope: "col", class: kind(at) }, text)));
+    const lines = rows.map((row) => element("tr", {}, ...row.map((cell, at) => {
+      const text = typeof cell === "string" ? [cell] : [element("span", { class: `said ${cell.tone}` }, ...signed(cell.tone, cell.text))];
+      return at ? element("td", { class: kind(at), "data-head": heads[at] }, ...text) : element("th", { scope: "row", class: kind(at) }, ...text);
+    })));
+    const whole = element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...lines));
+    const shown = element("div", { class: rows.length <= 12 ? "scroll short" : "scroll", tabindex: "0", role: "region", "aria-label": caption }, whole);
+    return fold ? element("details", {}, element("summary", {}, fold), shown) : shown;
+  };
+
+  const axisTitle = (text, kind) => element("div", { class: `axis-title ${kind}` }, text);
+  const yAxis = (scale) => element("div", { class: "y-axis", "aria-hidden": "true" },
+    ...scale.ticks.map((value) => element("span", { style: `bottom:${percent(scale.share(value))}` }, scale.write(value))));
+  const xAxis = (scale) => {
+    const last = scale.ticks.length - 1;
+    const stride = last % 2 && !(last % 3) ? 3 : 2; // On a narrow page every second or third tick is shown.
+    return element("div", { class: "x-axis", "aria-hidden": "true" }, ...scale.ticks.map((value, at) => {
+      const share = scale.share(value);
+      const end = share < 0.005 ? "begin" : share > 0.995 ? "end" : "";
+      return element("span", { class: `${end} ${at % stride ? "minor" : ""}`.trim(), style: `left:${percent(share)}` }, scale.write(value));
+    }));
+  };
+
+  const plot = (block) => {
+    const { layers, times, heads, limit, unit, label } = block;
+    const last = times.length - 1;
+    const sums = times.map((_, at) => layers.reduce((all, layer) => all + (layer.values[at] ?? 0), 0));
+    const largest = Math.max(...(block.stacked ? sums : layers.flatMap((layer) => layer.values.map((value) => value ?? 0))));
+    const y = limitedScale(largest, limit, unit);
+    const x = makeScale(times[last], "seconds");
+    const down = (value) => (SIDE * (1 - y.share(value))).toFixed(1);
+    const points = (positions, values) => positions.map((at) => `${(SIDE * x.share(times[at])).toFixed(1)},${down(values[at])}`).join(" ");
+    const all = times.map((_, at) => at);
+    const shapes = y.ticks.map((value) => shape("line", { x1: 0, x2: SIDE, y1: down(value), y2: down(value), class: "grid" }));
+    const labels = [];
+    let below = times.map(() => 0);
+    for (const layer of layers) {
+      if (!block.stacked) {
+        const known = all.filter((at) => layer.values[at] !== null);
+        shapes.push(shape("path", { d: `M${points(known, layer.values)}`, class: `curve ${layer.colour}` }));
+        continue;
+      }
+      const top = below.map((value, at) => value + layer.values[at]);
+      shapes.push(shape("path", { d: `M${points(all, top)} L${points([...all].reverse(), below)}Z`, class: `band ${layer.colour}` }));
+      const height = y.share(layer.values[last]);
+      if (height >= 0.09) { // Thick bands carry their names, so that a reader does not depend on colours.
+        labels.push(element("span", { class: "band-name", style: `bottom:${percent(y.share(below[last]) + height / 2)}` }, layer.name));
+      }
+      below = top;
+    }
+    if (limit && limit[0] <= y.end) {
+      shapes.push(shape("line", { x1: 0, x2: SIDE, y1: down(limit[0]), y2: down(limit[0]), class: "limit" }));
+      labels.push(element("span", { class: `limit-label ${y.share(limit[0]) > 0.9 ? "below" : "above"}`, style: `bottom:${percent(y.share(limit[0]))}` }, limit[1]));
+    }
+    const values = (at) => layers.filter((layer) => layer.values[at] !== null).map((layer) => [layer, y.write(layer.values[at])]);
+    const spoken = (at) => `${heads[at]}: ${values(at).map(([layer, text]) => `${layer.name} ${text}`).join(", ")}`;
+    const cross = element("span", { class: "cross", hidden: true });
+    const surface = element("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": `${label}. Arrow keys move through it.`,
+      "aria-valuemin": "0", "aria-valuemax": `${last}`, "aria-valuenow": `${last}`, "aria-valuetext": spoken(last) },
+      shape("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, preserveAspectRatio: "none", "aria-hidden": "true", focusable: "false" }, ...shapes), ...labels, cross);
+
     let now = last;
-    if (last < 0) continue;
-
-    const show = (position, y) => {
+    const show = (position, height) => {
       now = Math.max(0, Math.min(last, position));
-      const write = written[figures.unit];
-      const known = figures.values.map((values) => values[now]);
-      const list = element("dl");
-      for (let layer = figures.names.length - 1; layer >= 0; layer--) {
-        if (known[layer] === null) continue;
-        list.append(element("span", "", `key ${figures.colours[layer]}`), element("dt", figures.names[layer]), element("dd", write(known[layer])));
+      const list = element("dl", {}, ...values(now).reverse().flatMap(([layer, text]) =>
+        [element("span", { class: `key ${layer.colour}` }), element("dt", {}, layer.name), element("dd", {}, text)]));
+      if (block.stacked && layers.length > 1) {
+        list.append(element("span", { class: "sum" }), element("span"), element("dt", {}, "together"), element("dd", {}, y.write(sums[now])));
       }
-      if (figures.sum) {
-        const sum = known.reduce((all, value) => all + (value ?? 0), 0);
-        list.append(element("span", "", "sum"), element("span"), element("dt", "together"), element("dd", write(sum)));
-      }
-      tip.replaceChildren(element("strong", figures.heads[now]), list);
-      const box = plot.getBoundingClientRect();
+      tip.replaceChildren(element("strong", {}, heads[now]), list);
+      const box = surface.getBoundingClientRect();
       cross.hidden = false;
-      cross.style.left = `${100 * figures.at[now]}%`;
-      plot.setAttribute("aria-valuenow", now);
-      plot.setAttribute("aria-valuetext", `${figures.heads[now]}: ` + figures.names.map((name, layer) => (known[layer] === null ? "" : `${name} ${write(known[layer])}`)).filter(Boolean).join(", "));
-      place(box.left + figures.at[now] * box.width, y ?? box.top + box.height / 3);
+      cross.style.left = percent(x.share(times[now]));
+      make(surface, { "aria-valuenow": `${now}`, "aria-valuetext": spoken(now) }, []);
+      place(box.left + x.share(times[now]) * box.width, height ?? box.top + box.height / 3);
     };
     const leave = () => { cross.hidden = true; hide(); };
-    const nearest = (share) => {
-      let low = 0, high = last;
-      while (high - low > 1) {
-        const middle = (low + high) >> 1;
-        if (figures.at[middle] < share) low = middle; else high = middle;
-      }
-      return share - figures.at[low] < figures.at[high] - share ? low : high;
-    };
     const point = (event) => {
-      const box = plot.getBoundingClientRect();
-      show(nearest((event.clientX - box.left) / box.width), event.clientY);
+      const box = surface.getBoundingClientRect();
+      const wanted = ((event.clientX - box.left) / box.width) * x.end;
+      const nearest = all.reduce((best, at) => (Math.abs(times[at] - wanted) <= Math.abs(times[best] - wanted) ? at : best), 0);
+      show(nearest, event.clientY);
     };
-    plot.addEventListener("pointermove", point);
-    plot.addEventListener("pointerdown", point);
-    plot.addEventListener("pointerleave", leave);
-    plot.addEventListener("focus", () => { if (plot.matches(":focus-visible")) show(now); });
-    plot.addEventListener("blur", leave);
-    plot.addEventListener("keydown", (event) => {
+    surface.addEventListener("pointermove", point);
+    surface.addEventListener("pointerdown", point);
+    surface.addEventListener("pointerleave", leave);
+    surface.addEventListener("focus", () => { if (surface.matches(":focus-visible")) show(now); });
+    surface.addEventListener("blur", leave);
+    surface.addEventListener("keydown", (event) => {
       const wide = Math.max(1, Math.round(last / 20));
       const moves = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, PageDown: now - wide, PageUp: now + wide, Home: 0, End: last };
       if (event.key === "Escape") leave();
       else if (event.key in moves) { event.preventDefault(); show(moves[event.key]); }
     });
-  }
 
-  // ---- marks: one stop for the Tab key a chart, arrow keys within it
-  for (const chart of document.querySelectorAll(".bars, .flags, .points")) {
-    const marks = [...chart.querySelectorAll(".mark")];
-    marks.forEach((mark, position) => {
-      mark.setAttribute("tabindex", position ? "-1" : "0");
-      const show = (x, y) => { tip.replaceChildren(...mark.dataset.tip.split("\n").map((line, at) => element(at ? "div" : "strong", line))); place(x, y); };
-      mark.addEventListener("pointermove", (event) => show(event.clientX, event.clientY));
-      mark.addEventListener("pointerleave", hide);
-      mark.addEventListener("focus", () => {
-        if (!mark.matches(":focus-visible")) return;
-        const box = mark.getBoundingClientRect();
-        show(box.left + box.width / 2, box.bottom - 6);
-        mark.setAttribute("aria-describedby", "tip");
-      });
-      mark.addEventListener("blur", () => { hide(); mark.removeAttribute("aria-describedby"); });
-      mark.addEventListener("keydown", (event) => {
-        const to = { ArrowRight: position + 1, ArrowDown: position + 1, ArrowLeft: position - 1, ArrowUp: position - 1, Home: 0, End: marks.length - 1 }[event.key];
-        if (event.key === "Escape") hide();
-        if (to === undefined || !marks[to]) return;
-        event.preventDefault();
-        mark.setAttribute("tabindex", "-1");
-        marks[to].setAttribute("tabindex", "0");
-        marks[to].focus({ focusVisible: true });
-      });
+    const flags = block.flags.map(([time, tone, text]) =>
+      mark(element("span", { class: `flag ${tone}`, style: `left:${percent(x.share(time))}` }, SIGNS[tone]), text));
+    const keys = [...(block.stacked ? [...layers].reverse() : layers).map((layer) => [layer.name, layer.colour]), ...limitKey(limit, y)];
+    const frame = element("div", { class: "plot-frame" }, axisTitle(unit === "bytes" ? "memory" : label, "up"),
+      flags.length ? connectMarks(element("div", { class: "flags" }, ...flags)) : null,
+      yAxis(y), surface, xAxis(x), axisTitle("time since the first reading", "across"), legend({ keys }));
+    const stride = Math.max(1, Math.ceil(last / 120));
+    const chosen = all.filter((at) => at % stride === 0 || at === last);
+    const figures = table({ fold: "These figures as a table", caption: label, words: 1, heads: ["reading", ...layers.map((layer) => layer.name)],
+      rows: chosen.map((at) => [heads[at], ...layers.map((layer) => (layer.values[at] === null ? "-" : y.write(layer.values[at])))]) });
+    return element("div", { class: block.small ? "small" : "" }, frame, figures);
+  };
+
+  const bars = ({ rows, limit, label, unit, begin, keys, is_dots: isDots }) => {
+    const HEIGHT = 22;
+    const sums = rows.map((row) => (row.pieces.length ? row.pieces.reduce((all, piece) => all + piece.value, -begin) : 0));
+    const ends = rows.map((row, at) => Math.max(sums[at], row.interval ? Math.min(row.interval[1] - begin, isDots ? Infinity : 2 * Math.max(...sums)) : 0));
+    const largest = Math.max(...ends, 0);
+    // Points keep a distance from both ends, so that all of them is seen.
+    const scale = isDots ? { ...makeScale(largest, unit), end: largest, share: (value) => 0.02 + 0.96 * Math.min(Math.max(value / largest, 0), 1) } : limitedScale(largest, limit, unit);
+    const lines = rows.map((row) => {
+      const marks = [shape("rect", { width: "100%", height: HEIGHT, class: "track" })];
+      let left = -begin;
+      for (const piece of row.pieces) {
+        const [from, to] = [scale.share(left), scale.share(left + piece.value)];
+        marks.push(mark(isDots ? shape("circle", { cx: percent(to), cy: HEIGHT / 2, r: 6, class: piece.colour })
+          : shape("rect", { x: percent(from), width: percent(to - from), height: HEIGHT, class: piece.colour }), piece.tip));
+        left += piece.value;
+      }
+      if (row.interval) {
+        const [low, high] = row.interval.map((value) => percent(scale.share(value - begin)));
+        for (const [x1, x2, y1, y2] of [[low, high, 11, 11], [low, low, 5, 17], [high, high, 5, 17]]) marks.push(shape("line", { x1, x2, y1, y2, class: "interval" }));
+      }
+      if (limit && limit[0] <= scale.end) marks.push(shape("line", { x1: percent(scale.share(limit[0])), x2: percent(scale.share(limit[0])), y1: 0, y2: HEIGHT, class: "limit" }));
+      return element("li", { class: row.is_strong ? "strong" : "" },
+        element("div", { class: "bar-name" }, ...breakable(row.name), row.note && element("small", {}, row.note)),
+        element("div", { class: "bar-track" }, shape("svg", { height: HEIGHT, width: "100%", focusable: "false" }, ...marks)),
+        element("div", { class: "bar-text" }, row.text));
     });
-  }
+    return element("div", { class: "bar-chart" }, legend({ keys: [...keys, ...limitKey(limit, scale)] }),
+      connectMarks(element("ul", { class: "bars", "aria-label": label }, ...lines)));
+  };
 
-  // ---- theme
-  const toggle = document.getElementById("theme");
+  const columns = (block) => element("div", { class: "columns" }, ...block.columns.map(([title, inner]) =>
+    element("div", {}, title && element("h4", {}, title), draw(inner))));
+  const list = (block) => element("ul", { class: "notes" }, ...block.items.map((item) => element("li", {}, item)));
+
+  const kinds = { tiles, cards, table, plot, bars, legend, columns, list };
+  const draw = (block) => kinds[block.kind](block);
+
+  // ---- the page, and its theme
   const root = document.documentElement;
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-  const name = () => { toggle.textContent = isDark() ? "Light" : "Dark"; };
-  const remembered = { // a file that was opened from a disk may have no storage
-    get: () => { try { return localStorage.getItem("holdall-theme"); } catch { return null; } },
-    set: (theme) => { try { localStorage.setItem("holdall-theme", theme); } catch { /* not kept */ } },
-  };
-  if (["light", "dark"].includes(remembered.get())) root.dataset.theme = remembered.get();
-  name();
-  toggle.hidden = false;
-  toggle.addEventListener("click", () => {
-    root.dataset.theme = isDark() ? "light" : "dark";
-    remembered.set(root.dataset.theme);
-    name();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", name);
-
-  // ---- code
-  for (const button of document.querySelectorAll(".copy")) {
-    if (!navigator.clipboard) continue;
-    button.hidden = false;
-    button.addEventListener("click", async () => {
-      try {
-        await navigator.clipboard.writeText(button.parentElement.querySelector("code").textContent);
-        button.textContent = "Copied";
-      } catch { button.textContent = "Not copied"; }
-      setTimeout(() => { button.textContent = "Copy"; }, 1500);
-    });
-  }
+  const does = "Switch between the light and the dark theme";
+  const toggle = element("button", { id: "theme", type: "button", "aria-label": does, title: does });
+  const nameTheme = () => { toggle.textContent = isDark() ? "Light" : "Dark"; };
+  toggle.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; nameTheme(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", nameTheme);
+  nameTheme();
+  const header = element("header", {},
+    element("div", { class: "top" }, element("p", { class: "kind" }, element("strong", {}, "holdall"), ` ${page.kind}`), toggle),
+    element("h1", {}, page.title), element("ul", { class: "facts" }, ...page.facts.map((fact) => element("li", {}, fact))));
+  const sections = page.sections.map(({ title, lead, blocks }) => (title
+    ? element("section", {}, element("h2", {}, title), lead && element("p", { class: "lead" }, lead), ...blocks.map(draw))
+    : element("div", {}, ...blocks.map(draw))));
+  document.body.prepend(
+    shape("svg", { width: 0, height: 0, class: "defs", "aria-hidden": "true" }, shape("defs", {},
+      shape("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse" }, shape("path", { d: "M0 6 6 0", class: "hatching" })))),
+    header, element("main", {}, ...sections));
 })();

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.report import JsonLine
-from holdall.tools.report.charts import SEVERITY_SIGNS, Floats
+from holdall.tools.report.page import TONES, Floats
 
 GROUP_TITLES = {
     "buffers": "buffers",
@@ -184,7 +184,7 @@ class Recording:
             return
         self.verdicts[name] = RecordedVerdict(
             name,
-            severity if severity in SEVERITY_SIGNS else "info",
+            severity if severity in TONES else "info",
             line.text("text") or "",
             tuple(line.facts("evidence")),
             line.text("remedy") or "",

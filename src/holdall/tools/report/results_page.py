@@ -10,19 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdall.tools.report import BENCH_FORMAT, BUFFERS_FORMAT, JsonLine, charts
-from holdall.tools.report.charts import Markup, number, or_dash, percent, tag
-from holdall.tools.report.document import (
+from holdall.tools.report import BENCH_FORMAT, BUFFERS_FORMAT, JsonLine
+from holdall.tools.report.page import (
+    BarPiece,
+    BarRow,
+    Block,
+    Tone,
+    bars,
+    bullets,
     card,
     cards,
-    details,
-    document,
+    columns,
+    legend,
+    number,
+    or_dash,
     section,
     sentence,
     table,
     tile,
     tiles,
-    toned_word,
+    toned_cell,
+    write_page,
 )
 from holdall.tools.report.results import BufferFigures, BufferResults, Interval, ProfileRanking, Results, SeedsSummary
 from holdall.units import counted, format_bytes, format_seconds
@@ -33,19 +41,13 @@ _NOT_MEASURED = "not measured"
 _SPEED_LEAD = (
     "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
 )
-_POINT_SHAPES = (
-    "M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z",
-    "M-5.5,-5.5H5.5V5.5H-5.5Z",
-    "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
-    "M0,-7 7,5.5H-7Z",
-)
 
 
 def write_bench_page(results: Results) -> str:
     """Write the page."""
-    parts = (_tiles, _rankings, _memory, _speed, _reward, _memory_and_speed, _buffer_comparison, _all, _not_done)
+    parts = (_tiles, _rankings, _memory, _speed, _reward, _buffer_comparison, _all, _not_done)
     sections = [*(part(results) for part in parts), machine_section(results.header)]
-    return document(_title(results), "bench", _facts(results), (part for part in sections if part))
+    return write_page(_title(results), "bench", _facts(results), sections)
 
 
 def summarize_bench(results: Results) -> dict[str, Any]:
@@ -95,16 +97,16 @@ def _facts(results: Results) -> list[str]:
     ]
 
 
-def machine_section(header: JsonLine) -> Markup | None:
-    """Show where figures were measured, and with which versions."""
+def machine_section(header: JsonLine) -> Block | None:
+    """Describe where figures were measured, and with which versions."""
     shown = []
     for key in ("machine", "versions"):
         rows = [
             [name.removesuffix("_bytes").replace("_", " "), _value(name, value)] for name, value in header.facts(key)
         ]
         if rows:
-            shown.append(table([key.capitalize(), ""], rows, key.capitalize(), words=2))
-    return section("Measured on", tag("div", *shown, class_="columns")) if shown else None
+            shown.append(("", table([key.capitalize(), ""], rows, key.capitalize(), words=2)))
+    return section("Measured on", columns(*shown)) if shown else None
 
 
 def _value(name: str, value: Any) -> str:
@@ -117,18 +119,19 @@ def _display_name(name: Sequence[str]) -> str:
     return " with ".join(part for part in name if part)
 
 
-def _tiles(results: Results) -> Markup:
+def _tiles(results: Results) -> Block:
     best = []
     for ranking in results.rankings:
-        shown = ("not ranked", "see why below", "warning")
+        title = _BEST.get(ranking.by, ranking.by)
         if ranking.order and not ranking.refused:
             first = ranking.order[0]
-            shown = (_figure(ranking.by, results.of(*first)), _display_name(first), "")
-        best.append(tile(_BEST.get(ranking.by, ranking.by), *shown))
+            best.append(tile(title, _figure(ranking.by, results.of(*first)), _display_name(first)))
+        else:
+            best.append(tile(title, "not ranked", "see why below", "warning"))
     runs = [run for one in results.summaries for run in one.runs]
     done = sum(run.status == "done" for run in runs)
     best.append(tile("runs", f"{done} of {len(runs)}", "done", "" if done == len(runs) else "warning"))
-    return tiles(best)
+    return section("", tiles(*best))
 
 
 def _figure(by: str, found: SeedsSummary | None) -> str:
@@ -144,25 +147,23 @@ def _bytes(value: float | None) -> str:
     return _NOT_MEASURED if value is None else format_bytes(value)
 
 
-def _rankings(results: Results) -> Markup | None:
+def _rankings(results: Results) -> Block | None:
     if not results.rankings:
         return None
-    shown = tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns")
     lead = "The best first. Nothing is ranked by a figure that was not measured, or that does not differ clearly."
-    return section("Rankings", shown, lead=lead)
+    shown = [(f"By {ranking.by}", _ranking(ranking, results)) for ranking in results.rankings]
+    return section("Rankings", columns(*shown), lead=lead)
 
 
-def _ranking(ranking: ProfileRanking, results: Results) -> Markup:
-    title = tag("h4", f"By {ranking.by}")
+def _ranking(ranking: ProfileRanking, results: Results) -> Block:
     if ranking.refused or not ranking.order:
-        why = ranking.refused or "nothing was measured"
-        return tag("div", title, cards(card("warning", "Not ranked", sentence(why))))
-    items = []
+        return cards(card("warning", "Not ranked", sentence(ranking.refused or "nothing was measured")))
+    tied = {one for one, _ in ranking.same}
+    rows = []
     for name in ranking.order:
-        tied = name in (one for one, _ in ranking.same)
-        named = tag("span", _display_name(name), tag("small", "no clear difference to the next") if tied else None)
-        items.append(tag("li", named, tag("strong", _figure(ranking.by, results.of(*name)))))
-    return tag("div", title, tag("ol", *items, class_="ranking"))
+        note = " (no clear difference to the next)" if name in tied else ""
+        rows.append([f"{_display_name(name)}{note}", _figure(ranking.by, results.of(*name))])
+    return table(["", ranking.by], rows, f"Ranking by {ranking.by}")
 
 
 def _legend(results: Results) -> list[tuple[str, str]]:
@@ -173,7 +174,7 @@ def _colour(results: Results, buffer: str) -> str:
     return _COLOURS[results.buffers.index(buffer) % len(_COLOURS)]
 
 
-def _memory(results: Results) -> Markup | None:
+def _memory(results: Results) -> Block | None:
     known = [one for one in results.summaries if one.peak is not None]
     if not known:
         return None
@@ -181,46 +182,38 @@ def _memory(results: Results) -> Markup | None:
     rows = []
     for one in results.summaries:
         peaks = "\n".join(f"{phase}: {format_bytes(size)}" for phase, size in one.peaks.items())
-        piece = charts.BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")
+        piece = BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")
         text = _bytes(one.peak) if one.done else one.runs[0].status
         each = one.bytes_per_transition
         note = "" if each is None else f"{each:,.0f} B a transition"
-        rows.append(charts.BarRow(_display_name(one.name), [piece] if one.done else [], text, note))
+        rows.append(BarRow(_display_name(one.name), [piece] if one.done else [], text, note))
     named = (limit, f"limit {format_bytes(limit)}") if limit else None
+    chart = bars(rows, "Peak memory", "bytes", keys=_legend(results), limit=named)
     phases = list(dict.fromkeys(phase for one in known for phase in one.peaks))
     cells = [[one.profile, one.buffer, *(_bytes(one.peaks.get(phase)) for phase in phases)] for one in known]
-    figures = table(["profile", "buffer", *phases], cells, "Peak memory by phase", words=2)
-    scale = charts.limited_scale(max(one.peak or 0.0 for one in known), limit)
-    chart = charts.bars(rows, scale, "Peak memory", legend=_legend(results), limit=named)
-    lead = "The largest resident peak of the training process, median over seeds."
-    return section("Memory", chart, details("By phase, as a table", figures), lead=lead)
+    heads = ["profile", "buffer", *phases]
+    figures = table(heads, cells, "Peak memory by phase", words=2, fold="By phase, as a table")
+    return section(
+        "Memory", chart, figures, lead="The largest resident peak of the training process, median over seeds."
+    )
 
 
-def _speed(results: Results) -> Markup | None:
-    known = [one.speed for one in results.summaries if one.speed is not None]
-    if not known:
+def _speed(results: Results) -> Block | None:
+    if all(one.speed is None for one in results.summaries):
         return None
-    most = max(interval.mean for interval in known)
-    # Whiskers of two very different seeds are much longer than any bar, so they are cut off at twice the longest bar.
-    scale = charts.number_scale(min(max(interval.high for interval in known), 2 * most))
-    chart = _intervals(results, scale, lambda one: one.speed, dots=False)
-    return section("Speed", chart, lead=_SPEED_LEAD)
+    return section("Speed", _intervals(results, lambda one: one.speed), lead=_SPEED_LEAD)
 
 
-def _reward(results: Results) -> Markup | None:
+def _reward(results: Results) -> Block | None:
     known = [one.reward for one in results.summaries if one.reward is not None]
     if not known:
         return None
     low = min(interval.low for interval in known)
     high = max(interval.high for interval in known)
-    room = (high - low or abs(high) or 1.0) * 0.08
-    begin = low - room
-    end = high + room
-    # The zero of rewards has no meaning, so the scale begins just below the lowest value.
-    scale = charts.Scale(end - begin, (), number, "number")
-    chart = _intervals(results, scale, lambda one: one.reward, dots=True, begin=begin)
+    begin = low - ((high - low or abs(high) or 1.0) * 0.08)  # The zero of rewards has no meaning.
+    chart = _intervals(results, lambda one: one.reward, dots=True, begin=begin)
     lead = (
-        f"Mean return of an episode in the later half of training, from {number(begin)} (left) to {number(end)} "
+        f"Mean return of an episode in the later half of training, from {number(begin)} (left) to {number(high)} "
         "(right). Whiskers: 95 % over the seeds; with one seed there are none."
     )
     return section("Reward", chart, lead=lead)
@@ -228,87 +221,31 @@ def _reward(results: Results) -> Markup | None:
 
 def _intervals(
     results: Results,
-    scale: charts.Scale,
     figure: Callable[[SeedsSummary], Interval | None],
     *,
-    dots: bool,
+    dots: bool = False,
     begin: float = 0.0,
-) -> Markup:
+) -> Block:
     rows = []
     for one in results.summaries:
         interval = figure(one)
         name = _display_name(one.name)
         if interval is None:
-            rows.append(charts.BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
+            rows.append(BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
         tip = f"{name}\n{text}\n{counted(len(one.done), 'seed')}"
-        piece = charts.BarPiece(interval.mean - begin, _colour(results, one.buffer), tip)
-        ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
-        rows.append(charts.BarRow(name, [piece], text, interval=ends))
-    return charts.bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
+        piece = BarPiece(interval.mean, _colour(results, one.buffer), tip)
+        ends = None if interval.half is None else (interval.low, interval.high)
+        rows.append(BarRow(name, [piece], text, interval=ends))
+    return bars(rows, "By profile and buffer", "number", keys=_legend(results), dots=dots, begin=begin)
 
 
 def _written(interval: Interval) -> str:
     return number(interval.mean) + ("" if interval.half is None else f" ± {number(interval.half)}")
 
 
-def _memory_and_speed(results: Results) -> Markup | None:
-    """Plot every profile and buffer by peak memory and speed."""
-    known = [(one, one.peak, one.speed) for one in results.summaries if one.peak is not None and one.speed is not None]
-    if len(known) < 2:
-        return None
-    across = charts.bytes_scale(max(peak for _, peak, _ in known))
-    up = charts.number_scale(max(speed.mean for _, _, speed in known))
-    # Points have numbers, because the names of near points would overlap.
-    numbers = list(dict.fromkeys(one.profile for one, _, _ in known))
-    marks = []
-    signs = []
-    for one, peak, speed in known:
-        x = across.share(peak)
-        y = up.share(speed.mean)
-        tip = f"{_display_name(one.name)}\npeak {format_bytes(peak)}\n{_written(speed)} steps a second"
-        point = charts.mark("path", tip, _colour(results, one.buffer), d=_point_shape(results, one.buffer))
-        marks.append(tag("svg", point, x=percent(x), y=percent(1 - y), overflow="visible"))
-        style = f"left:{percent(x)};bottom:{percent(y)}"
-        sign = f"{numbers.index(one.profile) + 1}"
-        signs.append(tag("span", sign, class_="point-name", aria_hidden="true", style=style))
-    keys = [
-        tag(
-            "li",
-            tag(
-                "svg",
-                tag("path", d=_point_shape(results, buffer), class_=colour),
-                viewBox="-8 -8 16 16",
-                class_="shape",
-            ),
-            buffer,
-        )
-        for buffer, colour in _legend(results)
-    ]
-    keys += [tag("li", tag("strong", f"{at}"), name) for at, name in enumerate(numbers, 1)]
-    heights = [percent(1 - up.share(value)) for value in up.ticks]
-    lines = [tag("line", x1="0", x2="100%", y1=height, y2=height, class_="grid") for height in heights]
-    drawing = tag("svg", *lines, *marks, focusable="false")
-    chart = tag(
-        "div",
-        charts.axis_title("steps a second"),
-        charts.y_axis(up),
-        tag("div", drawing, *signs, class_="points", role="group", aria_label="Peak memory against steps a second"),
-        charts.x_axis((across.share(value), across.text(value)) for value in across.ticks),
-        charts.axis_title("peak memory", "across"),
-        tag("ul", *keys, class_="legend"),
-        class_="scatter",
-    )
-    lead = "Peak memory to the right, steps a second upwards: the further to the upper left, the better."
-    return section("Profile against profile", chart, lead=lead)
-
-
-def _point_shape(results: Results, buffer: str) -> str:
-    return _POINT_SHAPES[results.buffers.index(buffer) % len(_POINT_SHAPES)]
-
-
-def _buffer_comparison(results: Results) -> Markup | None:
+def _buffer_comparison(results: Results) -> Block | None:
     """Compare the first buffer with every other one, profile by profile."""
     if len(results.buffers) < 2:
         return None
@@ -336,7 +273,7 @@ def _compared(base: SeedsSummary, other: SeedsSummary) -> list[str]:
     return [*("-" if not one or two is None else f"{100 * two / one:.0f} %" for one, two in pairs), reward]
 
 
-def _all(results: Results) -> Markup:
+def _all(results: Results) -> Block:
     heads = ["profile", "buffer", "runs", "peak", "a transition", "steps a second", "reward", "saved", "in", "extra"]
     rows = [
         [
@@ -357,7 +294,7 @@ def _all(results: Results) -> Markup:
     return section("All figures", table(heads, rows, "All figures", words=2), lead=lead)
 
 
-def _not_done(results: Results) -> Markup | None:
+def _not_done(results: Results) -> Block | None:
     runs = [run for one in results.summaries for run in one.runs if run.status != "done"]
     rows = [[_display_name(run.key[:2]), f"{run.seed}", run.status, run.reason or ""] for run in runs]
     heads = ["run", "seed", "status", "why"]
@@ -391,12 +328,7 @@ def write_buffers_page(results: BufferResults) -> str:
     ]
     libraries = {one.library for one in results.measured}
     facts = [counted(len(results.cases), "case"), counted(len(libraries), "library", "libraries")]
-    return document(
-        "Replay buffers alone",
-        "bench buffers",
-        facts,
-        (part for part in [*sections, machine_section(results.header)] if part),
-    )
+    return write_page("Replay buffers alone", "bench buffers", facts, [*sections, machine_section(results.header)])
 
 
 def summarize_buffers(results: BufferResults) -> dict[str, Any]:
@@ -411,7 +343,7 @@ def _figures_of_case(results: BufferResults, case: str) -> list[BufferFigures]:
     return [one for one in results.measured if one.case == case]
 
 
-def _buffer_tiles(results: BufferResults) -> Markup:
+def _buffer_tiles(results: BufferResults) -> Block:
     shown = []
     for case in results.cases[:4]:
         known = [one for one in _figures_of_case(results, case) if one.bytes_per_transition is not None and one.exact]
@@ -420,55 +352,54 @@ def _buffer_tiles(results: BufferResults) -> Markup:
             size = _transition_bytes(least.bytes_per_transition or 0.0)
             shown.append(tile(f"{case}, least and exact", size, f"a transition, {least.library}"))
     wrong = [one for one in results.measured if one.exact is False]
-    tone = "error" if wrong else "good"
+    tone: Tone = "error" if wrong else "good"
     shown.append(tile("data came back wrong", f"{len(wrong)} of {len(results.measured)}", "library and case", tone))
-    return tiles(shown)
+    return section("", tiles(*shown))
 
 
-def _buffer_case(results: BufferResults, case: str) -> Markup:
+def _buffer_case(results: BufferResults, case: str) -> Block:
     known = _figures_of_case(results, case)
-    drawn = [_buffer_chart(known, *figure) for figure in _FIGURES]
+    measured = [figure for figure in _FIGURES if any(getattr(one, figure[1]) is not None for one in known)]
+    charts = [(name.capitalize(), _buffer_chart(known, name, key, written)) for name, key, written in measured]
     count = max((one.transitions or 0.0 for one in known), default=0.0)
     lead = f"{count:,.0f} transitions. Shorter is better, if the data came back right."
     laps = max((one.laps or 0.0 for one in known), default=0.0)
     if laps > 1:
         lead += f" They were played {laps:.1f} times over: a buffer that shares what repeats gains by that."
-    keys = charts.legend_of((("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused")))
-    return section(case, keys, tag("div", *drawn, class_="columns wide"), _buffer_table(known), lead=lead)
+    keys = legend(("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused"))
+    return section(case, keys, columns(*charts), _buffer_table(known), lead=lead)
 
 
-def _buffer_chart(
-    known: Sequence[BufferFigures], name: str, figure: str, written: Callable[[float], str]
-) -> Markup | None:
-    values = [getattr(one, figure) for one in known]
-    largest = max((value for value in values if value is not None), default=None)
-    if largest is None:
-        return None
-    scale = charts.bytes_scale(largest) if written is _transition_bytes else charts.number_scale(largest)
+def _buffer_chart(known: Sequence[BufferFigures], name: str, key: str, written: Callable[[float], str]) -> Block:
     rows = []
-    for one, value in zip(known, values, strict=True):
+    for one in known:
+        value = getattr(one, key)
         text = or_dash(value, written)
         colour = "c0" if one.library.startswith(_OURS) else "c5"
         if one.exact is False:
             colour = "unused"
         tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
-        rows.append(charts.BarRow(one.library, [] if value is None else [charts.BarPiece(value, colour, tip)], text))
-    return tag("div", tag("h4", name.capitalize()), charts.bars(rows, scale, name))
+        rows.append(BarRow(one.library, [] if value is None else [BarPiece(value, colour, tip)], text))
+    return bars(rows, name, "number")
 
 
-def _buffer_table(known: Sequence[BufferFigures]) -> Markup:
+def _buffer_table(known: Sequence[BufferFigures]) -> Block:
     heads = ["library", "version", "a transition", "add", "sample", "save", "load", "exact", "note"]
-    exact = {None: tag("span", "not compared"), True: toned_word("yes", "good"), False: toned_word("no", "error")}
-    rows = []
+    exact: dict[bool | None, str | Block] = {
+        None: "not compared",
+        True: toned_cell("yes", "good"),
+        False: toned_cell("no", "error"),
+    }
+    rows: list[list[str | Block]] = []
     for one in known:
-        figures = [or_dash(getattr(one, figure), written) for _, figure, written in _FIGURES]
+        figures = [or_dash(getattr(one, key), written) for _, key, written in _FIGURES]
         rows.append([one.library, one.version or "-", *figures, exact[one.exact], one.note])
     return table(heads, rows, "All figures", words=2, prose=True)
 
 
-def _buffers_absent(results: BufferResults) -> Markup | None:
-    items = [tag("li", f"{what}: {why}" if why else what) for what, why in results.absent]
-    return section("Not measured", tag("ul", *items, class_="notes")) if items else None
+def _buffers_absent(results: BufferResults) -> Block | None:
+    items = [f"{what}: {why}" if why else what for what, why in results.absent]
+    return section("Not measured", bullets(items)) if items else None
 
 
 KINDS = {

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from holdall.errors import ClosedError
 from holdall.machine import begin_peak, peak_bytes
 from holdall.memory_registry import MEMORIES
 from holdall.tools.watch import exchange
-from holdall.tools.watch.allocators import PythonUse, read_heap_use, read_python_use
+from holdall.tools.watch.allocators import read_heap_use
 from holdall.tools.watch.exchange import AgentReport, HeldField, PhasePeak, Region
+from holdall.tools.watch.held import array_regions, buffer_regions, measure_memories, network_regions
 from holdall.tools.watch.reading import IMPORT_PHASE
 
 FillFunction = Callable[[], float]
@@ -61,7 +61,6 @@ class Agent:
         self._phases: dict[str, PhasePeak] = {}
         self._phase_start = time.monotonic()
         self._events: deque[tuple[float, str]] = deque(maxlen=20)
-        self._python = PythonUse(0, 0)
         self._is_called_by_loop = False
         self._seconds_spent = 0.0
         self._start_time = exchange.get_start_time(self.pid)
@@ -69,7 +68,8 @@ class Agent:
         self._ended = threading.Event()
         with contextlib.suppress(Exception):
             exchange.remove_stale_files()
-        threading.Thread(target=self._run, name="holdall-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="holdall-watch", daemon=True)
+        self._thread.start()
 
     @property
     def is_active(self) -> bool:
@@ -160,7 +160,6 @@ class Agent:
             step = int(models[0].num_timesteps)
         torch: Any = sys.modules.get("torch")  # It is never imported for this.
         heap = read_heap_use()
-        self._python = read_python_use() or self._python  # Unknown while a profiler traces allocations.
         return AgentReport(
             pid=self.pid,
             started=self._start_time,
@@ -173,8 +172,7 @@ class Agent:
             held_in_heap=_count_heap_bytes(),
             heap_used=None if heap is None else heap.used,
             heap_mapped=0 if heap is None else heap.mapped,
-            python_taken=self._python.taken,
-            python_used=self._python.used,
+            python_objects=sys.getallocatedblocks(),
             gpu=_read_torch_gpu(torch),
             torch_threads=torch.get_num_threads() if hasattr(torch, "get_num_threads") else None,
             spilled=_count_spilled(),
@@ -220,7 +218,7 @@ class Agent:
             if array is None:
                 del self._arrays[name]
             else:
-                yield from array_regions(name, array, None if fill is None else float(fill()))
+                yield from array_regions("buffers", name, array, None if fill is None else float(fill()))
         for name, buffer in self._list_buffers():
             if not hasattr(getattr(buffer, "memory", buffer), "report"):
                 yield from buffer_regions(name, buffer)
@@ -234,7 +232,9 @@ class Agent:
                 found += [policy, *(vars(holder).get(name) for holder in holders for name in _OPTIMIZERS)]
         networks = {id(one): one for one in found if one is not None}.values()
         optimizers = [one for one in networks if hasattr(one, "param_groups")]
-        yield from network_regions([one for one in networks if not hasattr(one, "param_groups")], optimizers)
+        modules = [one for one in networks if not hasattr(one, "param_groups")]
+        has_gradients = threading.current_thread() is not self._thread
+        yield from network_regions(modules, optimizers, has_gradients=has_gradients)
 
 
 _agent: Agent | None = None
@@ -256,88 +256,7 @@ def stop_agent() -> None:
         _agent.stop()
 
 
-# ---------------------------------------------------------------- what a process holds
-
-
-def measure_memories(memories: Iterable[Any]) -> Iterator[HeldField]:
-    """Yield the fields of holdall's memories in host RAM, with the bytes that the memories count."""
-    count_by_kind: Counter[str] = Counter()
-    for memory in memories:
-        kind = "rollout" if "Rollout" in type(memory).__name__ else "replay"
-        count_by_kind[kind] += 1
-        prefix = kind if count_by_kind[kind] == 1 else f"{kind} {count_by_kind[kind]}"
-        with contextlib.suppress(ClosedError):
-            report = memory.report()
-            fill = float(memory.fill)
-            if report.capacity_that_fits:  # The budget holds fewer transitions than the capacity.
-                fill = min(report.transitions / report.capacity_that_fits, 1.0)
-            if _is_on_host(memory):
-                for one in report.fields:
-                    yield HeldField(f"{prefix}.{one.name}", one.total_bytes, fill, report.budget_bytes)
-            yield HeldField(f"{prefix}.staging", report.staging_bytes, fill, report.budget_bytes)
-
-
-def _is_on_host(memory: Any) -> bool:
-    device = getattr(getattr(memory, "store", None), "device", None)
-    return device is None or getattr(device, "type", "cpu") == "cpu"
-
-
-def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
-    """Yield the arrays that are attributes of a buffer, as in Stable-Baselines3."""
-    attributes = getattr(buffer, "__dict__", {})
-    size = attributes.get("buffer_size")
-    position = attributes.get("pos")
-    fill = None
-    if isinstance(size, int) and isinstance(position, int) and size > 0:
-        fill = 1.0 if attributes.get("full") else position / size
-    for key, value in list(attributes.items()):
-        arrays = {key: value}
-        if isinstance(value, dict):
-            arrays = {f"{key}.{inner}": one for inner, one in list(value.items())}
-        for field, array in arrays.items():
-            if _is_ndarray(array) or hasattr(array, "untyped_storage"):
-                yield from array_regions(f"{name}.{field}", array, fill)
-
-
-def network_regions(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Region]:
-    """Yield parameters, gradients and the optimizers' state in host RAM."""
-    for module in modules:
-        for parameter in [*module.parameters(), *module.buffers()]:
-            yield from _tensor_regions("torch", "parameters", parameter, None)
-            if parameter.grad is not None:
-                yield from _tensor_regions("torch", "gradients", parameter.grad, None)
-    for optimizer in optimizers:
-        for state in list(optimizer.state.values()):
-            for value in list(state.values()):
-                if hasattr(value, "untyped_storage"):
-                    yield from _tensor_regions("torch", "optimizer state", value, None)
-
-
-def array_regions(name: str, array: Any, fill: float | None) -> Iterator[Region]:
-    """Yield the memory of an array or tensor of a buffer."""
-    if not _is_ndarray(array):
-        yield from _tensor_regions("buffers", name, array, fill)
-        return
-    owner: Any = array
-    while _is_ndarray(owner.base):
-        owner = owner.base  # Two views may share one array.
-    base = owner.base.obj if isinstance(owner.base, memoryview) else owner.base
-    if owner.nbytes:
-        address = int(owner.__array_interface__["data"][0])
-        yield Region("buffers", name, address, owner.nbytes, fill, not isinstance(base, mmap.mmap))
-
-
-def _tensor_regions(group: Literal["buffers", "torch"], name: str, tensor: Any, fill: float | None) -> Iterator[Region]:
-    if tensor.device.type == "cpu":
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            yield Region(group, name, int(storage.data_ptr()), int(storage.nbytes()), fill)
-
-
-def _is_ndarray(value: Any) -> bool:
-    # NumPy is not imported here: a script may still set how many threads NumPy gets.
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+# ---------------------------------------------------------------- counters
 
 
 def _count_heap_bytes() -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from holdall.machine import Mapping, mappings, read_text
 from holdall.tools.watch.exchange import AgentReport
-from holdall.tools.watch.reading import GROUPS, AttributedPart
+from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT, GROUPS, AttributedPart
 from holdall.units import format_bytes
 
 _MIN_LARGE_BYTES = 8 * 2**20
@@ -130,7 +130,8 @@ def _attribute_by_counts(
         AttributedPart("buffers", one.name, one.nbytes, one.nbytes, one.fill, grows=True, budget=one.budget)
         for one in report.held
     ]
-    counted.append(AttributedPart("python", "objects", report.python_taken, report.python_taken))
+    objects = report.python_objects * BYTES_PER_PYTHON_OBJECT
+    counted.append(AttributedPart("python", "objects, estimated from their number", objects, objects))
     named = sum(
         end - start
         for start, end, _, is_malloc in ranges

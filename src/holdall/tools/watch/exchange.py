@@ -23,7 +23,7 @@ from holdall.errors import WatchError
 from holdall.machine import LINUX, read_text
 
 _FOLDER_VARIABLE = "HOLDALL_RUNTIME_DIR"
-_REPORT_FORMAT = "holdall-agent-2"
+_REPORT_FORMAT = "holdall-agent-3"
 _MAX_FILE_BYTES = 16 * 2**20
 _MAX_NAME_LENGTH = 200
 _MAX_ITEMS = 100_000
@@ -72,8 +72,7 @@ class AgentReport:
     held_in_heap: int = 0  # Bytes of holdall's memories that the C library's allocator provided.
     heap_used: int | None = None  # Live bytes in the heap of the C library.
     heap_mapped: int = 0  # Live bytes in large blocks, which the C library maps one by one.
-    python_taken: int = 0  # Bytes that Python's own allocator took from the system.
-    python_used: int = 0  # Live bytes in them.
+    python_objects: int = 0  # Blocks of up to 512 bytes that Python's own allocator has given out.
     gpu: dict[str, int] = field(default_factory=dict)
     torch_threads: int | None = None
     spilled: dict[str, int] = field(default_factory=dict)  # Bytes on disk, by folder.

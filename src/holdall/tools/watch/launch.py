@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
+from holdall.machine import LINUX, peak_bytes
 from holdall.tools.probe.import_hook import call_after_import
 from holdall.tools.watch.agent import get_agent
 
@@ -43,8 +45,10 @@ class LaunchedCommand:
             environment["PYTHONUNBUFFERED"] = "1"
         output = subprocess.PIPE if is_captured else None
         errors = subprocess.STDOUT if is_captured else None
+        self._begun = time.monotonic()
         self._process = subprocess.Popen(list(command), env=environment, stdout=output, stderr=errors)
         self.pid = self._process.pid
+        self.seconds = 0.0  # Until the command ended.
         for number in _FORWARDED_SIGNALS:
             signal.signal(number, lambda number, _: self._process.send_signal(number))
         self._relay: threading.Thread | None = None
@@ -68,9 +72,20 @@ class LaunchedCommand:
                 break
             except KeyboardInterrupt:
                 self._process.send_signal(signal.SIGINT)
+        self.seconds = time.monotonic() - self._begun
         if self._relay is not None:
             self._relay.join()
         return code if code >= 0 else 128 - code
+
+    def read_peak(self) -> int:
+        """Return the largest resident set of any process of the command, which has ended. 0 if it is unknown."""
+        if not LINUX:
+            return 0
+        import resource  # noqa: PLC0415  It does not exist on Windows.
+
+        found = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        # The kernel also counts the copy of this process that a command begins as.
+        return found if found > peak_bytes() else 0
 
     def _write_output(self) -> None:
         assert self._process.stdout is not None

@@ -24,6 +24,9 @@ GROUPS = (
 """Groups of parts, in the order in which they are shown and recorded."""
 IMPORT_PHASE = "import"
 """Phase of a process without steps while its main thread imports a module."""
+BYTES_PER_PYTHON_OBJECT = 94
+"""Estimate of the memory of a small Python object. CPython 3.11 takes 101 bytes with NumPy alone, 95 with torch and 93
+with Stable-Baselines3. A single kind of object takes 16 to 512 bytes."""
 _MAX_READINGS = 720
 _MIN_SECONDS = 60.0
 """A process that reports no steps is judged this many seconds after its last import."""
@@ -100,13 +103,13 @@ class MemoryReading:
 
 
 class LiveObjects(NamedTuple):
-    """Bytes of live objects at one moment, as the allocators of the process count them."""
+    """Live objects at one moment, as the allocators of the process count them."""
 
     time: float
     step: int | None
     phase: str | None
-    heap: int  # All live objects except named buffers.
-    python: int  # Part of `heap` in Python's own allocator: objects of up to 512 bytes.
+    heap: int  # Bytes in the heap of the C library, except named buffers.
+    python: int  # Number of small Python objects.
 
 
 ItemT = TypeVar("ItemT", MemoryReading, LiveObjects)

@@ -1,7 +1,8 @@
 """Robust slopes of series of readings.
 
-The slope is the median over all pairs of points (Theil 1950, Sen 1968), and its interval is Kendall's. Points are
-gathered in bins first, because neighbouring readings depend on each other.
+The slope is the median of the slopes between all pairs of points (Theil 1950, Sen 1968). Its confidence interval
+follows from Kendall's statistic. Readings are gathered in bins first, because neighbouring readings depend on each
+other.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ _MIN_BINS = 12
 _DEVIATIONS = 3.0
 """Half width of the interval, in standard deviations of Kendall's statistic."""
 _MIN_QUARTER_SHARE = 0.4
-"""Growth of each quarter of the window, as a share of the mean. A single jump is not steady growth."""
+"""Minimum growth from one quarter of the series to the next, as a share of the mean of the three growths. It excludes
+series that grow in a single jump."""
 _MIN_TIMES_NOISE = 6.0
-"""Growth, as a multiple of the median distance from the line. A level that wanders ends elsewhere, too."""
+"""Minimum growth of the whole series, as a multiple of the median distance of the points from the fitted line. It
+excludes series that rise and fall, and end higher by chance."""
 
 
 class Trend(NamedTuple):
@@ -38,7 +41,7 @@ class Trend(NamedTuple):
 
 
 def fit_trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
-    """Return the slope of a series. None if there are too few points, or if all have one position."""
+    """Return the slope of a series. None if there are too few points, or if all `xs` are equal."""
     points = _gather_bins(xs, ys)
     if len(points) < _MIN_BINS:
         return None
@@ -75,7 +78,7 @@ def fit_steady_growth(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
 
 
 def _gather_bins(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the medians of bins with equal counts."""
+    """Sort the points into bins of nearly equal counts. Return the median of each bin."""
     points = sorted(zip(xs, ys, strict=True))
     count = min(_MAX_BINS, len(points))
     if count == 0:

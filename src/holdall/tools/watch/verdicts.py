@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
-from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.trend import Trend, fit_steady_growth
 from holdall.units import counted, format_bytes, format_seconds
 
@@ -26,8 +26,12 @@ _WARM_UP_SHARE = 0.25
 _MIN_LEAK_BYTES = 2 * 2**20
 _MIN_LEAK_BYTES_OF_SUMS = 32 * 2**20
 _MIN_LEAK_PER_STEP = 48.0
-"""Bytes. A wrapper that records the return of every episode takes less."""
+"""Bytes."""
 _MIN_LEAK_PER_SECOND = 4096.0
+_MIN_LEAKED_OBJECTS = 8_000
+_MIN_OBJECTS_PER_STEP = 0.75
+"""A wrapper that records the return of every episode keeps fewer objects."""
+_MIN_OBJECTS_PER_SECOND = 50.0
 _SOURCES = {
     "python": ("Python objects", "Look for lists that keep something of every step: losses, infos, observations."),
     "arrays": (
@@ -166,6 +170,7 @@ def _judge_filling(history: ReadingHistory, filling: list[FillingBuffer]) -> Ite
             "buffer": buffer.name,
             "fill": buffer.share,
             "resident": buffer.resident,
+            "unit": "B a step" if history.counts_steps else "B a second",
             "slope": buffer.slope,
             "left": buffer.left,
             "final": buffer.final_bytes,
@@ -198,7 +203,7 @@ def _count_seconds(history: ReadingHistory, distance: float) -> float | None:
 class Leak(NamedTuple):
     """Memory that grows without end."""
 
-    trend: Trend
+    slope: float  # Bytes per step, or per second. Estimated where objects are counted.
     verdict: WatchVerdict
 
 
@@ -217,12 +222,21 @@ def _find_leak_of_objects(history: ReadingHistory, command: Sequence[str]) -> Le
     live = history.select_training(history.live)
     live = live[int(len(live) * _WARM_UP_SHARE) :]
     positions = [history.position(one) for one in live]
-    trend = fit_steady_growth(positions, [one.heap for one in live])
-    if trend is None or not _is_large(history, trend, _MIN_LEAK_BYTES):
+    heap = fit_steady_growth(positions, [one.heap for one in live])
+    if heap is not None and not _is_large(history, heap, _MIN_LEAK_BYTES):
+        heap = None
+    objects = fit_steady_growth(positions, [one.python for one in live])
+    if objects is not None and not _is_many(history, objects):
+        objects = None
+    heap_slope = 0.0 if heap is None else heap.slope
+    objects_slope = 0.0 if objects is None else objects.slope * BYTES_PER_PYTHON_OBJECT
+    if objects is not None and objects_slope > heap_slope:
+        verdict = _describe_leak_of_objects(history, objects, command)
+    elif heap is not None:
+        verdict = _describe_leak(history, "arrays", heap, command)
+    else:
         return None
-    python = fit_steady_growth(positions, [one.python for one in live])
-    source = "python" if python is not None and python.slope > 0.5 * trend.slope else "arrays"
-    return Leak(trend, _describe_leak(history, source, trend, suggest_memray(command)))
+    return Leak(heap_slope + objects_slope, verdict)
 
 
 def _find_leak_of_group(history: ReadingHistory, group: str) -> Leak | None:
@@ -232,7 +246,7 @@ def _find_leak_of_group(history: ReadingHistory, group: str) -> Leak | None:
     trend = fit_steady_growth(positions, values)
     if trend is None or not _is_large(history, trend, _MIN_LEAK_BYTES_OF_SUMS):
         return None
-    return Leak(trend, _describe_leak(history, group, trend, ""))
+    return Leak(trend.slope, _describe_leak(history, group, trend))
 
 
 def _count_candidate_bytes(reading: MemoryReading, group: str) -> float:
@@ -251,16 +265,35 @@ def _is_large(history: ReadingHistory, trend: Trend, min_growth: int) -> bool:
     return trend.slope >= min_slope and trend.growth >= min_growth
 
 
-def _describe_leak(history: ReadingHistory, source: str, trend: Trend, profile: str) -> WatchVerdict:
+def _is_many(history: ReadingHistory, trend: Trend) -> bool:
+    min_slope = _MIN_OBJECTS_PER_STEP if history.counts_steps else _MIN_OBJECTS_PER_SECOND
+    return trend.slope >= min_slope and trend.growth >= _MIN_LEAKED_OBJECTS
+
+
+def _describe_leak(history: ReadingHistory, source: str, trend: Trend, command: Sequence[str] = ()) -> WatchVerdict:
     unit = "a step" if history.counts_steps else "a second"
     where, remedy = _SOURCES[source]
     text = (
         f"{where} grow by {trend.slope:,.0f} B {unit} (between {trend.low:,.0f} and {trend.high:,.0f}), "
         f"{format_bytes(trend.growth)} so far, without the buffers"
     )
-    evidence = {
-        "of": source,
-        "unit": unit,
+    evidence = {"of": source, "unit": f"B {unit}", **_describe_trend(trend)}
+    return _advise_memray(WatchVerdict("leak", "warning", text, remedy, evidence), command)
+
+
+def _describe_leak_of_objects(history: ReadingHistory, trend: Trend, command: Sequence[str]) -> WatchVerdict:
+    unit = "a step" if history.counts_steps else "a second"
+    _, remedy = _SOURCES["python"]
+    text = (
+        f"Python keeps {trend.slope:,.1f} more objects {unit} (between {trend.low:,.1f} and {trend.high:,.1f}), "
+        f"{trend.growth:,.0f} so far, about {format_bytes(trend.growth * BYTES_PER_PYTHON_OBJECT)}"
+    )
+    evidence = {"of": "python", "unit": f"objects {unit}", **_describe_trend(trend)}
+    return _advise_memray(WatchVerdict("leak", "warning", text, remedy, evidence), command)
+
+
+def _describe_trend(trend: Trend) -> dict[str, Any]:
+    return {
         "slope": trend.slope,
         "low": trend.low,
         "high": trend.high,
@@ -268,10 +301,15 @@ def _describe_leak(history: ReadingHistory, source: str, trend: Trend, profile: 
         "to": trend.last,
         "grown": trend.growth,
     }
-    if profile:
-        remedy = f"{remedy} To find the line, run: {profile}"
-        evidence["profile"] = profile
-    return WatchVerdict("leak", "warning", text, remedy, evidence)
+
+
+def _advise_memray(verdict: WatchVerdict, command: Sequence[str]) -> WatchVerdict:
+    """Add the command that finds the line, if the command that was watched is a Python program."""
+    profile = suggest_memray(command)
+    if not profile:
+        return verdict
+    remedy = f"{verdict.remedy} To find the line, run: {profile}"
+    return replace(verdict, remedy=remedy, evidence=verdict.evidence | {"profile": profile})
 
 
 def suggest_memray(command: Sequence[str]) -> str:
@@ -290,7 +328,7 @@ def _judge_limits(history: ReadingHistory, filling: list[FillingBuffer], leaks: 
     """Report the limit that is reached first, unless training ends before."""
     newest = history.newest
     swing = max(reading.pss for reading in history.readings[-_SWING_READINGS:]) - newest.pss
-    slope = sum(leak.trend.slope for leak in leaks)
+    slope = sum(leak.slope for leak in leaks)
     reached: list[tuple[float, str, int]] = []
     for name, left in (newest.headroom or {}).items():
         reached.append((compute_distance(left - swing, filling, slope), name, left))

@@ -129,8 +129,10 @@ class Watcher:
     def pause(self, wait_for_end: Callable[[float], bool] | None = None) -> bool:
         """Wait until the next pass is due, and poll the agent meanwhile. Return whether the process ended.
 
+        The first report of an agent is followed by a pass at once: before it, the process has hardly started.
         `wait_for_end` waits at most the given seconds for a process that this one started.
         """
+        had_report = self.latest_report is not None
         deadline = time.monotonic() + self._pause_s
         while time.monotonic() < deadline:
             seconds = min(max(deadline - time.monotonic(), 0.0), _AGENT_INTERVAL_S)
@@ -138,7 +140,8 @@ class Watcher:
                 time.sleep(seconds)
             elif wait_for_end(seconds):
                 return True
-            self._poll_agent()
+            if self._poll_agent() is not None and not had_report:
+                return False
         return False
 
     def publish(self, latest: WatchPass) -> None:
@@ -222,12 +225,12 @@ class Watcher:
 
 
 def _count_live_objects(report: AgentReport) -> LiveObjects | None:
-    """Return what live objects take, without buffers: the series in which a leak shows."""
+    """Return the live objects without buffers: the series in which a leak shows."""
     if report.heap_used is None:
         return None
     named = sum(region.nbytes for region in report.regions if region.is_malloc and region.group == "buffers")
-    live = report.heap_used + report.heap_mapped + report.python_used - named - report.held_in_heap
-    return LiveObjects(report.time, report.step, report.phase, max(live, 0), report.python_used)
+    live = report.heap_used + report.heap_mapped - named - report.held_in_heap
+    return LiveObjects(report.time, report.step, report.phase, max(live, 0), report.python_objects)
 
 
 def attribute_sum(pid: int, report: AgentReport | None) -> list[AttributedPart]:

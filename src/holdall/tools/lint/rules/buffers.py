@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
 
-from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine, format_share, format_size
+from holdall.tools.lint.finding import Place, Severity
+from holdall.tools.lint.machine import Machine, format_share
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Source, argument_of
-from holdall.tools.lint.subjects import TrainedBuffer, TrainedModel
+from holdall.tools.lint.run import get_budget_bytes, locate, locate_model, name_buffer, pair_with_models
+from holdall.tools.lint.source import Source, get_argument
+from holdall.tools.probe.snapshot import (
+    FoundArray,
+    FoundBuffer,
+    FoundEnvironment,
+    FoundModel,
+    Snapshot,
+)
+from holdall.units import format_bytes
 
 _SAFE_SHARE = 0.8
 """Share of the memory that a buffer may take. The rest is for the interpreter, the libraries and the networks."""
@@ -18,69 +28,110 @@ _MIN_LARGE_BYTES = 2**30
 _MIN_SAVED_BYTES = 2**27
 _MIN_REPEATED_SHARE = 0.1
 _MIN_REPLAY_ITEMS = 1_000
-"""Capacity from which a deque is taken for a replay buffer. Deques for n-step returns are shorter."""
+"""Smallest capacity of a deque that is taken for a replay buffer. Deques for n-step returns are shorter."""
 _MIN_PARTS = 4
-"""Parts of a transition: observation, action, reward, next observation."""
+"""Fewest parts of a transition: observation, action, reward, next observation."""
 _NEXT_NAME = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
 _BUFFER_NAME = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)
 _SHORT_NAME = re.compile(r"n_?steps?\b|nstep|multi_?step|stack|frames|window|history|lookback|horizon", re.IGNORECASE)
-_REPLACEMENTS = {
-    "cleanrl": "from holdall.cleanrl import ReplayBuffer",
-    "torchrl": "storage=holdall.torchrl.HoldallStorage({capacity})",
-}
+_STACK_SETTINGS = ("n_stack", "stack_size", "num_stack")
+_MIN_SQUARE_SIDE = 64
+"""Smallest side of a square array that is taken for a picture although its name does not say so."""
+_MIN_SIDE = 32
+_MIN_SHORT_SIDE = 24
+_MAX_CHANNELS = 16
+_PICTURE_NAME = re.compile(r"frame|image|img|screen|pixel", re.IGNORECASE)
 
 
-def _replacement(buffer: TrainedBuffer) -> str:
-    """Return the code that uses holdall instead of `buffer`."""
-    if buffer.library == "sb3" and buffer.kind == "rollout":
-        return "rollout_buffer_class=holdall.sb3.RolloutBuffer"
-    if buffer.library == "sb3":
-        return "replay_buffer_class=holdall.sb3.ReplayBuffer"
-    own = "holdall.ReplayMemory(env.observation_space, env.action_space, capacity={capacity})"
-    capacity = "..." if buffer.capacity is None else f"{buffer.capacity:_}"
-    return _REPLACEMENTS.get(buffer.library, own).format(capacity=capacity)
+# ---------------------------------------------------------------- sizes and limits
 
 
-def _describe_size(buffer: TrainedBuffer) -> str:
-    """Say how large a buffer is, and when."""
-    if buffer.kind == "memory":
-        return f"{buffer.title} may take its budget of {format_size(buffer.nbytes)}"
-    if buffer.kind == "refused":
-        return f"{buffer.title} of {format_size(buffer.nbytes)} could not be allocated"
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Memory that a buffer, a memory of holdall or a failed allocation takes at most."""
+
+    place: Place
+    nbytes: int
+    text: str
+    """The size in words."""
+    advice: str
+    is_certain: bool = True
+    """Whether the run certainly takes this much. Otherwise it may be too short to fill the buffer."""
+    is_refused: bool = False
+    """Whether the allocation failed."""
+
+
+def _find_needs(run: Snapshot, machine: Machine) -> Iterator[_Need]:
+    """Yield the needs for host memory: buffers, budgets of holdall's memories, and a failed allocation."""
+    for buffer, model in pair_with_models(run.buffers, run):
+        if _find_device(buffer) == "cpu":
+            yield _make_buffer_need(buffer, model, machine)
+    for memory, model in pair_with_models(run.memories, run):
+        nbytes = get_budget_bytes(memory)
+        if memory.store_device in {None, "cpu"}:
+            text = f"the memory {memory.owner} may take its budget of {format_bytes(nbytes)}"
+            advice = f"budget={int(machine.limit_bytes * _SAFE_SHARE):,} would be {format_share(_SAFE_SHARE, 1)} of it"
+            yield _Need(locate(memory, model), nbytes, text, advice)
+    failed = run.allocation
+    if failed is not None and failed.is_exact:
+        shape = f" of shape {failed.shape} and dtype {failed.dtype}" if failed.shape else ""
+        text = f"an array{shape} of {format_bytes(failed.nbytes)} could not be allocated"
+        yield _Need(Place("failed allocation"), failed.nbytes, text, "holdall plan says what fits", is_refused=True)
+
+
+def _make_buffer_need(buffer: FoundBuffer, model: FoundModel | None, machine: Machine) -> _Need:
+    resident_bytes = _count_resident(buffer, model)
+    copied_bytes = buffer.flattened_bytes
+    is_certain = buffer.kind == "rollout" or (model is not None and model.run_steps is not None)
     takes = "takes" if buffer.is_exact else "takes about"
-    capacity = "" if buffer.capacity is None else f" of {buffer.capacity:,} transitions"
-    text = f"{buffer.title}{capacity} {takes} {format_size(buffer.resident_bytes)}"
-    if not buffer.is_certain:
+    capacity = "" if buffer.transitions is None else f" of {buffer.transitions:,} transitions"
+    text = f"{name_buffer(buffer, model)}{capacity} {takes} {format_bytes(resident_bytes)}"
+    if not is_certain:
         text += " when it is full"
-    if buffer.flatten_bytes:
-        text += f", and {format_size(buffer.peak_bytes)} while it is flattened"
-    return text
+    if copied_bytes:
+        text += f", and {format_bytes(resident_bytes + copied_bytes)} while it is flattened"
+    return _Need(
+        locate(buffer, model),
+        resident_bytes + copied_bytes,
+        text,
+        _advise_capacity(buffer, machine),
+        is_certain=is_certain,
+    )
 
 
-def _describe_fit(buffer: TrainedBuffer, machine: Machine) -> str:
+def _count_resident(buffer: FoundBuffer, model: FoundModel | None) -> int:
+    """Return the bytes in RAM at the end of the run. Pages that are never written cost nothing."""
+    steps = None if model is None else model.run_steps
+    capacity = buffer.transitions
+    if buffer.kind == "rollout" or steps is None or not capacity:
+        return buffer.nbytes
+    return buffer.nbytes * min(steps, capacity) // capacity
+
+
+def _advise_capacity(buffer: FoundBuffer, machine: Machine) -> str:
     """Name the capacity that takes a safe share of the memory."""
-    if buffer.kind == "memory":
-        return f"budget={int(machine.limit_bytes * _SAFE_SHARE):,} would be {format_share(_SAFE_SHARE, 1)} of it"
-    if buffer.capacity is None:
+    if not buffer.rows:
         return "holdall plan says what fits"
-    bytes_per_row = (buffer.nbytes + buffer.flatten_bytes) * buffer.n_envs / buffer.capacity
+    bytes_per_row = (buffer.nbytes + buffer.flattened_bytes) / buffer.rows
     rows = int(machine.limit_bytes * _SAFE_SHARE // bytes_per_row)
     name = f"n_steps={rows:,}" if buffer.kind == "rollout" else f"a capacity of {rows * buffer.n_envs:,}"
     return f"{name} would take {format_share(_SAFE_SHARE, 1)} of it"
 
 
-def _match_limit(buffer: TrainedBuffer, machine: Machine, limit: str) -> Match:
-    """Return a match about a buffer and a limit. It is at most a warning if the run may be too short to fill it."""
+def _find_device(buffer: FoundBuffer) -> str:
+    """Return the device, or `disk`, that has most of a buffer's bytes."""
+    devices = buffer.bytes_on
+    return max(devices, key=lambda device: devices[device])
+
+
+def _match_limit(need: _Need, machine: Machine, limit: str) -> Match:
+    """Return a match about a limit. It is at most a warning if the run may be too short to fill the buffer."""
     return Match(
-        f"{_describe_size(buffer)}; {limit}; {_describe_fit(buffer, machine)}",
-        buffer.place,
-        {"needed_bytes": buffer.peak_bytes, "limit_bytes": machine.limit_bytes},
-        severity=None if buffer.is_certain else Severity.WARNING,
+        f"{need.text}; {limit}; {need.advice}",
+        need.place,
+        {"needed_bytes": need.nbytes, "limit_bytes": machine.limit_bytes},
+        severity=None if need.is_certain else Severity.WARNING,
     )
-
-
-def _is_in_ram(buffer: TrainedBuffer) -> bool:
-    return buffer.device == "cpu"
 
 
 class BufferBeyondMemory(Rule):
@@ -105,12 +156,12 @@ class BufferBeyondMemory(Rule):
     code = "M01"
     severity = Severity.ERROR
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Compare the peak with the memory that no container limits."""
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Compare each need with the limit, or with all RAM if a container has less: M03 reports the container."""
         limit_bytes = machine.ram_bytes if machine.is_contained else machine.limit_bytes
-        is_too_large = _is_in_ram(buffer) and buffer.peak_bytes > limit_bytes
-        if is_too_large or buffer.kind == "refused":
-            yield _match_limit(buffer, machine, f"{machine.limit_name} is {format_size(machine.limit_bytes)}")
+        for need in _find_needs(run, machine):
+            if need.nbytes > limit_bytes or need.is_refused:
+                yield _match_limit(need, machine, f"{machine.limit_name} is {format_bytes(machine.limit_bytes)}")
 
 
 class BufferNearLimit(Rule):
@@ -132,13 +183,14 @@ class BufferNearLimit(Rule):
     code = "M02"
     severity = Severity.WARNING
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Compare the peak with the limit."""
-        is_near = machine.limit_bytes * _SAFE_SHARE < buffer.peak_bytes <= machine.limit_bytes
-        if is_near and _is_in_ram(buffer) and buffer.kind != "refused":
-            share = format_share(buffer.peak_bytes, machine.limit_bytes)
-            limit = f"that is {share} of {machine.limit_name} ({format_size(machine.limit_bytes)})"
-            yield _match_limit(buffer, machine, limit)
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Compare each need with the limit."""
+        for need in _find_needs(run, machine):
+            is_near = machine.limit_bytes * _SAFE_SHARE < need.nbytes <= machine.limit_bytes
+            if is_near and not need.is_refused:
+                share = format_share(need.nbytes, machine.limit_bytes)
+                limit = f"that is {share} of {machine.limit_name} ({format_bytes(machine.limit_bytes)})"
+                yield _match_limit(need, machine, limit)
 
 
 class BufferBeyondContainer(Rule):
@@ -162,19 +214,87 @@ class BufferBeyondContainer(Rule):
     code = "M03"
     severity = Severity.ERROR
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Compare the peak with the container's limit."""
-        is_between = machine.limit_bytes < buffer.peak_bytes <= machine.ram_bytes
-        if machine.is_contained and is_between and _is_in_ram(buffer) and buffer.kind != "refused":
-            limit = (
-                f"the host has {format_size(machine.ram_bytes)}, but {machine.limit_name} allows "
-                f"{format_size(machine.limit_bytes)}"
-            )
-            yield _match_limit(buffer, machine, limit)
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Compare each need with the container's limit."""
+        if not machine.is_contained:
+            return
+        limit = (
+            f"the host has {format_bytes(machine.ram_bytes)}, but {machine.limit_name} allows "
+            f"{format_bytes(machine.limit_bytes)}"
+        )
+        for need in _find_needs(run, machine):
+            if machine.limit_bytes < need.nbytes <= machine.ram_bytes and not need.is_refused:
+                yield _match_limit(need, machine, limit)
+
+
+# ---------------------------------------------------------------- what is stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """How often a full buffer stores each frame, or each observation if frames are not stacked."""
+
+    times: int
+    nbytes: int
+    """Bytes of all copies but one, in the full buffer."""
+    thing: str
+    """`frame` or `observation`."""
+
+
+def _count_copies(buffer: FoundBuffer, model: FoundModel | None, run: Snapshot) -> _Copies | None:
+    """Return the copies of frames and of next observations in a replay buffer, or None if there are none."""
+    arrays = [array for array in buffer.arrays if _get_item_shape(buffer, array) is not None]
+    if buffer.kind not in {"replay", "arrays"} or not arrays:
+        return None
+    if buffer.is_sb3:
+        observations = [array for array in arrays if array.name.partition(".")[0] == "observations"]
+        successors = [array for array in arrays if array.name.partition(".")[0] == "next_observations"]
+    else:
+        largest = max(arrays, key=lambda array: array.nbytes)
+        alike = [array for array in arrays if (array.shape, array.dtype) == (largest.shape, largest.dtype)]
+        observations = alike[:1]
+        successors = alike[1:2]
+    stack = _find_stack(run.environments if model is None else [model.environment], buffer)
+    stored_bytes = sum(array.nbytes for array in (*observations, *successors))
+    copied_bytes = stored_bytes - sum(array.nbytes for array in observations) // stack
+    times = stack * (2 if successors else 1)
+    return _Copies(times, copied_bytes, "observation" if stack == 1 else "frame") if copied_bytes > 0 else None
+
+
+def _find_stack(environments: Iterable[FoundEnvironment | None], buffer: FoundBuffer) -> int:
+    """Return the frames that each stored observation consists of, if an axis of a stored array can contain them."""
+    settings = [environment.settings for environment in environments if environment is not None]
+    counts = {one.get(name) for one in settings for name in _STACK_SETTINGS} - {None}
+    count = counts.pop() if len(counts) == 1 else None
+    if not isinstance(count, int) or count < 2:
+        return 1
+    largest = max(buffer.arrays, key=lambda array: array.nbytes)
+    return count if any(side % count == 0 for side in largest.shape[1:]) else 1
+
+
+def _get_item_shape(buffer: FoundBuffer, array: FoundArray) -> tuple[int, ...] | None:
+    """Return the shape of one transition in an array, or None if the array has no entry for each row."""
+    if buffer.rows is None or array.shape[:1] != (buffer.rows,):
+        return None
+    has_lanes = buffer.kind != "arrays" and array.shape[1:2] == (buffer.n_envs,)
+    return array.shape[2 if has_lanes else 1 :]
+
+
+def _name_replacement(buffer: FoundBuffer) -> str:
+    """Return the code that replaces `buffer` by holdall."""
+    if buffer.is_sb3:
+        kind = "rollout" if buffer.kind == "rollout" else "replay"
+        return f"{kind}_buffer_class=holdall.sb3.{kind.title()}Buffer"
+    if buffer.package == "cleanrl_utils":
+        return "from holdall.cleanrl import ReplayBuffer"
+    capacity = "..." if buffer.transitions is None else f"{buffer.transitions:_}"
+    if buffer.package == "torchrl":
+        return f"storage=holdall.torchrl.HoldallStorage({capacity})"
+    return f"holdall.ReplayMemory(env.observation_space, env.action_space, capacity={capacity})"
 
 
 class ObservationsStoredTwice(Rule):
-    """Finds replay buffers in which repeated observations take a tenth of the memory, or 1 GiB, or more.
+    """Finds replay buffers in which repeated observations take at least 1 GiB, or at least a tenth of the memory.
 
     Why: `obs` and `next_obs` are two arrays, though the next observation of one step is the observation of the
     following one. In a stack of 4 frames, each frame is stored eight times.
@@ -192,23 +312,24 @@ class ObservationsStoredTwice(Rule):
     code = "M07"
     severity = Severity.WARNING
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Compare the repeated bytes, as full as the run makes the buffer, with the memory."""
-        if not buffer.repeated_bytes:
-            return
-        repeated = buffer.repeated_bytes * buffer.resident_bytes // buffer.nbytes
-        if repeated < min(_MIN_REPEATED_SHARE * machine.limit_bytes, _MIN_LARGE_BYTES):
-            return
-        times = buffer.copies_of_frame
-        thing = "observation" if buffer.frame_stack == 1 else "frame"
-        what = f"each {thing} is stored {'twice' if times == 2 else f'{times} times'}"
-        share = format_share(repeated, buffer.resident_bytes)
-        text = (
-            f"{what}: {format_size(repeated)} of {format_size(buffer.resident_bytes)} ({share}) of {buffer.title} "
-            f"are copies; {_replacement(buffer)}"
-        )
-        numbers = {"repeated_bytes": repeated, "needed_bytes": buffer.resident_bytes, "times": times}
-        yield Match(text, buffer.place, numbers)
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Compare the repeated bytes at the end of the run with the memory."""
+        for buffer, model in pair_with_models(run.buffers, run):
+            copies = _count_copies(buffer, model, run)
+            if copies is None:
+                continue
+            resident = _count_resident(buffer, model)
+            repeated = copies.nbytes * resident // buffer.nbytes
+            if repeated < min(_MIN_REPEATED_SHARE * machine.limit_bytes, _MIN_LARGE_BYTES):
+                continue
+            times = "twice" if copies.times == 2 else f"{copies.times} times"
+            text = (
+                f"each {copies.thing} is stored {times}: {format_bytes(repeated)} of {format_bytes(resident)} "
+                f"({format_share(repeated, resident)}) of {name_buffer(buffer, model)} are copies; "
+                f"{_name_replacement(buffer)}"
+            )
+            numbers = {"repeated_bytes": repeated, "needed_bytes": resident, "times": copies.times}
+            yield Match(text, locate(buffer, model), numbers)
 
 
 class BufferNeverFills(Rule):
@@ -232,14 +353,15 @@ class BufferNeverFills(Rule):
     code = "M09"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare `buffer_size` with the steps."""
-        size = model.count("buffer_size")
-        steps = model.total_timesteps
-        if model.is_on_policy or size is None or steps is None or size <= steps:
-            return
-        text = f"buffer_size={size:,} never fills in {steps:,} steps: {format_share(steps, size)} of it is used"
-        yield Match(text, model.place, {"buffer_size": size, "total_timesteps": steps})
+        for model in run.learning_models:
+            size = model.count("buffer_size")
+            steps = model.run_steps
+            if model.is_on_policy or size is None or steps is None or size <= steps:
+                continue
+            text = f"buffer_size={size:,} never fills in {steps:,} steps: {format_share(steps, size)} of it is used"
+            yield Match(text, locate_model(model), {"buffer_size": size, "total_timesteps": steps})
 
 
 class CapacityRoundedDown(Rule):
@@ -262,18 +384,19 @@ class CapacityRoundedDown(Rule):
     code = "M10"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Divide `buffer_size` by the number of environments."""
-        size = model.count("buffer_size")
-        if model.is_on_policy or size is None or size % model.n_envs == 0:
-            return
-        capacity = max(size // model.n_envs, 1) * model.n_envs
-        text = f"buffer_size={size:,} over {model.n_envs} environments holds {capacity:,} transitions"
-        yield Match(text, model.place, {"buffer_size": size, "capacity": capacity})
+        for model in run.learning_models:
+            size = model.count("buffer_size")
+            if model.is_on_policy or size is None or size % model.n_envs == 0:
+                continue
+            capacity = max(size // model.n_envs, 1) * model.n_envs
+            text = f"buffer_size={size:,} over {model.n_envs} environments holds {capacity:,} transitions"
+            yield Match(text, locate_model(model), {"buffer_size": size, "capacity": capacity})
 
 
 class LargeBuffer(Rule):
-    """Reports what a buffer above 1 GiB takes, how much of it is stored more than once, and the code that avoids it.
+    """Reports the size of a buffer above 1 GiB, how much of it is stored more than once, and the code that avoids it.
 
     Why: The pages of a buffer are touched one by one as it fills, so a run starts well and is killed hours later. Next
     observations, and the frames of a stack, are stored several times.
@@ -293,18 +416,22 @@ class LargeBuffer(Rule):
     code = "M19"
     severity = Severity.INFO
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
-        """Look at the full size of buffers of other libraries and of the program's own."""
-        if buffer.nbytes < _MIN_LARGE_BYTES or buffer.kind in {"memory", "refused"}:
-            return
-        about = "" if buffer.is_exact else "about "
-        capacity = "" if buffer.capacity is None else f" of {buffer.capacity:,}"
-        where = "" if buffer.device == "cpu" else f" on {buffer.device}"
-        text = f"{buffer.title}{capacity} takes {about}{format_size(buffer.nbytes)}{where} when it is full"
-        if buffer.repeated_bytes:
-            text += f"; {format_size(buffer.repeated_bytes)} of it are copies"
-        numbers = {"needed_bytes": buffer.nbytes, "repeated_bytes": buffer.repeated_bytes}
-        yield Match(f"{text}; {_replacement(buffer)}", buffer.place, numbers)
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Look at the full size of every buffer."""
+        for buffer, model in pair_with_models(run.buffers, run):
+            if buffer.nbytes < _MIN_LARGE_BYTES:
+                continue
+            copies = _count_copies(buffer, model, run)
+            about = "" if buffer.is_exact else "about "
+            capacity = "" if buffer.transitions is None else f" of {buffer.transitions:,}"
+            device = _find_device(buffer)
+            where = "" if device == "cpu" else f" on {device}"
+            size = f"{about}{format_bytes(buffer.nbytes)}{where}"
+            text = f"{name_buffer(buffer, model)}{capacity} takes {size} when it is full"
+            if copies is not None:
+                text += f"; {format_bytes(copies.nbytes)} of it are copies"
+            numbers = {"needed_bytes": buffer.nbytes, "repeated_bytes": 0 if copies is None else copies.nbytes}
+            yield Match(f"{text}; {_name_replacement(buffer)}", locate(buffer, model), numbers)
 
 
 class ImagesStoredAsFloat(Rule):
@@ -336,21 +463,38 @@ class ImagesStoredAsFloat(Rule):
     code = "P15"
     severity = Severity.WARNING
 
-    def check_buffer(self, buffer: TrainedBuffer, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look at the arrays of buffers that belong to no model. M06 is about spaces."""
-        if buffer.library in {"sb3", "holdall"} or buffer.capacity is None:
-            return
-        wide = [part for part in buffer.fields if part.looks_like_image and part.dtype.kind == "f"]
-        wide_bytes = sum(buffer.capacity * part.nbytes for part in wide)
-        narrow_bytes = sum(buffer.capacity * part.elements for part in wide)
-        if wide_bytes - narrow_bytes < _MIN_SAVED_BYTES:
-            return
-        names = ", ".join(dict.fromkeys(part.name for part in wide if part.name)) or "observations"
-        text = (
-            f"{buffer.title} stores {names} of shape {wide[0].shape} as {wide[0].dtype}: {format_size(wide_bytes)}, "
-            f"{format_size(narrow_bytes)} as uint8"
-        )
-        yield Match(text, buffer.place, {"wide_bytes": wide_bytes, "saved_bytes": wide_bytes - narrow_bytes})
+        for buffer, model in pair_with_models(run.buffers, run):
+            if buffer.is_sb3 or buffer.package == "holdall":
+                continue
+            wide = [array for array in buffer.arrays if _is_wide_image(buffer, array)]
+            wide_bytes = sum(array.nbytes for array in wide)
+            narrow_bytes = sum(prod(array.shape) for array in wide)
+            if wide_bytes - narrow_bytes < _MIN_SAVED_BYTES:
+                continue
+            names = ", ".join(dict.fromkeys(array.name for array in wide if array.name)) or "observations"
+            text = (
+                f"{name_buffer(buffer, model)} stores {names} of shape {_get_item_shape(buffer, wide[0])} as "
+                f"{wide[0].dtype}: {format_bytes(wide_bytes)}, {format_bytes(narrow_bytes)} as uint8"
+            )
+            numbers = {"wide_bytes": wide_bytes, "saved_bytes": wide_bytes - narrow_bytes}
+            yield Match(text, locate(buffer, model), numbers)
+
+
+def _is_wide_image(buffer: FoundBuffer, array: FoundArray) -> bool:
+    """Return whether an array stores floats in the shape of pictures, or of stacks of pictures."""
+    sides = sorted(_get_item_shape(buffer, array) or ())
+    if "float" not in array.dtype:
+        return False
+    if len(sides) == 2:
+        is_square = sides[0] == sides[1] >= _MIN_SQUARE_SIDE
+        return sides[0] >= _MIN_SIDE and (is_square or _PICTURE_NAME.search(array.name) is not None)
+    has_sides = len(sides) >= 3 and sides[-1] >= _MIN_SIDE and sides[-2] >= _MIN_SHORT_SIDE
+    return has_sides and sides[0] <= _MAX_CHANNELS
+
+
+# ---------------------------------------------------------------- deques and lists in a file
 
 
 class BufferOfTuples(Rule):
@@ -378,35 +522,37 @@ class BufferOfTuples(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for `append` of several named parts, a next observation among them, to a long deque or a buffer."""
-        for call, container in source.method_calls("append"):
-            parts = _transition_parts(source, call.args[0]) if len(call.args) == 1 else []
+        for call, container in source.find_method_calls("append"):
+            parts = _get_transition_parts(source, call.args[0]) if len(call.args) == 1 else []
             if len(parts) < _MIN_PARTS or not any(_NEXT_NAME.search(part) for part in parts):
                 continue
-            made = source.last_assignment(container)
+            made = source.find_last_assignment(container)
             if made is None or not _is_replay(source, container, made):
                 continue
-            limit = source.whole_number(argument_of(made, "maxlen", 1)) if isinstance(made, ast.Call) else None
+            limit = (
+                source.evaluate_whole_number(get_argument(made, "maxlen", 1)) if isinstance(made, ast.Call) else None
+            )
             size = "" if limit is None else f" of {limit:,}"
             text = (
                 f"{ast.unparse(container)}{size} keeps each transition as {len(parts)} objects, both observations "
                 "among them"
             )
-            yield Match(text, source.place(call), {} if limit is None else {"capacity": limit})
+            yield Match(text, source.get_place(call), {} if limit is None else {"capacity": limit})
 
 
-def _transition_parts(source: Source, node: ast.expr) -> list[str]:
+def _get_transition_parts(source: Source, node: ast.expr) -> list[str]:
     """Return the names of the parts of an appended tuple, list, record or dict; empty names for other expressions."""
     match source.resolve(node):
         case ast.Tuple(elts=items) | ast.List(elts=items):
-            return [_last_name(item) for item in items]
+            return [_get_last_name(item) for item in items]
         case ast.Dict(keys=keys):
-            return [str(source.constant(key)) for key in keys]
+            return [str(source.evaluate(key)) for key in keys]
         case ast.Call(args=args, keywords=keywords):
-            return [*map(_last_name, args), *(keyword.arg or "" for keyword in keywords)]
+            return [*map(_get_last_name, args), *(keyword.arg or "" for keyword in keywords)]
     return []
 
 
-def _last_name(node: ast.expr) -> str:
+def _get_last_name(node: ast.expr) -> str:
     """Return the name in an expression such as `next_state`, `self.next_state`, `np.array(next_state)` or `a[i]`."""
     while True:
         match node:
@@ -421,11 +567,11 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _is_replay(source: Source, container: ast.expr, made: ast.expr) -> bool:
-    """Return whether a container is a replay buffer: a deque that is not short, or a list with such a name."""
+    """Return whether a container is a replay buffer: a deque that is not short, or a list with a buffer's name."""
     match made:
-        case ast.Call(func=function) if source.dotted(function) == "collections.deque":
-            given = argument_of(made, "maxlen", 1)
-            limit = source.whole_number(given)
+        case ast.Call(func=function) if source.get_full_name(function) == "collections.deque":
+            given = get_argument(made, "maxlen", 1)
+            limit = source.evaluate_whole_number(given)
             if limit is not None:
                 return limit >= _MIN_REPLAY_ITEMS
             return given is None or not _SHORT_NAME.search(ast.unparse(given))

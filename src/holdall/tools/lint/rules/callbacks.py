@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from holdall.tools.lint.finding import Place, Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Source, argument_of
-from holdall.tools.lint.source_sb3 import environment_count, models
-from holdall.tools.lint.subjects import TrainedModel
+from holdall.tools.lint.run import locate_model
+from holdall.tools.lint.source import Source, get_argument
+from holdall.tools.lint.source_sb3 import count_environments, find_models
+from holdall.tools.probe.snapshot import Snapshot
 
 _FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
 _FREQUENCY_INDICES = {"save_freq": 0, "eval_freq": 4}
@@ -52,17 +53,17 @@ class CallbackNeverPassed(Rule):
         looks_names_up = any(
             isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in source.calls
         )
-        if looks_names_up or not any(source.method_calls("learn")):
+        if looks_names_up or not any(source.find_method_calls("learn")):
             return
-        unread = _unread_names(source)
-        for name, call in _created_callbacks(source).items():
+        unread = _find_unread_names(source)
+        for name, call in _find_created_callbacks(source).items():
             if name in unread:
-                kind = source.dotted(call.func).rpartition(".")[2]
+                kind = source.get_full_name(call.func).rpartition(".")[2]
                 text = f"{kind} is created as {name!r} and never passed to learn"
-                yield Match(text, source.place(call), {"callback": kind})
+                yield Match(text, source.get_place(call), {"callback": kind})
 
 
-def _created_callbacks(source: Source) -> dict[str, ast.Call]:
+def _find_created_callbacks(source: Source) -> dict[str, ast.Call]:
     """Return the callbacks that are assigned to a name."""
     found = {}
     for node in source.nodes:
@@ -76,22 +77,22 @@ def _created_callbacks(source: Source) -> dict[str, ast.Call]:
 
 
 def _is_callback(source: Source, call: ast.Call) -> bool:
-    full = source.dotted(call.func)
+    full = source.get_full_name(call.func)
     if full.startswith("holdall.sb3."):
         return full.endswith("Callback")
     if full.startswith(("stable_baselines3.", "sb3_contrib.")):
         return ".callbacks." in full and not full.endswith(".CallbackList")
     own = source.classes.get(full)
-    return own is not None and any(source.dotted(base).endswith("BaseCallback") for base in own.bases)
+    return own is not None and any(source.get_full_name(base).endswith("BaseCallback") for base in own.bases)
 
 
-def _unread_names(source: Source) -> set[str]:
-    """Return the names that nothing reads, or that only lists under such names contain."""
-    names = source.of_kind(ast.Name)
+def _find_unread_names(source: Source) -> set[str]:
+    """Return the names that nothing reads, or that are read only to fill lists that nothing reads."""
+    names = source.find_nodes(ast.Name)
     readers: dict[str, list[str | None]] = {node.id: [] for node in names if isinstance(node.ctx, ast.Store)}
     for node in names:
         if isinstance(node.ctx, ast.Load) and node.id in readers:
-            readers[node.id].append(_collecting_name(source, node))
+            readers[node.id].append(_find_collecting_name(source, node))
     unread: set[str] = set()
     while True:
         more = {name for name, targets in readers.items() if unread.issuperset(targets)} - source.strings - unread
@@ -100,13 +101,13 @@ def _unread_names(source: Source) -> set[str]:
         unread |= more
 
 
-def _collecting_name(source: Source, node: ast.Name) -> str | None:
+def _find_collecting_name(source: Source, node: ast.Name) -> str | None:
     """Return the name of the list or CallbackList that a use of a name is put into, or None for any other use."""
     for parent in source.ancestors(node):
         if isinstance(parent, ast.Assign):
             return parent.targets[0].id if isinstance(parent.targets[0], ast.Name) else None
         is_list = isinstance(parent, ast.List | ast.Tuple)
-        is_callback_list = isinstance(parent, ast.Call) and source.dotted(parent.func).endswith(".CallbackList")
+        is_callback_list = isinstance(parent, ast.Call) and source.get_full_name(parent.func).endswith(".CallbackList")
         if not is_list and not is_callback_list:
             return None
     return None
@@ -145,21 +146,21 @@ class FrequencyIgnoresEnvironments(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Compare the frequencies of a file with the number of environments, if all models have the same number."""
-        counts = {environment_count(source, model.env) for model in models(source) if model.env is not None}
+        counts = {count_environments(source, model.env) for model in find_models(source) if model.env is not None}
         count = counts.pop() if len(counts) == 1 else None
         if count is None or count < 2:
             return
         for call in source.calls:
-            name = _FREQUENCIES.get(source.dotted(call.func).rpartition(".")[2])
-            given = argument_of(call, name, _FREQUENCY_INDICES[name]) if name else None
-            every = source.whole_number(given)
+            name = _FREQUENCIES.get(source.get_full_name(call.func).rpartition(".")[2])
+            given = get_argument(call, name, _FREQUENCY_INDICES[name]) if name else None
+            every = source.evaluate_whole_number(given)
             if name is None or given is None or every is None or every < 1:
                 continue
             if _has_division(source, given) or _is_divided_by_hand(every, count):
                 continue
             text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
             numbers = {"every": every, "every_steps": every * count, "n_envs": count}
-            yield Match(text, source.place(given), numbers)
+            yield Match(text, source.get_place(given), numbers)
 
 
 def _has_division(source: Source, node: ast.expr) -> bool:
@@ -167,14 +168,14 @@ def _has_division(source: Source, node: ast.expr) -> bool:
     for part in ast.walk(node):
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div | ast.FloorDiv):
             return True
-        assigned = source.last_assignment(part)
+        assigned = source.find_last_assignment(part)
         if assigned is not None and assigned is not node and _has_division(source, assigned):
             return True
     return False
 
 
 def _is_divided_by_hand(every: int, count: int) -> bool:
-    """Return whether the product is rounder than the number: 31,250 calls of 16 environments are 500,000 steps."""
+    """Return whether `every` looks divided already: 31,250 calls of 16 environments are a round 500,000 steps."""
     own_digits = len(str(every).rstrip("0"))
     step_digits = len(str(every * count).rstrip("0"))
     return own_digits >= _MIN_COMPUTED_DIGITS and step_digits == 1
@@ -208,22 +209,23 @@ class FrequencyBeyondRun(Rule):
     code = "L17"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the frequencies of callbacks with the calls of `env.step` that the run makes."""
-        steps = model.total_timesteps
-        if steps is None:
-            return
-        per_round = model.rollout_steps or model.n_envs
-        calls = -(-steps // per_round) * per_round // model.n_envs
-        for callback in model.callbacks:
-            name = _FREQUENCIES.get(callback.kind)
-            every = callback.count(name) if name else None
-            if every is not None and every > calls:
-                text = (
-                    f"{callback.kind} has {name}={every:,}, but {steps:,} steps of {model.n_envs} environments are "
-                    f"{calls:,} calls, so it never acts"
-                )
-                yield Match(text, model.place, {"every": every, "calls": calls})
+        for model in run.learning_models:
+            steps = model.run_steps
+            if steps is None:
+                continue
+            per_round = model.rollout_transitions or model.n_envs
+            calls = -(-steps // per_round) * per_round // model.n_envs
+            for callback in run.passed_callbacks:
+                name = _FREQUENCIES.get(callback.kind, "")
+                every = callback.count(name)
+                if every is not None and every > calls:
+                    text = (
+                        f"{callback.kind} has {name}={every:,}, but {steps:,} steps of {model.n_envs} environments "
+                        f"are {calls:,} calls, so it never acts"
+                    )
+                    yield Match(text, locate_model(model), {"every": every, "calls": calls})
 
 
 class EvaluatedOnTrainingEnvironment(Rule):
@@ -256,21 +258,22 @@ class EvaluatedOnTrainingEnvironment(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for callbacks and models that get the same name, with the same last assignment."""
-        trained = [source.last_assignment(model.env) for model in models(source)]
+        trained = [source.find_last_assignment(model.env) for model in find_models(source)]
         for call in source.calls:
-            kind = source.dotted(call.func).rpartition(".")[2]
+            kind = source.get_full_name(call.func).rpartition(".")[2]
             if _FREQUENCIES.get(kind) != "eval_freq":
                 continue
-            evaluated = source.last_assignment(argument_of(call, "eval_env", 0))
+            evaluated = source.find_last_assignment(get_argument(call, "eval_env", 0))
             if evaluated is not None and any(evaluated is env for env in trained):
-                yield _evaluated_on_training(kind, source.place(call))
+                yield _match_evaluation(kind, source.get_place(call))
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the environments themselves."""
-        for callback in model.callbacks:
-            if callback.shares_env:
-                yield _evaluated_on_training(callback.kind, model.place)
+        for model in run.learning_models:
+            for callback in run.passed_callbacks:
+                if callback.shares_env:
+                    yield _match_evaluation(callback.kind, locate_model(model))
 
 
-def _evaluated_on_training(kind: str, place: Place) -> Match:
+def _match_evaluation(kind: str, place: Place) -> Match:
     return Match(f"{kind} evaluates on the environment that the model is trained on", place)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Function, Source, argument_of, has_unpacked_arguments, names_in
-from holdall.tools.lint.subjects import TrainedModel
+from holdall.tools.lint.run import locate_model
+from holdall.tools.lint.source import Function, Source, get_argument, has_unpacked_arguments, list_names
+from holdall.tools.probe.snapshot import Snapshot
 from holdall.units import counted
 
 _ADDERS = ("add", "add_transition", "append", "extend", "push", "put", "store")
@@ -24,8 +25,8 @@ _MAX_WRAPPERS = 20
 class NoMainGuard(Rule):
     """Finds environment processes that are started while the module is imported.
 
-    Why: With spawn and forkserver, which is Stable-Baselines3's default, every process imports the script again, gets
-    to the same line and would start processes itself. Python stops it with a RuntimeError.
+    Why: With spawn and with forkserver (Stable-Baselines3's default), every new process imports the script again and
+    reaches the same call. Python then raises a RuntimeError.
     Fix: Put the code that starts processes under `if __name__ == "__main__":`.
 
     Bad:
@@ -49,41 +50,43 @@ class NoMainGuard(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for SubprocVecEnv at the module's level, and in functions that the module's level calls."""
-        imported = _functions_run_by_import(source)
-        for call in _subprocess_calls(source):
-            owner = source.function(call)
+        imported = _find_functions_run_by_import(source)
+        for call in _find_subprocess_calls(source):
+            owner = source.find_function(call)
             is_run = not _is_conditional(source, call) if owner is None else owner.name in imported
             if is_run:
                 text = "processes are started outside `if __name__ == '__main__':`, so each of them would start more"
-                yield Match(text, source.place(call))
+                yield Match(text, source.get_place(call))
 
 
-def _subprocess_calls(source: Source) -> Iterator[ast.Call]:
+def _find_subprocess_calls(source: Source) -> Iterator[ast.Call]:
     """Yield the calls that start environment processes by spawn or forkserver."""
     for call in source.calls:
-        made = (call.func, argument_of(call, "vec_env_cls"))
-        if not any(source.dotted(node).endswith("SubprocVecEnv") for node in made):
+        made = (call.func, get_argument(call, "vec_env_cls"))
+        if not any(source.get_full_name(node).endswith("SubprocVecEnv") for node in made):
             continue
-        method = argument_of(call, "start_method", 1 if source.dotted(call.func).endswith("SubprocVecEnv") else None)
-        # A method that is not a literal may be fork.
-        is_plain = method is None and argument_of(call, "vec_env_kwargs") is None and not has_unpacked_arguments(call)
-        if is_plain or source.constant(method) in {"spawn", "forkserver"}:
+        method = get_argument(
+            call, "start_method", 1 if source.get_full_name(call.func).endswith("SubprocVecEnv") else None
+        )
+        # A start method that is not a literal may be fork, so the call is not reported.
+        is_plain = method is None and get_argument(call, "vec_env_kwargs") is None and not has_unpacked_arguments(call)
+        if is_plain or source.evaluate(method) in {"spawn", "forkserver"}:
             yield call
 
 
 def _is_conditional(source: Source, node: ast.AST) -> bool:
-    """Return whether importing the module may leave a node out: it is in a condition, class or function."""
+    """Return whether a node is inside an `if`, a class or a function."""
     guards = ast.If | ast.ClassDef | ast.Lambda | Function
     return any(isinstance(parent, guards) for parent in source.ancestors(node))
 
 
-def _functions_run_by_import(source: Source) -> set[str]:
-    """Return the functions that importing the module calls, directly or through others."""
+def _find_functions_run_by_import(source: Source) -> set[str]:
+    """Return the functions that an import of the module calls, directly or through other functions."""
     callees: dict[str | None, set[str]] = {}
     for call in source.calls:
         if not isinstance(call.func, ast.Name) or call.func.id not in source.functions:
             continue
-        owner = source.function(call)
+        owner = source.find_function(call)
         if owner is not None:
             callees.setdefault(owner.name, set()).add(call.func.id)
         elif not _is_conditional(source, call):
@@ -124,13 +127,14 @@ class MoreProcessesThanCores(Rule):
     code = "L19"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the number of processes with the usable cores."""
-        if not model.is_subprocess or model.n_envs <= machine.cores:
-            return
-        processes = counted(model.n_envs, "environment process", "environment processes")
-        text = f"{processes} on {counted(machine.cores, 'core')}"
-        yield Match(text, model.place, {"processes": model.n_envs, "cores": machine.cores})
+        for model in run.learning_models:
+            has_processes = model.environment is not None and bool(model.environment.start_method)
+            if has_processes and model.n_envs > machine.cores:
+                processes = counted(model.n_envs, "environment process", "environment processes")
+                text = f"{processes} on {counted(machine.cores, 'core')}"
+                yield Match(text, locate_model(model), {"processes": model.n_envs, "cores": machine.cores})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class AutoresetIgnored(Rule):
     Why: By default, an environment whose episode ended is only reset in the next step. That step is no transition: its
     action has no effect, and it joins the last observation of one episode to the first one of another. With
     `AutoresetMode.SAME_STEP` the observation at an end is the next episode's first one, and the true one is in
-    `info["final_obs"]`. In both cases values are learned across episodes.
+    `info["final_obs"]`. In both cases the agent learns values across the ends of episodes.
     Fix: `holdall.Recorder(envs, memory)` steps the environments and adds the right transitions in every mode. By hand:
     mark the environments that ended in the step before (`memory.add(..., valid=~ended_before)`), or use
     `info["final_obs"]`.
@@ -186,65 +190,71 @@ class AutoresetIgnored(Rule):
         """Look for loops that step a vector environment and add its results without a look at ended episodes."""
         if not source.strings.isdisjoint(_FINAL_KEYS):
             return
-        for step in _vector_steps(source):
+        for step in _find_vector_steps(source):
             if step.mode == "next_step" and _carries_flags(source, step):
                 continue
-            for call in _additions(source, step):
+            for call in _find_additions(source, step):
                 what = ast.unparse(call.func)
                 if step.mode == "next_step":
-                    text = f"{what} gets the step after an episode's end as a transition, but it was only a reset"
+                    text = (
+                        f"{what} gets the step after an episode's end as a transition, although that step only resets"
+                    )
                 else:
-                    text = f"{what} gets the next episode's first observation at an end, not info['final_obs']"
-                yield Match(f"{text}; holdall.Recorder(envs, memory) adds the right transitions", source.place(call))
+                    text = (
+                        f"at an episode's end, {what} gets the next episode's first observation, not info['final_obs']"
+                    )
+                yield Match(
+                    f"{text}; holdall.Recorder(envs, memory) adds the right transitions", source.get_place(call)
+                )
 
 
-def _vector_steps(source: Source) -> Iterator[_Step]:
-    """Yield the steps of vector environments in loops whose five results are named."""
-    for call, env in source.method_calls("step"):
-        loop = source.loop(call)
-        statement = source.parent(call)
+def _find_vector_steps(source: Source) -> Iterator[_Step]:
+    """Yield the calls of `step` in loops whose results are unpacked into five, of which the first four are names."""
+    for call, env in source.find_method_calls("step"):
+        loop = source.find_loop(call)
+        statement = source.get_parent(call)
         if loop is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
         match statement.targets[0]:
             case ast.Tuple(elts=[ast.Name(id=obs), ast.Name(id=reward), ast.Name(id=ended), ast.Name(id=cut), _]):
-                mode = _autoreset_mode(source, env)
+                mode = _find_autoreset_mode(source, env)
                 if mode in {"next_step", "same_step"}:
                     yield _Step(loop, mode, obs, reward, frozenset({ended, cut}))
 
 
-def _autoreset_mode(source: Source, node: ast.expr | None) -> str:
-    """Return `next_step`, `same_step` or `disabled` for a Gymnasium vector environment; empty if it is unknown."""
+def _find_autoreset_mode(source: Source, node: ast.expr | None) -> str:
+    """Return `next_step` or `same_step` for a Gymnasium vector environment. Empty for other modes and if unknown."""
     for _ in range(_MAX_WRAPPERS):
         call = source.resolve(node)
         if not isinstance(call, ast.Call):
             return ""
-        name = source.dotted(call.func)
+        name = source.get_full_name(call.func)
         is_vector = name.startswith("gymnasium.") and name.rpartition(".")[2] in _VECTOR_CLASSES
         if is_vector or name == "gymnasium.make_vec":
             return _read_mode(source, call)
         if not name.startswith("gymnasium.wrappers."):
             return ""
-        node = argument_of(call, "env", 0)
+        node = get_argument(call, "env", 0)
     return ""
 
 
 def _read_mode(source: Source, call: ast.Call) -> str:
     if has_unpacked_arguments(call):
         return ""
-    mode = argument_of(call, "autoreset_mode")
-    kwargs = source.resolve(argument_of(call, "vector_kwargs"))
+    mode = get_argument(call, "autoreset_mode")
+    kwargs = source.resolve(get_argument(call, "vector_kwargs"))
     if mode is None and kwargs is not None:
         if not isinstance(kwargs, ast.Dict):
             return ""
         modes = [
             value
             for key, value in zip(kwargs.keys, kwargs.values, strict=True)
-            if source.constant(key) == "autoreset_mode"
+            if source.evaluate(key) == "autoreset_mode"
         ]
         mode = modes[0] if modes else None
     if mode is None:
         return "next_step"
-    word = source.dotted(mode).rpartition(".")[2] or str(source.constant(mode))
+    word = source.get_full_name(mode).rpartition(".")[2] or str(source.evaluate(mode))
     return {"nextstep": "next_step", "samestep": "same_step"}.get(word.lower().replace("_", ""), "")
 
 
@@ -255,8 +265,8 @@ def _carries_flags(source: Source, step: _Step) -> bool:
     while known != len(derived):  # done = terminated | truncated; resetting = done
         known = len(derived)
         for node in ast.walk(step.loop):
-            if isinstance(node, ast.Assign) and names_in(node.value) & derived:
-                derived |= {name for target in node.targets for name in names_in(target)}
+            if isinstance(node, ast.Assign) and list_names(node.value) & derived:
+                derived |= {name for target in node.targets for name in list_names(target)}
     names = [node for node in ast.walk(step.loop) if isinstance(node, ast.Name)]
     for name in derived - {step.obs, step.reward}:
         uses = [node for node in names if node.id == name]
@@ -271,21 +281,21 @@ def _carries_flags(source: Source, step: _Step) -> bool:
 
 
 def _find_copies(step: _Step, call: ast.Call) -> set[str]:
-    """Return the names that the loop gives to copies of the next observations before `call`."""
+    """Return the names to which the loop assigns the next observations, or a copy, before `call`."""
     assignments = [node for node in ast.walk(step.loop) if isinstance(node, ast.Assign) and node.lineno < call.lineno]
     return {
         name
         for node in assignments
         if ast.unparse(node.value) in {step.obs, f"{step.obs}.copy()"}
         for target in node.targets
-        for name in names_in(target)
+        for name in list_names(target)
     }
 
 
-def _additions(source: Source, step: _Step) -> Iterator[ast.Call]:
-    """Yield the calls in a loop that add the observations and rewards of every step to something."""
+def _find_additions(source: Source, step: _Step) -> Iterator[ast.Call]:
+    """Yield the calls in a loop that add the next observations and the rewards of every step."""
     for name in _ADDERS:
-        for call, _ in source.method_calls(name):
+        for call, _ in source.find_method_calls(name):
             around = list(source.ancestors(call))
             if step.loop not in around:
                 continue
@@ -293,8 +303,8 @@ def _additions(source: Source, step: _Step) -> Iterator[ast.Call]:
             if any(isinstance(node, ast.If | ast.IfExp) for node in inner):
                 continue
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
-            used = {used for argument in given for used in names_in(argument)}
+            used = {used for argument in given for used in list_names(argument)}
             if not used.isdisjoint(_find_copies(step, call)):
                 used.add(step.obs)
-            if {step.obs, step.reward} <= used and argument_of(call, "valid", _VALID_INDEX) is None:
+            if {step.obs, step.reward} <= used and get_argument(call, "valid", _VALID_INDEX) is None:
                 yield call

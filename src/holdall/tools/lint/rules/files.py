@@ -1,4 +1,4 @@
-"""Rules about the file itself. `check.py` reports them, because no other rule can look at such a file."""
+"""Rules about the file itself. `check.py` finds them while it parses a file and removes ignored findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about LeRobot's replay buffer: which of its rows have the next state of another episode."""
+"""Rules about LeRobot's replay buffer: rows that get a wrong next state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Source, argument_of
+from holdall.tools.lint.source import Source, get_argument
 
 _BUFFER = "ReplayBuffer"
 _LEARNER = "lerobot.rl.learner.train_cli"
@@ -29,8 +29,8 @@ def _uses_buffer(source: Source) -> bool:
 class LerobotOptimizeMemory(Rule):
     """Finds LeRobot's buffer with `optimize_memory=True`, and its learner, which sets it.
 
-    Why: The next state of a row is then the state that was added after it. At a time limit that is the first state of
-    the next episode, beside a row that was skipped it is a later state, and the value of that state is learned.
+    Why: The next state of a row is then the state of the row that was added after it. At a time limit, that is the
+    first state of the next episode. Before steps that were not added, it is a later state. Both are learned from.
     Fix: `holdall.lerobot.ReplayBuffer`, which stores every state once and has the right next state in every row. For
     the learner, `holdall.lerobot.install()` before `train_cli()`.
 
@@ -48,24 +48,24 @@ class LerobotOptimizeMemory(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for calls that make such a buffer."""
-        is_installed = any(source.calls_of(_INSTALL))
+        is_installed = any(source.find_calls(_INSTALL))
         for call in source.calls:
-            name = source.dotted(call.func)
+            name = source.get_full_name(call.func)
             if name == _LEARNER and not is_installed:
                 yield Match(
                     "LeRobot's learner makes its buffers with optimize_memory=True, which gives rows at time limits "
                     "the next state of another episode; call holdall.lerobot.install() before it",
-                    source.place(call),
+                    source.get_place(call),
                 )
             is_from_dataset = name.endswith(".from_lerobot_dataset")
             index = _FROM_DATASET_INDEX if is_from_dataset else _OPTIMIZE_INDEX
             if not _is_lerobots(name.removesuffix(".from_lerobot_dataset")):
                 continue
-            if source.constant(argument_of(call, "optimize_memory", index)) is True:
+            if source.evaluate(get_argument(call, "optimize_memory", index)) is True:
                 yield Match(
                     "optimize_memory=True: rows at time limits and beside skipped rows get the next state of another "
                     "step; holdall.lerobot.ReplayBuffer has the right ones",
-                    source.place(call),
+                    source.get_place(call),
                 )
 
 
@@ -99,7 +99,7 @@ class InterventionSegments(Rule):
         """Look for `add` in a branch whose condition names an intervention."""
         if not _uses_buffer(source):
             return
-        for call, owner in source.method_calls("add"):
+        for call, owner in source.find_method_calls("add"):
             if "buffer" not in ast.unparse(owner).lower():
                 continue
             branches = (parent for parent in source.ancestors(call) if isinstance(parent, ast.If))
@@ -108,5 +108,5 @@ class InterventionSegments(Rule):
                     f"{ast.unparse(owner)} gets the steps of interventions only; with optimize_memory=True, the last "
                     "one of each gets the next state of another intervention; holdall.lerobot.ReplayBuffer has the "
                     "right one",
-                    source.place(call),
+                    source.get_place(call),
                 )

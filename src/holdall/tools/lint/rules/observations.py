@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine, format_share, format_size
+from holdall.tools.lint.machine import Machine, format_share
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.subjects import TrainedModel
+from holdall.tools.lint.run import locate_model
+from holdall.tools.plan.algorithms import ROLLOUTS_KEEP_DTYPES, parse_version
+from holdall.tools.probe.snapshot import FoundModel, Snapshot
+from holdall.units import format_bytes
 
-_ROLLOUTS_KEEP_DTYPES = (2, 7, 1)
-"""First version of Stable-Baselines3 whose rollouts store observations in their own dtype."""
 _MAX_FLATTEN_SHARE = 0.25
 _MAX_VRAM_SHARE = 0.85
 _MIN_LARGE_BATCH_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A Box of an observation."""
+
+    name: str
+    """Empty if the observation is one Box."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    bounds: tuple[float | None, float | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one observation."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_image(self) -> bool:
+        """Whether Stable-Baselines3 takes this part for an image."""
+        return len(self.shape) == 3 and self.dtype == np.uint8
+
+
+def _list_parts(model: FoundModel) -> list[_Part]:
+    """Return the boxes of a model's observations. Other spaces take a few bytes."""
+    space = model.observation_space or {}
+    children = space["spaces"] if space.get("kind") == "dict" else {"": space}
+    return [
+        _Part(name, tuple(child["shape"]), np.dtype(child["dtype"]), (child["low"], child["high"]))
+        for name, child in children.items()
+        if child is not None and child.get("kind") == "box"
+    ]
 
 
 class RolloutStoresImagesAsFloat(Rule):
@@ -38,24 +73,26 @@ class RolloutStoresImagesAsFloat(Rule):
     code = "M04"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look at the version and at the images of the observation."""
-        is_old = bool(model.sb3_version) and model.sb3_version < _ROLLOUTS_KEEP_DTYPES
-        images = [part for part in model.observation if part.is_image_space]
-        buffer = model.buffer
-        if not is_old or not images or buffer is None or buffer.kind != "rollout" or buffer.capacity is None:
+        version = run.versions.get("stable_baselines3")
+        if version is None or parse_version(version) >= ROLLOUTS_KEEP_DTYPES:
             return
-        saved = 3 * sum(part.nbytes for part in images) * buffer.capacity
-        version = ".".join(map(str, model.sb3_version))
-        text = (
-            f"Stable-Baselines3 {version} stores the images of this rollout as float32: {format_size(buffer.nbytes)}, "
-            f"of which {format_size(saved)} are not needed from 2.7.1 on"
-        )
-        yield Match(text, buffer.place, {"rollout_bytes": buffer.nbytes, "saved_bytes": saved})
+        for model in run.learning_models:
+            buffer = run.find_buffer(model)
+            image_bytes = sum(part.nbytes for part in _list_parts(model) if part.is_image)
+            if not image_bytes or buffer is None or buffer.kind != "rollout" or buffer.transitions is None:
+                continue
+            saved = 3 * image_bytes * buffer.transitions
+            text = (
+                f"Stable-Baselines3 {version} stores the images of this rollout as float32: "
+                f"{format_bytes(buffer.nbytes)}, of which {format_bytes(saved)} are not needed from 2.7.1 on"
+            )
+            yield Match(text, locate_model(model), {"rollout_bytes": buffer.nbytes, "saved_bytes": saved})
 
 
 class FlattenDoublesRollout(Rule):
-    """Finds rollouts that are so large that the copy of flattening matters.
+    """Finds rollouts whose flattening copies more than a quarter of the memory.
 
     Why: Before the first minibatch, Stable-Baselines3 joins the axes of steps and environments. With more than one
     environment that copies the observations, so for a moment they are in memory twice, at every update.
@@ -79,22 +116,24 @@ class FlattenDoublesRollout(Rule):
     code = "M05"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the copy with the memory of the machine."""
-        buffer = model.buffer
-        if buffer is None or buffer.flatten_bytes <= _MAX_FLATTEN_SHARE * machine.limit_bytes:
-            return
-        text = (
-            f"n_steps x n_envs = {buffer.capacity:,}: the rollout takes {format_size(buffer.nbytes)}, and "
-            f"{format_size(buffer.flatten_bytes)} more while it is flattened, together "
-            f"{format_share(buffer.peak_bytes, machine.limit_bytes)} of {machine.limit_name}"
-        )
-        numbers = {
-            "rollout_bytes": buffer.nbytes,
-            "flatten_bytes": buffer.flatten_bytes,
-            "limit_bytes": machine.limit_bytes,
-        }
-        yield Match(text, buffer.place, numbers)
+        for model in run.learning_models:
+            buffer = run.find_buffer(model)
+            if buffer is None or buffer.flattened_bytes <= _MAX_FLATTEN_SHARE * machine.limit_bytes:
+                continue
+            peak_bytes = buffer.nbytes + buffer.flattened_bytes
+            text = (
+                f"n_steps x n_envs = {buffer.transitions:,}: the rollout takes {format_bytes(buffer.nbytes)}, and "
+                f"{format_bytes(buffer.flattened_bytes)} more while it is flattened, together "
+                f"{format_share(peak_bytes, machine.limit_bytes)} of {machine.limit_name}"
+            )
+            numbers = {
+                "rollout_bytes": buffer.nbytes,
+                "flatten_bytes": buffer.flattened_bytes,
+                "limit_bytes": machine.limit_bytes,
+            }
+            yield Match(text, locate_model(model), numbers)
 
 
 class ObservationsWiderThanNeeded(Rule):
@@ -132,33 +171,44 @@ class ObservationsWiderThanNeeded(Rule):
     code = "M06"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look at the dtypes of the observation space."""
-        for part in model.observation:
-            is_image = len(part.shape) == 3 and part.bounds == (0, 255)
-            wanted = np.dtype(np.uint8 if is_image else np.float32)
-            if part.dtype.kind != "f" or part.dtype.itemsize <= wanted.itemsize:
-                continue
-            narrow_bytes = part.elements * wanted.itemsize
-            called = f"observation {part.name!r}" if part.name else "the observation"
-            text = (
-                f"{called} of shape {part.shape} is {part.dtype}: {part.nbytes:,} B per step, "
-                f"{narrow_bytes:,} B as {wanted}"
-            )
-            yield Match(text, model.place, {"bytes_per_step": part.nbytes, "narrow_bytes_per_step": narrow_bytes})
+        for model in run.learning_models:
+            for part in _list_parts(model):
+                is_image = len(part.shape) == 3 and part.bounds == (0, 255)
+                wanted = np.dtype(np.uint8 if is_image else np.float32)
+                if part.dtype.kind != "f" or part.dtype.itemsize <= wanted.itemsize:
+                    continue
+                narrow_bytes = prod(part.shape) * wanted.itemsize
+                called = f"observation {part.name!r}" if part.name else "the observation"
+                text = (
+                    f"{called} of shape {part.shape} is {part.dtype}: {part.nbytes:,} B per step, "
+                    f"{narrow_bytes:,} B as {wanted}"
+                )
+                numbers = {"bytes_per_step": part.nbytes, "narrow_bytes_per_step": narrow_bytes}
+                yield Match(text, locate_model(model), numbers)
 
 
-def _batch_bytes(model: TrainedModel) -> tuple[int, int] | None:
-    """Return the bytes of a batch's observations as stored, and as float32, or None if the model has no batch size."""
-    batch = model.count("batch_size")
-    if batch is None or not model.observation:
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Bytes of the observations of one batch."""
+
+    stored_bytes: int
+    """As the buffer stores them."""
+    float_bytes: int
+    """As float32, which the network gets."""
+
+
+def _measure_batch(model: FoundModel) -> _Batch | None:
+    """Return the size of a batch, or None if the model has no batch size."""
+    count = model.count("batch_size")
+    parts = _list_parts(model)
+    if count is None or not parts:
         return None
-    if model.rollout_steps:
-        batch = min(batch, model.rollout_steps)
-    observations = batch if model.is_on_policy else 2 * batch
-    stored = sum(part.nbytes for part in model.observation) * observations
-    as_float = sum(part.elements for part in model.observation) * 4 * observations
-    return stored, as_float
+    count = min(count, model.rollout_transitions or count)
+    observations = count if model.is_on_policy else 2 * count
+    stored = sum(part.nbytes for part in parts) * observations
+    return _Batch(stored, sum(prod(part.shape) for part in parts) * 4 * observations)
 
 
 class BatchBeyondVram(Rule):
@@ -182,24 +232,27 @@ class BatchBeyondVram(Rule):
     code = "M15"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the batch as float32 with the GPU's memory."""
-        sizes = _batch_bytes(model)
-        if sizes is None or machine.vram_bytes is None or model.device == "cpu":
+        if machine.vram_bytes is None:
             return
-        if sizes[1] > _MAX_VRAM_SHARE * machine.vram_bytes:
+        for model in run.learning_models:
+            batch = _measure_batch(model)
+            if batch is None or model.device == "cpu" or batch.float_bytes <= _MAX_VRAM_SHARE * machine.vram_bytes:
+                continue
             text = (
-                f"the observations of a batch take {format_size(sizes[1])} as float32, but the GPU has "
-                f"{format_size(machine.vram_bytes)}"
+                f"the observations of a batch take {format_bytes(batch.float_bytes)} as float32, but the GPU has "
+                f"{format_bytes(machine.vram_bytes)}"
             )
-            yield Match(text, model.place, {"batch_bytes": sizes[1], "vram_bytes": machine.vram_bytes})
+            numbers = {"batch_bytes": batch.float_bytes, "vram_bytes": machine.vram_bytes}
+            yield Match(text, locate_model(model), numbers)
 
 
 class ImageBatchBecomesFloat(Rule):
     """Reports the size of a large batch of images as the network gets it.
 
-    Why: A batch that is computed from the bytes that are stored is four times too small, because the network gets
-    float32. What the layers keep for the backward pass needs memory in addition.
+    Why: An estimate from the stored bytes is four times too small, because the network gets float32. Activations that
+    the layers keep for the backward pass need memory in addition.
     Fix: Plan with the larger figure, or use a smaller `batch_size`.
 
     Bad:
@@ -216,14 +269,16 @@ class ImageBatchBecomesFloat(Rule):
     code = "M17"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look at batches of images of 1 GiB or more."""
-        sizes = _batch_bytes(model)
-        has_images = any(part.is_image_space for part in model.observation)
-        if sizes is None or not has_images or sizes[1] < _MIN_LARGE_BATCH_BYTES:
-            return
-        text = (
-            f"the observations of a batch are stored in {format_size(sizes[0])} and reach the network as float32, "
-            f"{format_size(sizes[1])}"
-        )
-        yield Match(text, model.place, {"stored_bytes": sizes[0], "batch_bytes": sizes[1]})
+        for model in run.learning_models:
+            batch = _measure_batch(model)
+            has_images = any(part.is_image for part in _list_parts(model))
+            if batch is None or not has_images or batch.float_bytes < _MIN_LARGE_BATCH_BYTES:
+                continue
+            text = (
+                f"the observations of a batch are stored in {format_bytes(batch.stored_bytes)} and reach the network "
+                f"as float32, {format_bytes(batch.float_bytes)}"
+            )
+            numbers = {"stored_bytes": batch.stored_bytes, "batch_bytes": batch.float_bytes}
+            yield Match(text, locate_model(model), numbers)

@@ -1,4 +1,4 @@
-"""Rules about environment variables that are set too late, and about figures of memory."""
+"""Rules about environment variables that are set too late, and about wrong figures of memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _BINARY_LABEL = re.compile(r"\s*([GMT])iB\b")
 _UNIT_BASES = {float(base**power): base for base in (1000, 1024) for power in (2, 3, 4)}
 
 
-def _assigned_variables(source: Source) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
+def _find_assigned_variables(source: Source) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
     """Yield the places where a file sets an environment variable of its own process, with the variable's name."""
     for node in source.nodes:
         match node:
             case ast.Assign(targets=[ast.Subscript(value=base, slice=ast.Constant(value=str() as name))]):
-                if source.dotted(base) == "os.environ":
+                if source.get_full_name(base) == "os.environ":
                     yield node, name
             case ast.Call(func=function, args=[ast.Constant(value=str() as name), *_]):
-                if source.dotted(function) in {"os.environ.setdefault", "os.putenv"}:
+                if source.get_full_name(function) in {"os.environ.setdefault", "os.putenv"}:
                     yield node, name
 
 
@@ -57,16 +57,16 @@ class AllocatorSetTooLate(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for calls of `torch.cuda` before the assignment, in the same scope."""
-        for node, name in _assigned_variables(source):
+        for node, name in _find_assigned_variables(source):
             if name not in _ALLOCATOR_VARIABLES:
                 continue
             for call in source.calls:
-                full = source.dotted(call.func)
+                full = source.get_full_name(call.func)
                 is_moved = isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and source.imports_torch
                 is_use = is_moved or (full.startswith("torch.cuda.") and full not in _HARMLESS)
-                if is_use and call.lineno < node.lineno and source.scope(call) is source.scope(node):
+                if is_use and call.lineno < node.lineno and source.find_scope(call) is source.find_scope(node):
                     text = f"{name} is set after the GPU was used in line {call.lineno}"
-                    yield Match(text, source.place(node), {"used_line": call.lineno})
+                    yield Match(text, source.get_place(node), {"used_line": call.lineno})
                     break
 
 
@@ -93,22 +93,25 @@ class ThreadsSetTooLate(Rule):
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for imports before the assignment. Files that start processes may set the variable for those."""
         if any(
-            part in _STARTS_PROCESSES for node in source.nodes for name in _imports(node) for part in name.split(".")
+            part in _STARTS_PROCESSES
+            for node in source.nodes
+            for name in _list_imports(node)
+            for part in name.split(".")
         ):
             return
         reading = [
             statement
             for statement in source.tree.body
-            if any(name.partition(".")[0] in _READ_AT_IMPORT for name in _imports(statement))
+            if any(name.partition(".")[0] in _READ_AT_IMPORT for name in _list_imports(statement))
         ]
-        for node, name in _assigned_variables(source):
+        for node, name in _find_assigned_variables(source):
             earlier = [statement for statement in reading if statement.lineno < node.lineno]
             if name in _THREAD_VARIABLES and earlier:
                 text = f"{name} is set after the import in line {earlier[0].lineno} has read it"
-                yield Match(text, source.place(node), {"import_line": earlier[0].lineno})
+                yield Match(text, source.get_place(node), {"import_line": earlier[0].lineno})
 
 
-def _imports(node: ast.AST) -> list[str]:
+def _list_imports(node: ast.AST) -> list[str]:
     """Return the full names of everything that a statement imports."""
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module}.{alias.name}" for alias in node.names]
@@ -136,16 +139,18 @@ class ResidentMemoryAddedUp(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for `rss` in sums of several items, and in `+=` in loops."""
-        for node in source.of_kind(ast.Attribute):
+        for node in source.find_nodes(ast.Attribute):
             if node.attr != "rss":
                 continue
             around = list(source.ancestors(node))
             is_summed = any(isinstance(parent, ast.Call) and ast.unparse(parent.func) == "sum" for parent in around)
             has_items = any(isinstance(parent, ast.GeneratorExp | ast.ListComp) for parent in around)
-            is_added = any(isinstance(parent, ast.AugAssign) for parent in around) and source.loop(node) is not None
+            is_added = (
+                any(isinstance(parent, ast.AugAssign) for parent in around) and source.find_loop(node) is not None
+            )
             if (is_summed and has_items) or is_added:
                 text = "RSS is added up over processes, so shared pages are counted several times"
-                yield Match(text, source.place(node))
+                yield Match(text, source.get_place(node))
 
 
 class WrongUnitOfBytes(Rule):
@@ -167,26 +172,26 @@ class WrongUnitOfBytes(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Compare each number in an f-string with the unit after it."""
-        for node in source.of_kind(ast.JoinedStr):
+        for node in source.find_nodes(ast.JoinedStr):
             for figure, label in zip(node.values, node.values[1:], strict=False):
                 if not isinstance(figure, ast.FormattedValue) or not isinstance(label, ast.Constant):
                     continue
-                base = _unit_base(source, figure.value)
+                base = _find_unit_base(source, figure.value)
                 decimal = _DECIMAL_LABEL.match(str(label.value))
                 binary = _BINARY_LABEL.match(str(label.value))
                 if base == 1024 and decimal:
                     text = f"divided by a power of 1024, this is {decimal[1]}iB, not {decimal[1]}B"
-                    yield Match(text, source.place(figure.value))
+                    yield Match(text, source.get_place(figure.value))
                 elif base == 1000 and binary:
                     text = f"divided by a power of 1000, this is {binary[1]}B, not {binary[1]}iB"
-                    yield Match(text, source.place(figure.value))
+                    yield Match(text, source.get_place(figure.value))
 
 
-def _unit_base(source: Source, node: ast.expr) -> int | None:
+def _find_unit_base(source: Source, node: ast.expr) -> int | None:
     """Return 1000 or 1024 if an expression is divided by a power of it."""
     divisor = 1.0
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
-        value = source.constant(node.right)
+        value = source.evaluate(node.right)
         if not isinstance(value, int | float):
             return None
         divisor *= value

@@ -96,21 +96,21 @@ class SynchronizeInLoop(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for repeated calls in files that measure no time."""
-        if not any(source.calls_of(*_TIMERS)):
+        if not any(source.find_calls(*_TIMERS)):
             yield from _find_repeated(source, "torch.cuda.synchronize")
 
 
 def _find_repeated(source: Source, name: str) -> Iterator[Match]:
     """Yield the calls of the function `name` that are repeated often."""
-    for call in source.calls_of(name):
+    for call in source.find_calls(name):
         where = source.describe_repetition(call)
         if where and not _is_rare(source, call):
-            yield Match(f"{name}() {where}", source.place(call))
+            yield Match(f"{name}() {where}", source.get_place(call))
 
 
 def _is_rare(source: Source, node: ast.AST) -> bool:
-    """Return whether a condition with a modulo lets the node run only once in thousands of rounds."""
+    """Return whether a condition such as `step % 50_000 == 0` makes the node run rarely."""
     tests = [parent.test for parent in source.ancestors(node) if isinstance(parent, ast.If)]
     parts = [part for test in tests for part in ast.walk(test) if isinstance(part, ast.BinOp)]
-    periods = [source.whole_number(part.right) for part in parts if isinstance(part.op, ast.Mod)]
+    periods = [source.evaluate_whole_number(part.right) for part in parts if isinstance(part.op, ast.Mod)]
     return any(period is not None and period >= _MIN_RARE_PERIOD for period in periods)

@@ -1,4 +1,4 @@
-"""Rules about checkpoints: what they write, what a resumed run lacks, and buffers that are pickled."""
+"""Rules about checkpoints: their size, parts of a run that are not saved, and buffers that are pickled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Edit, Place, Severity
-from holdall.tools.lint.machine import Machine, format_size
+from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Source, argument_of, has_unpacked_arguments
-from holdall.tools.lint.source_sb3 import OFF_POLICY, model_of
-from holdall.tools.lint.subjects import TrainedCallback, TrainedModel
+from holdall.tools.lint.run import locate_model
+from holdall.tools.lint.source import Source, get_argument, has_unpacked_arguments
+from holdall.tools.lint.source_sb3 import find_model
+from holdall.tools.plan.algorithms import ALGORITHM_CLASSES
+from holdall.tools.probe.snapshot import FoundCallback, Snapshot
+from holdall.units import format_bytes
 
 _PROTOCOL = 5
 _DEFAULT_IS_ENOUGH = (3, 14)
@@ -19,14 +22,13 @@ _DEFAULT_IS_ENOUGH = (3, 14)
 _LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
 """Names of objects that contain arrays by the gigabyte. A pickled dict of settings does not matter."""
 _FACTORY = re.compile(r"\b(?:make|create|build)_")
-"""Beginnings of names of functions that make a buffer."""
+"""First words of the names of functions that make a buffer, and do not contain one."""
 
 
-def _buffer_savers(model: TrainedModel) -> Iterator[TrainedCallback]:
-    """Yield the callbacks that save the replay buffer."""
-    for callback in model.callbacks:
-        if callback.kind == "CheckpointCallback" and callback.settings.get("save_replay_buffer") is True:
-            yield callback
+def _find_buffer_savers(run: Snapshot) -> list[FoundCallback]:
+    """Return the callbacks that save the replay buffer."""
+    savers = [callback for callback in run.passed_callbacks if callback.kind == "CheckpointCallback"]
+    return [callback for callback in savers if callback.settings.get("save_replay_buffer") is True]
 
 
 class CheckpointsBeyondDisk(Rule):
@@ -52,27 +54,28 @@ class CheckpointsBeyondDisk(Rule):
     code = "S01"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the sum with the free space of the disk."""
-        buffer = model.buffer
-        steps = model.total_timesteps
-        if buffer is None or buffer.kind != "replay" or steps is None or machine.disk_bytes is None:
-            return
-        for callback in _buffer_savers(model):
-            every = callback.count("save_freq")
-            saves = steps // model.n_envs // every if every else 0
-            written = saves * buffer.nbytes
-            if written > machine.disk_bytes:
-                text = (
-                    f"{saves} checkpoints of {format_size(buffer.nbytes)} are {format_size(written)}, but the disk has "
-                    f"{format_size(machine.disk_bytes)} free"
-                )
-                numbers = {
-                    "checkpoints": saves,
-                    "checkpoint_bytes": buffer.nbytes,
-                    "disk_bytes": machine.disk_bytes,
-                }
-                yield Match(text, model.place, numbers)
+        for model in run.learning_models:
+            buffer = run.find_buffer(model)
+            steps = model.run_steps
+            if buffer is None or buffer.kind != "replay" or steps is None or machine.disk_bytes is None:
+                continue
+            for callback in _find_buffer_savers(run):
+                every = callback.count("save_freq")
+                saves = steps // model.n_envs // every if every else 0
+                written = saves * buffer.nbytes
+                if written > machine.disk_bytes:
+                    text = (
+                        f"{saves} checkpoints of {format_bytes(buffer.nbytes)} are {format_bytes(written)}, but the "
+                        f"disk has {format_bytes(machine.disk_bytes)} free"
+                    )
+                    numbers = {
+                        "checkpoints": saves,
+                        "checkpoint_bytes": buffer.nbytes,
+                        "disk_bytes": machine.disk_bytes,
+                    }
+                    yield Match(text, locate_model(model), numbers)
 
 
 class NoReplayBufferToSave(Rule):
@@ -97,11 +100,12 @@ class NoReplayBufferToSave(Rule):
     code = "S02"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look for the option in callbacks of on-policy models."""
-        if model.is_on_policy and any(_buffer_savers(model)):
-            text = f"{model.algorithm} has no replay buffer, so save_replay_buffer=True does nothing"
-            yield Match(text, model.place)
+        for model in run.learning_models:
+            if model.is_on_policy and _find_buffer_savers(run):
+                text = f"{model.algorithm} has no replay buffer, so save_replay_buffer=True does nothing"
+                yield Match(text, locate_model(model))
 
 
 class PickleCopiesArrays(Rule):
@@ -127,32 +131,32 @@ class PickleCopiesArrays(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look at the protocol of each `dump` of a buffer."""
-        for call in _pickling_calls(source, "dump"):
-            given = argument_of(call, "protocol", 2)
+        for call in _find_pickling_calls(source, "dump"):
+            given = get_argument(call, "protocol", 2)
             if has_unpacked_arguments(call) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
                 continue
-            protocol = 4 if given is None else source.whole_number(given)
+            protocol = 4 if given is None else source.evaluate_whole_number(given)
             if protocol is None or not 0 <= protocol < _PROTOCOL:
                 continue
             used = "the default protocol (4)" if given is None else f"protocol {protocol}"
             text = f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written"
-            yield Match(text, source.place(call), {"protocol": protocol}, _set_protocol(source, call, given))
+            yield Match(text, source.get_place(call), {"protocol": protocol}, _set_protocol(source, call, given))
 
 
 def _set_protocol(source: Source, call: ast.Call, given: ast.expr | None) -> Edit | None:
     """Return the edit that makes the protocol 5, or None if the protocol is not a literal."""
     if isinstance(given, ast.Constant):
-        return Edit(source.place(given), ast.unparse(given), str(_PROTOCOL))
+        return Edit(source.get_place(given), ast.unparse(given), str(_PROTOCOL))
     if given is not None:
         return None
-    last = source.place([*call.args, *(keyword.value for keyword in call.keywords)][-1])
+    last = source.get_place([*call.args, *(keyword.value for keyword in call.keywords)][-1])
     end = Place(source.path, last.end_line, last.end_column, last.end_line, last.end_column)
     return Edit(end, "", f", protocol={_PROTOCOL}")
 
 
-def _pickling_calls(source: Source, function: str) -> Iterator[ast.Call]:
+def _find_pickling_calls(source: Source, function: str) -> Iterator[ast.Call]:
     """Yield the calls of `pickle.dump` or `pickle.dumps` that pickle a buffer, judged by its name."""
-    for call in source.calls_of(f"pickle.{function}", f"cloudpickle.{function}"):
+    for call in source.find_calls(f"pickle.{function}", f"cloudpickle.{function}"):
         name = ast.unparse(call.args[0]) if call.args else ""
         if _LARGE.search(name) and not _FACTORY.search(name):
             yield call
@@ -181,9 +185,9 @@ class PickledIntoMemory(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for `dumps` of buffers."""
-        for call in _pickling_calls(source, "dumps"):
+        for call in _find_pickling_calls(source, "dumps"):
             text = f"pickle.dumps makes a second copy of {ast.unparse(call.args[0])} in memory"
-            yield Match(text, source.place(call))
+            yield Match(text, source.get_place(call))
 
 
 class ResumesWithEmptyBuffer(Rule):
@@ -211,19 +215,19 @@ class ResumesWithEmptyBuffer(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for `learn` of loaded models in files that fill no replay buffer in another way."""
-        if "load_replay_buffer" in source.attributes or any(_uses_of_replay_buffers(source)):
+        if "load_replay_buffer" in source.attributes or any(_find_uses_of_replay_buffers(source)):
             return
-        for call, owner in source.method_calls("learn"):
-            model = model_of(source, owner)
-            if model is not None and model.is_loaded and model.algorithm in OFF_POLICY:
+        for call, owner in source.find_method_calls("learn"):
+            model = find_model(source, owner)
+            if model is not None and model.is_loaded and not ALGORITHM_CLASSES[model.algorithm].on_policy:
                 text = f"{model.algorithm} is loaded and continues learning with an empty replay buffer"
-                yield Match(text, source.place(call))
+                yield Match(text, source.get_place(call))
 
 
-def _uses_of_replay_buffers(source: Source) -> Iterator[ast.Attribute]:
-    """Yield the uses of a model's `replay_buffer` that may fill it: all but a look at its size."""
-    for node in source.of_kind(ast.Attribute):
-        parent = source.parent(node)
+def _find_uses_of_replay_buffers(source: Source) -> Iterator[ast.Attribute]:
+    """Yield the uses of a model's `replay_buffer` that may fill the buffer: all except reading its size."""
+    for node in source.find_nodes(ast.Attribute):
+        parent = source.get_parent(node)
         is_size = isinstance(parent, ast.Attribute) and parent.attr in {"size", "pos", "full", "buffer_size"}
         if node.attr == "replay_buffer" and not is_size:
             yield node
@@ -261,22 +265,22 @@ class PickledInAThread(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for functions that pickle a buffer and are handed to a thread."""
-        calls = [*_pickling_calls(source, "dump"), *_pickling_calls(source, "dumps")]
-        owners = [source.function(call) for call in calls]
+        calls = [*_find_pickling_calls(source, "dump"), *_find_pickling_calls(source, "dumps")]
+        owners = [source.find_function(call) for call in calls]
         pickling = {owner.name for owner in owners if owner is not None}
         for call in source.calls:
-            target = _thread_target(source, call)
+            target = _get_thread_target(source, call)
             name = target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
             is_lambda = isinstance(target, ast.Lambda) and any(target in source.ancestors(one) for one in calls)
             if is_lambda or name in pickling:
                 who = "a lambda" if is_lambda else name
-                yield Match(f"{who} pickles a buffer in a thread, while others may add to it", source.place(call))
+                yield Match(f"{who} pickles a buffer in a thread, while others may add to it", source.get_place(call))
 
 
-def _thread_target(source: Source, call: ast.Call) -> ast.expr | None:
+def _get_thread_target(source: Source, call: ast.Call) -> ast.expr | None:
     """Return the function that a call hands to a thread, or None if there is none."""
-    if source.dotted(call.func) == "threading.Thread":
-        return argument_of(call, "target")
+    if source.get_full_name(call.func) == "threading.Thread":
+        return get_argument(call, "target")
     if isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
         return call.args[0]
     return None
@@ -314,10 +318,10 @@ class NormalisationNotSaved(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for files in which every `save` is that of a model."""
-        normalises = any(source.dotted(call.func).endswith(".VecNormalize") for call in source.calls)
-        saves = list(source.method_calls("save"))
-        model_saves = [call for call, owner in saves if model_of(source, owner) is not None]
-        is_saved = "save_vecnormalize" in source.keywords or any(source.calls_of("holdall.sb3.CheckpointCallback"))
+        normalises = any(source.get_full_name(call.func).endswith(".VecNormalize") for call in source.calls)
+        saves = list(source.find_method_calls("save"))
+        model_saves = [call for call, owner in saves if find_model(source, owner) is not None]
+        is_saved = "save_vecnormalize" in source.keywords or any(source.find_calls("holdall.sb3.CheckpointCallback"))
         if normalises and model_saves and len(model_saves) == len(saves) and not is_saved:
             text = "the model is saved, but the statistics of VecNormalize are not"
-            yield Match(text, source.place(model_saves[0]))
+            yield Match(text, source.get_place(model_saves[0]))

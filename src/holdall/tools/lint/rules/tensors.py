@@ -1,4 +1,4 @@
-"""Rules about tensors: graphs that are kept, copies to a device, and joins."""
+"""Rules about tensors: graphs that are kept, copies to a device, and `cat` or `stack`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _JOINS = ("torch.cat", "torch.stack", "torch.concat", "torch.concatenate")
 
 
 class TensorKeptWithGraph(Rule):
-    """Finds losses that are collected together with the graph that computed them.
+    """Finds losses that are kept in a list or a sum, with the graph that computed them.
 
     Why: A loss refers to its graph, and the graph refers to the tensors of that step. A list or a sum of losses keeps
     all of them, step after step, so memory grows as with a leak.
@@ -39,10 +39,10 @@ class TensorKeptWithGraph(Rule):
     severity = Severity.WARNING
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
-        """Look for `append` and `+=` of tensors that `backward` was called on, in loops."""
-        losses = [(call, _get_reduced_tensor(tensor)) for call, tensor in source.method_calls("backward")]
-        differentiated = {(source.scope(call), loss.id) for call, loss in losses if isinstance(loss, ast.Name)}
-        for node in (*source.of_kind(ast.Call), *source.of_kind(ast.AugAssign)):
+        """Look for `append` and `+=` of tensors that `backward` was called on, in code that is repeated."""
+        losses = [(call, _get_reduced_tensor(tensor)) for call, tensor in source.find_method_calls("backward")]
+        differentiated = {(source.find_scope(call), loss.id) for call, loss in losses if isinstance(loss, ast.Name)}
+        for node in (*source.find_nodes(ast.Call), *source.find_nodes(ast.AugAssign)):
             match node:
                 case ast.Call(func=ast.Attribute(attr="append", value=container), args=[value]):
                     pass
@@ -50,17 +50,20 @@ class TensorKeptWithGraph(Rule):
                     pass
                 case _:
                     continue
-            is_kept = not source.is_bound_in(source.scope(node), container)  # A local list ends with its function.
-            if source.loop(node) is None and not (is_kept and source.describe_repetition(node)):
+            # Outside of a loop, only a container that outlives the call grows: a local list is freed with its function.
+            is_kept = not source.is_bound_in(source.find_scope(node), container)
+            if source.find_loop(node) is None and not (is_kept and source.describe_repetition(node)):
                 continue
-            if isinstance(value, ast.Name) and (source.scope(node), value.id) in differentiated:
+            if isinstance(value, ast.Name) and (source.find_scope(node), value.id) in differentiated:
                 kept = value.id
             else:
-                call = source.last_assignment(value) if isinstance(value, ast.Name) else value
-                if not isinstance(call, ast.Call) or not _returns_loss(source.called_function(call)):
+                call = source.find_last_assignment(value) if isinstance(value, ast.Name) else value
+                if not isinstance(call, ast.Call) or not _returns_loss(source.find_called_function(call)):
                     continue
                 kept = value.id if isinstance(value, ast.Name) else f"the result of {ast.unparse(call.func)}"
-            yield Match(f"{ast.unparse(container)} keeps {kept} with its graph, step after step", source.place(node))
+            yield Match(
+                f"{ast.unparse(container)} keeps {kept} with its graph, step after step", source.get_place(node)
+            )
 
 
 def _get_reduced_tensor(node: ast.expr) -> ast.expr:
@@ -108,18 +111,17 @@ class MovedThenJoined(Rule):
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for joins of lists whose items are moved."""
         text = "the pieces and the joined tensor are on the device at the same time: twice the memory"
-        for call in source.calls_of(*_JOINS):
+        for call in source.find_calls(*_JOINS):
             match source.resolve(call.args[0] if call.args else None):
                 case ast.ListComp(elt=ast.Call(func=ast.Attribute(attr="to" | "cuda"))):
-                    yield Match(text, source.place(call))
+                    yield Match(text, source.get_place(call))
 
 
 class StackedThenFlattened(Rule):
-    """Finds `torch.stack` whose result is flattened at once.
+    """Finds `torch.stack` whose result is then flattened.
 
-    Why: `torch.stack` always copies and never returns a view. It also needs pieces of equal length, which trajectories
-    seldom have.
-    Fix: `torch.cat(pieces, dim=0)` gives the same values in one copy, for pieces of any length.
+    Why: `torch.stack` needs pieces of equal length, which trajectories seldom have.
+    Fix: `torch.cat(pieces, dim=0)` makes the same flat tensor, from pieces of any length.
 
     Bad:
         import torch
@@ -141,21 +143,21 @@ class StackedThenFlattened(Rule):
                 case ast.Call(func=ast.Attribute(attr="flatten", value=base)):
                     pass
                 case ast.Call(func=ast.Attribute(attr="reshape" | "view", value=base), args=[first, *_]):
-                    is_column = ast.unparse(call.args[-1]) == "1"  # torch.cat cannot replace a stack of scalars.
+                    is_column = ast.unparse(call.args[-1]) == "1"  # Often a column of scalars, which torch.cat refuses.
                     if ast.unparse(first) != "-1" or is_column:
                         continue
                 case _:
                     continue
             stacked = source.resolve(base)
-            if isinstance(stacked, ast.Call) and source.dotted(stacked.func) == "torch.stack":
-                text = "torch.stack copies, and its result is flattened; torch.cat does both in one copy"
-                yield Match(text, source.place(stacked))
+            if isinstance(stacked, ast.Call) and source.get_full_name(stacked.func) == "torch.stack":
+                text = "the result of torch.stack is flattened; torch.cat does that for pieces of any length"
+                yield Match(text, source.get_place(stacked))
 
 
 class BufferAttributeNeverRead(Rule):
     """Finds private attributes of a buffer class that are set to a constant and never read.
 
-    Why: A buffer that claims to reuse memory, but never reads what it keeps, allocates new memory at every update.
+    Why: A name such as `_preallocated` says that memory is used again. If nothing reads the attribute, it is not.
     Fix: Use the attribute, or delete it.
 
     Bad:
@@ -179,22 +181,22 @@ class BufferAttributeNeverRead(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look at classes with `buffer` in their name and without a base class that may read the attribute."""
-        read = {node.attr for node in source.of_kind(ast.Attribute) if isinstance(node.ctx, ast.Load)}
+        read = {node.attr for node in source.find_nodes(ast.Attribute) if isinstance(node.ctx, ast.Load)}
         reported: set[str] = set()
-        for node in source.of_kind(ast.Attribute):
+        for node in source.find_nodes(ast.Attribute):
             is_private = node.attr.startswith("_") and not node.attr.startswith("__")
             is_known = node.attr in read or node.attr in source.strings or node.attr in reported
             if not isinstance(node.ctx, ast.Store) or not is_private or is_known:
                 continue
-            value = getattr(source.parent(node), "value", None)
-            owner = source.enclosing_class(node)
-            # A computed value may be for a subclass in another file.
+            value = getattr(source.get_parent(node), "value", None)
+            owner = source.find_class(node)
+            # A subclass in another file may read an attribute with a computed value.
             if not isinstance(value, ast.Constant) or owner is None or ast.unparse(node.value) != "self":
                 continue
             is_complete = all(ast.unparse(base) in {"list", "object"} for base in owner.bases)
             if "buffer" in owner.name.lower() and is_complete:
                 reported.add(node.attr)
-                yield Match(f"{owner.name} sets {node.attr} and never reads it", source.place(node))
+                yield Match(f"{owner.name} sets {node.attr} and never reads it", source.get_place(node))
 
 
 class NonBlockingWithoutPinning(Rule):
@@ -229,4 +231,4 @@ class NonBlockingWithoutPinning(Rule):
             )
             is_to_host = bool(call.args) and getattr(call.args[0], "value", None) == "cpu"
             if is_asked and not is_to_host:
-                yield Match("non_blocking=True, and nothing in this file is pinned", source.place(call))
+                yield Match("non_blocking=True, and nothing in this file is pinned", source.get_place(call))

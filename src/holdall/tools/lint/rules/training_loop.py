@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Source, argument_of, has_unpacked_arguments
-from holdall.tools.lint.source_sb3 import model_of
-from holdall.tools.lint.subjects import TrainedModel
+from holdall.tools.lint.run import locate_model
+from holdall.tools.lint.source import Source, get_argument, has_unpacked_arguments
+from holdall.tools.lint.source_sb3 import find_model
+from holdall.tools.probe.snapshot import Snapshot
 from holdall.units import counted
 
 _MIN_EPISODES = 10
-"""Episodes in one rollout of one environment that are worth a message."""
+"""Fewest episodes in one rollout of one environment that are reported."""
 _MAX_TRIES = 100_000
 """Numbers that are tried on either side of a batch size in the search for a divisor."""
 
@@ -38,18 +39,19 @@ class LearningNeverStarts(Rule):
     code = "L03"
     severity = Severity.ERROR
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
-        """Compare, with steps rounded up to whole rounds of collection."""
-        starts = model.count("learning_starts")
-        steps = model.total_timesteps
-        frequency = model.train_freq
-        if starts is None or steps is None or frequency is None or frequency[1] != "step":
-            return
-        per_round = max(frequency[0] * model.n_envs, 1)
-        made = -(-steps // per_round) * per_round
-        if made <= starts:
-            text = f"learning starts after {starts:,} steps, but the run ends after {made:,}, so nothing is ever learnt"
-            yield Match(text, model.place, {"learning_starts": starts, "total_timesteps": steps})
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
+        """Compare `learning_starts` with the steps, rounded up to whole rounds of collection."""
+        for model in run.learning_models:
+            starts = model.count("learning_starts")
+            steps = model.run_steps
+            frequency = model.train_freq
+            if starts is None or steps is None or frequency is None or frequency[1] != "step":
+                continue
+            per_round = max(frequency[0] * model.n_envs, 1)
+            made = -(-steps // per_round) * per_round
+            if made <= starts:
+                text = f"learning starts after {starts:,} steps, but the run ends after {made:,}, so nothing is learnt"
+                yield Match(text, locate_model(model), {"learning_starts": starts, "total_timesteps": steps})
 
 
 class BufferSmallerThanBatch(Rule):
@@ -70,14 +72,15 @@ class BufferSmallerThanBatch(Rule):
     code = "L04"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare `buffer_size` with `batch_size`."""
-        size = model.count("buffer_size")
-        batch = model.count("batch_size")
-        if model.is_on_policy or size is None or batch is None or size >= batch:
-            return
-        text = f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions"
-        yield Match(text, model.place, {"buffer_size": size, "batch_size": batch})
+        for model in run.learning_models:
+            size = model.count("buffer_size")
+            batch = model.count("batch_size")
+            if model.is_on_policy or size is None or batch is None or size >= batch:
+                continue
+            text = f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions"
+            yield Match(text, locate_model(model), {"buffer_size": size, "batch_size": batch})
 
 
 class BatchDoesNotDivideRollout(Rule):
@@ -101,20 +104,25 @@ class BatchDoesNotDivideRollout(Rule):
     code = "L05"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Divide the samples of a rollout by the batch."""
-        collected = model.rollout_steps
-        batch = model.count("batch_size")
-        if collected is None or batch is None or collected % batch == 0:
-            return
-        remainder = collected % batch
-        if batch > collected:
-            text = f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
-        else:
-            text = f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave a batch of {remainder:,}"
-        divisors = ", ".join(f"{divisor:,}" for divisor in _find_divisors(collected, batch))
-        text = f"{text}; divisors near it: {divisors or 'none found'}"
-        yield Match(text, model.place, {"collected": collected, "batch_size": batch, "remainder": remainder})
+        for model in run.learning_models:
+            collected = model.rollout_transitions
+            batch = model.count("batch_size")
+            if collected is None or batch is None or collected % batch == 0:
+                continue
+            remainder = collected % batch
+            if batch > collected:
+                text = f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
+            else:
+                text = (
+                    f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave a batch of {remainder:,}"
+                )
+            divisors = ", ".join(f"{divisor:,}" for divisor in _find_divisors(collected, batch))
+            text = f"{text}; divisors near it: {divisors or 'none found'}"
+            yield Match(
+                text, locate_model(model), {"collected": collected, "batch_size": batch, "remainder": remainder}
+            )
 
 
 def _find_divisors(number: int, near: int) -> list[int]:
@@ -147,18 +155,19 @@ class UpdatesFallBehind(Rule):
     code = "L06"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look at `gradient_steps` and `train_freq` of models with several environments."""
-        frequency = model.train_freq
-        is_one_update = model.count("gradient_steps") == 1
-        if model.is_on_policy or model.n_envs < 2 or not is_one_update or frequency is None or frequency[1] != "step":
-            return
-        steps = frequency[0] * model.n_envs
-        text = (
-            f"one update for every {steps:,} steps ({model.n_envs} environments, train_freq {frequency[0]}); "
-            f"with one environment it would be one for every {frequency[0]}"
-        )
-        yield Match(text, model.place, {"steps_per_update": steps, "n_envs": model.n_envs})
+        for model in run.learning_models:
+            frequency = model.train_freq
+            is_one_update = model.count("gradient_steps") == 1 and model.n_envs > 1
+            if model.is_on_policy or not is_one_update or frequency is None or frequency[1] != "step":
+                continue
+            steps = frequency[0] * model.n_envs
+            text = (
+                f"one update for every {steps:,} steps ({model.n_envs} environments, train_freq {frequency[0]}); "
+                f"with one environment it would be one for every {frequency[0]}"
+            )
+            yield Match(text, locate_model(model), {"steps_per_update": steps, "n_envs": model.n_envs})
 
 
 class RolloutSpansManyEpisodes(Rule):
@@ -181,14 +190,15 @@ class RolloutSpansManyEpisodes(Rule):
     code = "L07"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Divide `n_steps` by the time limit."""
-        steps = model.count("n_steps")
-        limit = model.episode_steps
-        if not model.is_on_policy or steps is None or limit is None or steps < _MIN_EPISODES * limit:
-            return
-        text = f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps"
-        yield Match(text, model.place, {"n_steps": steps, "episode_steps": limit})
+        for model in run.learning_models:
+            steps = model.count("n_steps")
+            limit = None if model.environment is None else model.environment.settings.get("_max_episode_steps")
+            if not model.is_on_policy or steps is None or limit is None or steps < _MIN_EPISODES * limit:
+                continue
+            text = f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps"
+            yield Match(text, locate_model(model), {"n_steps": steps, "episode_steps": limit})
 
 
 class TotalIsNoMultiple(Rule):
@@ -209,16 +219,18 @@ class TotalIsNoMultiple(Rule):
     code = "L10"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Divide the total by the steps of a rollout."""
-        collected = model.rollout_steps
-        steps = model.total_timesteps
-        if collected is None or steps is None or steps % collected == 0:
-            return
-        rollouts = -(-steps // collected)
-        made = rollouts * collected
-        text = f"{steps:,} steps need {counted(rollouts, 'rollout')} of {collected:,} steps, which make {made:,} steps"
-        yield Match(text, model.place, {"rollouts": rollouts, "steps": made})
+        for model in run.learning_models:
+            collected = model.rollout_transitions
+            steps = model.run_steps
+            if collected is None or steps is None or steps % collected == 0:
+                continue
+            rollouts = -(-steps // collected)
+            made = rollouts * collected
+            needed = f"{counted(rollouts, 'rollout')} of {collected:,} steps"
+            text = f"{steps:,} steps need {needed}, which make {made:,} steps"
+            yield Match(text, locate_model(model), {"rollouts": rollouts, "steps": made})
 
 
 class LearnStartsOver(Rule):
@@ -248,15 +260,15 @@ class LearnStartsOver(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for loops around `learn` that do not contain the construction of the model."""
-        for call, owner in source.method_calls("learn"):
-            loop = source.loop(call)
-            model = model_of(source, owner)
+        for call, owner in source.find_method_calls("learn"):
+            loop = source.find_loop(call)
+            model = find_model(source, owner)
             if loop is None or model is None or has_unpacked_arguments(call):
                 continue
             is_made_in_loop = any(parent is loop for parent in source.ancestors(model.call))
-            if is_made_in_loop or argument_of(call, "reset_num_timesteps", 4) is not None:
+            if is_made_in_loop or get_argument(call, "reset_num_timesteps", 4) is not None:
                 continue
-            yield Match("learn is called in a loop, and counts its steps from zero each time", source.place(call))
+            yield Match("learn is called in a loop, and counts its steps from zero each time", source.get_place(call))
 
 
 class ResetByHand(Rule):
@@ -290,27 +302,27 @@ class ResetByHand(Rule):
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for a reset of the model's environment in the loop that calls `learn`, or between two calls."""
         environments: dict[ast.AST, list[ast.expr]] = {}
-        """Environments of calls of `learn` that continue, by loop, or by the block of a call that follows another."""
+        """Environments of calls of `learn` that continue a run, by their loop, or else by their block."""
         first_lines: dict[ast.AST | None, int] = {}
         """Line of the first call of `learn` in a block without a loop."""
-        for call, owner in source.method_calls("learn"):
-            model = model_of(source, owner)
+        for call, owner in source.find_method_calls("learn"):
+            model = find_model(source, owner)
             if model is None or model.env is None:
                 continue
-            loop = source.loop(call)
-            first_lines.setdefault(source.block(call), call.lineno)
-            is_first = loop is None and first_lines[source.block(call)] == call.lineno
-            continues = source.constant(argument_of(call, "reset_num_timesteps", 4)) is False
-            where = loop or source.block(call)
+            loop = source.find_loop(call)
+            first_lines.setdefault(source.find_block(call), call.lineno)
+            is_first = loop is None and first_lines[source.find_block(call)] == call.lineno
+            continues = source.evaluate(get_argument(call, "reset_num_timesteps", 4)) is False
+            where = loop or source.find_block(call)
             if continues and not is_first and where is not None:
                 environments.setdefault(where, []).append(model.env)
-        for call, owner in source.method_calls("reset"):
-            where = source.loop(call) or source.block(call)
-            made = source.last_assignment(owner)
+        for call, owner in source.find_method_calls("reset"):
+            where = source.find_loop(call) or source.find_block(call)
+            made = source.find_last_assignment(owner)
             trained = environments.get(where, []) if where is not None else []
-            is_before = source.loop(call) is None and call.lineno < first_lines.get(where, 0)
-            if made is not None and not is_before and any(source.last_assignment(env) is made for env in trained):
-                yield Match("the environment is reset by hand between two calls of learn", source.place(call))
+            is_before = source.find_loop(call) is None and call.lineno < first_lines.get(where, 0)
+            if made is not None and not is_before and any(source.find_last_assignment(env) is made for env in trained):
+                yield Match("the environment is reset by hand between two calls of learn", source.get_place(call))
 
 
 class TargetUpdatedEveryStep(Rule):
@@ -336,13 +348,16 @@ class TargetUpdatedEveryStep(Rule):
     code = "L15"
     severity = Severity.WARNING
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Compare the interval with the steps of one call."""
-        interval = model.count("target_update_interval")
-        if model.algorithm not in {"DQN", "QRDQN"} or interval is None or model.n_envs < 2 or interval >= model.n_envs:
-            return
-        text = f"target_update_interval={interval:,} with {model.n_envs} environments updates the target at every call"
-        yield Match(text, model.place, {"interval": interval, "n_envs": model.n_envs})
+        for model in run.learning_models:
+            interval = model.count("target_update_interval")
+            if model.algorithm not in {"DQN", "QRDQN"} or interval is None or interval >= model.n_envs:
+                continue
+            text = (
+                f"target_update_interval={interval:,} with {model.n_envs} environments updates the target at every call"
+            )
+            yield Match(text, locate_model(model), {"interval": interval, "n_envs": model.n_envs})
 
 
 class SmallNetworkOnGpu(Rule):
@@ -364,8 +379,9 @@ class SmallNetworkOnGpu(Rule):
     code = "L16"
     severity = Severity.INFO
 
-    def check_model(self, model: TrainedModel, machine: Machine) -> Iterator[Match]:
+    def check_run(self, run: Snapshot, machine: Machine) -> Iterator[Match]:
         """Look at the device of PPO and A2C with the policy for vectors."""
-        is_small = model.algorithm in {"A2C", "PPO"} and model.policy in {"ActorCriticPolicy", "MlpPolicy"}
-        if is_small and model.device.startswith("cuda"):
-            yield Match(f"{model.algorithm} with MlpPolicy is on {model.device}", model.place)
+        for model in run.learning_models:
+            is_small = model.policy_class.endswith((".ActorCriticPolicy", ".MlpPolicy"))
+            if is_small and model.algorithm in {"A2C", "PPO"} and model.device.startswith("cuda"):
+                yield Match(f"{model.algorithm} with MlpPolicy is on {model.device}", locate_model(model))

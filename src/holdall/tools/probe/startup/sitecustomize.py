@@ -17,7 +17,7 @@ _STARTUP = Path(__file__).parent
 
 
 def _run_next_sitecustomize() -> None:
-    """Run the sitecustomize module that this one hides."""
+    """Run the user's own sitecustomize module, which this module hides."""
     others = [entry for entry in sys.path if Path(entry or ".").absolute() != _STARTUP]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
