@@ -1,4 +1,4 @@
-"""How the suite is run: Hypothesis profiles, GPU tests that say why they are skipped, and an interrupt at a line."""
+"""Settings and fixtures of all tests: Hypothesis profiles, order of tests, skipped GPU tests, interrupts at a line."""
 
 import gc
 import os
@@ -11,10 +11,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Explaining traces every line of the code under test, for minutes; a small example tells as much.
+# The phase `explain` traces every line of the code under test, which takes minutes. The smallest example is enough.
 _PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
 
-# The fast slice is the same in every run, so that a red check is about the change at hand.
+# `make test` draws the same examples in every run, so that a failure is caused by the change at hand.
 hypothesis.settings.register_profile("fast", max_examples=100, deadline=None, derandomize=True, phases=_PHASES)
 hypothesis.settings.register_profile("nightly", max_examples=3_000, deadline=None, print_blob=True, phases=_PHASES)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 @pytest.fixture(autouse=True)
 def _agent_ends_with_its_test() -> Iterator[None]:
-    """An agent that a test had started in this process is not there in the next."""
+    """Stop the agent of `holdall watch` if a test started it in this process."""
     yield
     module = sys.modules.get("holdall.tools.watch.agent")
     if module is not None:
@@ -31,7 +31,7 @@ def _agent_ends_with_its_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_thread_of_torch() -> Iterator[None]:
-    """At the sizes of tests, torch's threads wait for each other longer than they work, most of all in `pytest -n`."""
+    """Limit torch to one thread. With the small sizes of tests, its threads mostly wait for each other."""
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch is not None else None
     if torch is not None:
@@ -43,7 +43,10 @@ def _one_thread_of_torch() -> Iterator[None]:
 
 @pytest.fixture
 def interrupted() -> Callable[[int, Callable[[], Any]], bool]:
-    """Return a function that makes a call, interrupts it at one line of holdall.device, and says whether it did."""
+    """Return a function that makes a call and interrupts it at the given line of holdall.device.
+
+    The function returns whether the call had that many lines.
+    """
 
     def call(line: int, act: Callable[[], Any]) -> bool:
         passed = 0
@@ -70,14 +73,14 @@ def interrupted() -> Callable[[int, Callable[[], Any]], bool]:
 
 @pytest.fixture
 def no_waiting() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which torch refuses everything that waits for the device."""
+    """Return a context in which torch raises an error for every operation that waits for the device."""
     import torch
 
     @contextmanager
     def refused() -> Iterator[None]:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first call of a process says that the mode is a prototype
+                warnings.simplefilter("ignore")  # The first call of a process warns that the mode is a prototype.
                 torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
@@ -87,7 +90,7 @@ def no_waiting() -> Callable[[], AbstractContextManager[None]]:
 
 
 SERVERS = ("cluster", "weed")
-"""Fixtures of a session that take seconds to start: Ray, an S3 server."""
+"""Fixtures of servers that take seconds to start: Ray, and an S3 server."""
 
 
 def _server_of(item: pytest.Item) -> int:
@@ -95,22 +98,21 @@ def _server_of(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # xdist gives every process a run of the list, and others take from its end. So one process has all tests of a
-    # server, and it is started once.
+    # xdist gives each process consecutive tests of this list. Sorted, all tests of a server run in one process, which
+    # starts the server once.
     items.sort(key=_server_of)
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not _has_cuda():
-        for item in wanting:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _has_cuda():
+        for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
 
 
 def pytest_configure() -> None:
-    gc.disable()  # nothing that is imported or collected becomes garbage
+    gc.disable()  # Importing and collecting tests makes no garbage worth searching for.
 
 
 def pytest_collection_finish() -> None:
-    # Thousands of tests and all their libraries are there for good. Frozen, they are not looked through each time that
-    # Python, or a test, looks for garbage.
+    # Thousands of tests and their libraries live until the end. Frozen objects are not searched in later collections.
     gc.freeze()
     gc.enable()
 

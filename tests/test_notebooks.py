@@ -17,9 +17,13 @@ def test_there_are_three() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["camera_under_2_gib", "first_steps", "where_did_my_memory_go"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem != "first_steps")) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_the_cells_of_a_notebook_run(path: Path, tmp_path: Path) -> None:
-    """As a program; `make notebooks` runs them in a kernel."""
+    """As a program. `make notebooks` runs them in a kernel."""
     if path.stem == "where_did_my_memory_go" and sys.platform != "linux":
         pytest.skip("reads /proc")
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]

@@ -55,19 +55,51 @@ def test_every_public_name_exists() -> None:
 def test_the_methods_and_attributes_of_a_memory_are_these_and_no_others() -> None:
     memory = holdall.ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10)
     assert sorted(name for name in dir(memory) if not name.startswith("_")) == [
-        "add", "are_valid", "attached", "batch_source", "capacity", "close", "disk_bytes", "extend", "fill", "first_id",
-        "gather", "load", "loader", "next_id", "num_envs", "relieve", "report", "sample", "sampler", "save",
-        "save_every", "schema", "set_flags", "spill_dir", "store", "update", "update_priorities",
-    ]  # fmt: skip
+        "add",
+        "are_valid",
+        "attached",
+        "batch_source",
+        "capacity",
+        "close",
+        "disk_bytes",
+        "extend",
+        "fill",
+        "first_id",
+        "gather",
+        "load",
+        "loader",
+        "next_id",
+        "num_envs",
+        "relieve",
+        "report",
+        "sample",
+        "sampler",
+        "save",
+        "save_every",
+        "schema",
+        "set_flags",
+        "spill_dir",
+        "store",
+        "update",
+        "update_priorities",
+    ]
     memory.close()
 
 
 def test_the_names_for_stable_baselines3_are_these_and_no_others() -> None:
     sb3 = pytest.importorskip("holdall.sb3")
     assert sorted(sb3.__all__) == [
-        "CheckpointCallback", "HerReplayBuffer", "LintCallback", "PrioritizedDQN", "PrioritizedReplay",
-        "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer", "WatchCallback", "resume",
-    ]  # fmt: skip
+        "CheckpointCallback",
+        "HerReplayBuffer",
+        "LintCallback",
+        "PrioritizedDQN",
+        "PrioritizedReplay",
+        "PrioritizedReplayBuffer",
+        "ReplayBuffer",
+        "RolloutBuffer",
+        "WatchCallback",
+        "resume",
+    ]
 
 
 def test_the_names_over_shards_are_these_and_no_others() -> None:
@@ -105,7 +137,7 @@ USES = (
 
 
 def test_a_module_is_imported_when_it_is_first_asked_for() -> None:
-    """All in one process, which imports torch once; none of them brings the next."""
+    """All in one process, which imports torch once. None of them brings the next."""
     program = "import holdall, sys"
     for use in USES:
         program += f"\nprint('holdall.{use.split('.')[0]}' in sys.modules, callable(holdall.{use}))"

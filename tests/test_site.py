@@ -30,7 +30,7 @@ def without_code(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split prose into sentences; an item of a list is one, and code is one word."""
+    """Split prose into sentences. An item of a list is one, and code is one word."""
     text = re.sub(r"`[^`]*`", "code", without_code(text))
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
     parts = re.split(r"(?<=[.?!:])\s+(?=[\"'A-Z0-9-]|code)|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s", text)
@@ -71,19 +71,11 @@ def test_every_extra_is_in_the_install_page() -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    """`make docs` fails on this, too; here it takes no time."""
+    """`make docs` fails on this, too. Here it takes no time."""
     named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     assert {page for page in pages - named if not page.startswith("decisions/0")} == set()
     assert named - pages == set()
-
-
-@pytest.mark.parametrize("page", ["index", "memory"])
-def test_the_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    programs = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S | re.M)
-    assert programs
-    exec(compile("\n".join(programs), page, "exec"), {"__name__": "page"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -124,7 +116,7 @@ def test_the_readme_of_the_package_index_has_whole_addresses() -> None:
 
 
 def test_workflows_are_yaml_with_pinned_actions() -> None:
-    """actionlint checks them in `make workflows`; each action is named by owner, name and version."""
+    """actionlint checks them in `make workflows`. Each action is named by owner, name and version."""
     files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     assert [file.stem for file in files] == ["docs", "nightly", "release", "tests"]
     for file in files:

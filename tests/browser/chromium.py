@@ -18,9 +18,17 @@ from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+)
 _TIMEOUT_S = 60
 _KEYS = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "Enter": 13}
 
@@ -31,13 +39,13 @@ def find() -> str | None:
 
 
 class Browser:
-    """One process; pages are opened in it one after the other."""
+    """One process. Pages are opened in it one after the other."""
 
     def __init__(self, path: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="holdall-chromium-", ignore_cleanup_errors=True)
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        # Chromium reads commands from 3 and writes to 4; what is duplicated there must not lie there already.
+        # Chromium reads commands from 3 and writes to 4. No end of a pipe may have these numbers already.
         high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 64) for end in (theirs_in, theirs_out)]
         moves = [(os.POSIX_SPAWN_DUP2, high[0], 3), (os.POSIX_SPAWN_DUP2, high[1], 4)]
         moves += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2)]  # type: ignore[misc]  # two kinds
@@ -45,7 +53,8 @@ class Browser:
         self._pid = os.posix_spawn(path, arguments, dict(os.environ), file_actions=moves, setpgroup=0)
         for end in (theirs_in, theirs_out, *high):
             os.close(end)
-        self._in, self._out = ours_in, ours_out
+        self._in = ours_in
+        self._out = ours_out
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._in, selectors.EVENT_READ)
         self._buffer = b""
@@ -62,7 +71,7 @@ class Browser:
         self._folder.cleanup()
 
     def command(self, method: str, session: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; events that come before it are kept."""
+        """Send a command and wait for its answer. Events that come before it are kept."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": arguments}
         if session is not None:
@@ -145,7 +154,8 @@ class Page:
             "found.scrollIntoView({block: 'center'}); const box = found.getBoundingClientRect();"
             "return [box.left, box.top, box.width, box.height] })()"
         )
-        x, y = box[0] + share * box[2], box[1] + box[3] / 2
+        x = box[0] + share * box[2]
+        y = box[1] + box[3] / 2
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def tip(self) -> str | None:
@@ -161,7 +171,8 @@ class Page:
         self.ask("0")  # whatever was said is here by now
         said = []
         for event in self._mine():
-            method, what = event.get("method"), event.get("params", {})
+            method = event.get("method")
+            what = event.get("params", {})
             if method == "Runtime.exceptionThrown":
                 said.append(str(what["exceptionDetails"]))
             elif method == "Log.entryAdded":
@@ -172,7 +183,7 @@ class Page:
 
     @property
     def requests(self) -> list[str]:
-        """Everything that was asked for but the page itself and data that stand in it."""
+        """Everything that was requested, except the page itself and `data:` URLs in it."""
         self.ask("0")
         sent = [
             event["params"]["request"]["url"]

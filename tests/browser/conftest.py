@@ -1,4 +1,4 @@
-"""One browser for the session, or the reason why there is none; pages made by holdall itself."""
+"""One browser for the session, or the reason why it is missing, and pages that holdall makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 REAL = {
     "recorded": TESTS / "unit" / "watch" / "run.jsonl",
     "bench": TESTS / "results" / "bench.jsonl",
-    "bench buffers": TESTS.parent / "benchmarks" / "results" / "buffers.jsonl",
+    "bench buffers": TESTS / "browser" / "buffers.jsonl",
 }
 
 

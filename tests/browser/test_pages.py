@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from holdall.tools.report.page import BarPiece, BarRow, bars, section, write_page
+
 from .conftest import Open
 
 KINDS = ["recorded", "long", "results", "buffers"]
@@ -140,7 +142,7 @@ def test_arrow_keys_move_through_the_readings(pages: dict[str, Path], opened: Op
 
 
 @pytest.mark.parametrize(
-    ("marks", "said"), [(".bars .mark", "train: 512.0 MiB"), (".points .mark", "± 2.48 steps a second")]
+    ("marks", "said"), [(".bars rect.mark", "train: 512.0 MiB"), (".bars circle.mark", "-5 ± 1.24")]
 )
 def test_bars_and_points_tell_their_figures_under_the_pointer(
     marks: str, said: str, pages: dict[str, Path], opened: Open
@@ -151,6 +153,19 @@ def test_bars_and_points_tell_their_figures_under_the_pointer(
     page.point("h1")
     page.ask(f"document.querySelector('{marks}[tabindex=\"0\"]').focus({{focusVisible: true}})")
     assert said in (page.tip() or "")
+
+
+def test_all_of_every_point_is_seen(tmp_path: Path, opened: Open) -> None:
+    rows = [BarRow(str(value), [BarPiece(value, "c0", "")], str(value)) for value in (8.5, 9.0)]
+    chart = bars(rows, "rewards of one seed", "number", dots=True, begin=8.5)
+    (tmp_path / "page.html").write_text(write_page("points", "bench", [], [section("", chart)]), encoding="utf-8")
+    left, right = opened(tmp_path / "page.html", 400).ask(
+        "[...document.querySelectorAll('.bars circle')].map((point) => {"
+        "const inner = point.getBoundingClientRect(), outer = point.ownerSVGElement.getBoundingClientRect();"
+        "return Math.min(inner.left - outer.left, outer.right - inner.right) })"
+    )
+    assert left >= 0
+    assert right >= 0
 
 
 def test_a_tooltip_stays_inside_of_a_narrow_page(pages: dict[str, Path], opened: Open) -> None:
@@ -173,11 +188,28 @@ def test_the_theme_can_be_switched_and_is_said(pages: dict[str, Path], opened: O
     assert page.ask(ground) == light
 
 
-def test_a_page_says_everything_without_its_script(pages: dict[str, Path], opened: Open, tmp_path: Path) -> None:
+def test_a_page_whose_script_is_not_allowed_is_said_to_need_it(
+    pages: dict[str, Path], opened: Open, tmp_path: Path
+) -> None:
     text = pages["recorded"].read_text(encoding="utf-8")
     still = tmp_path / "still.html"
     still.write_text(text.replace("sha256-", "sha256-not"), encoding="utf-8")
     page = opened(still)
-    assert "Content Security Policy" in page.complaints[0]  # it would be heard of
-    assert page.ask(_DRAWN) > 5
-    assert page.ask("document.querySelectorAll('details table tbody tr').length") > 10
+    assert "Content Security Policy" in page.complaints[0]
+    assert "needs its own script" in page.ask("document.body.innerText")
+
+
+def test_the_readings_of_a_plot_are_also_a_table(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["recorded"])
+    assert page.ask("document.querySelectorAll('.plot-frame + details table tbody tr').length") > 20
+    last = page.ask("document.querySelector('.plot-frame + details tbody tr:last-child').textContent")
+    assert last.startswith("after 41.2 s, step 54,422")
+
+
+def test_axes_have_round_values_and_say_what_they_count(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["recorded"])
+    ticks = "[...document.querySelector('.y-axis').children].map((tick) => tick.textContent)"
+    assert page.ask(ticks) == ["0 B", "128 MiB", "256 MiB", "384 MiB"]
+    titles = page.ask("[...document.querySelectorAll('.axis-title')].map((title) => title.textContent)")
+    assert {"memory", "time since the first reading", "steps a second"} <= set(titles)
+    assert "limit 23.5 GiB, memory of the machine (above the scale)" in page.ask("document.body.textContent")

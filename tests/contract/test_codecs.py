@@ -290,7 +290,7 @@ def test_nbytes_counts_units_offsets_and_palette() -> None:
 
 
 def test_a_dictionary_saves_what_slices_have_in_common() -> None:
-    """Each slice alone is noise; only the dictionary knows it."""
+    """Each slice alone is noise. Only the dictionary knows it."""
     rng = np.random.default_rng(0)
     common = rng.bytes(400)
     slices = np.frombuffer(b"".join(common + rng.bytes(8) for _ in range(20)), np.uint8).reshape(20, 408)

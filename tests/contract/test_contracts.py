@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stable_baselines3.common.buffers import ReplayBuffer as OriginalReplayBuffer
 
 import holdall
 from holdall._native import Coded, Raw
 from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.sampling import Held, Sampler
+from holdall.sb3 import ReplayBuffer as SB3ReplayBuffer
 from holdall.store.tuning import Tuning
-from holdall.testing import CodecContract, ReplayMemoryContract, SamplerContract
+from holdall.testing import CodecContract, ReplayContract, ReplayMemoryContract, SamplerContract, Stream
 from holdall.testing.oracle import map_leaves
 from holdall.testing.streams import StreamStep
 
@@ -151,6 +153,32 @@ class TestTensorsOnADevice(TestMemoryOnADevice):
 class TestBatchesOnADevice(ReplayMemoryContract):
     def settings(self) -> Mapping[str, Any]:
         return {"device": "cpu"}
+
+
+class TestStableBaselines3(ReplayContract):
+    def make_buffers(self, stream: Stream) -> tuple[Any, Any]:
+        spaces = (stream.observation_space, stream.action_space)
+        settings: dict[str, Any] = {"device": "cpu", "n_envs": self.num_envs}
+        return (
+            SB3ReplayBuffer(self.capacity, *spaces, **settings),
+            OriginalReplayBuffer(self.capacity, *spaces, **settings),
+        )
+
+    def add(self, buffer: Any, step: StreamStep) -> None:
+        ends = step.terminated | step.truncated
+        infos = [{"TimeLimit.truncated": bool(truncated)} for truncated in step.truncated]
+        buffer.add(step.obs, step.next_obs, step.action, step.reward, ends, infos)
+
+    def sample(self, buffer: Any, count: int, seed: int) -> dict[str, Any]:
+        np.random.seed(seed)  # noqa: NPY002  Stable-Baselines3 draws from NumPy's global generator
+        return {name: part for name, part in buffer.sample(count)._asdict().items() if part is not None}
+
+
+class TestCompressedStableBaselines3(TestStableBaselines3):
+    def make_buffers(self, stream: Stream) -> tuple[Any, Any]:
+        _, original = super().make_buffers(stream)
+        spaces = (stream.observation_space, stream.action_space)
+        return SB3ReplayBuffer(self.capacity, *spaces, device="cpu", n_envs=self.num_envs, budget=None), original
 
 
 def forms(memory: holdall.ReplayMemory) -> set[type]:
@@ -371,3 +399,41 @@ def test_a_memory_with_a_wrong_bit_fails_its_contract(rule: str) -> None:
     """Each rule would be noticed."""
     with pytest.raises(AssertionError):
         getattr(WrongBit(), rule)()
+
+
+class WrongReward(TestStableBaselines3):
+    """Returns other rewards than the framework's buffer."""
+
+    def sample(self, buffer: Any, count: int, seed: int) -> dict[str, Any]:
+        batch = super().sample(buffer, count, seed)
+        return batch | {"rewards": batch["rewards"] * (1 if isinstance(buffer, SB3ReplayBuffer) else 2)}
+
+
+class ReusedBatch(TestStableBaselines3):
+    """Overwrites the last batch when a step is added."""
+
+    batch: Mapping[str, Any] = {}
+
+    def add(self, buffer: Any, step: StreamStep) -> None:
+        super().add(buffer, step)
+        for part in self.batch.values():
+            part.zero_()
+
+    def sample(self, buffer: Any, count: int, seed: int) -> dict[str, Any]:
+        self.batch = super().sample(buffer, count, seed)
+        return dict(self.batch)
+
+
+BROKEN_DROP_INS = [
+    (WrongReward, "test_one_seed_draws_the_rows_of_the_frameworks_buffer"),
+    (ReusedBatch, "test_a_batch_belongs_to_the_caller"),
+    (WrongReward, "test_added_arrays_stay_the_callers"),
+    (WrongReward, "test_a_pickled_buffer_continues_as_the_frameworks_does"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rule"), BROKEN_DROP_INS)
+def test_a_drop_in_that_breaks_a_rule_fails_it(kind: type[Any], rule: str) -> None:
+    """Each rule would be noticed."""
+    with pytest.raises(AssertionError):
+        getattr(kind(), rule)()

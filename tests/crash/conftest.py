@@ -1,4 +1,4 @@
-"""Servers for the whole session, or the reason why there is none."""
+"""Servers for the whole session, or the reason why they are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory whose journals lie in an object store: shards are killed under load, and one is frozen and overtaken.
+"""A memory whose journals are in an object store: shards are killed under load, and one is frozen and overtaken.
 
 Run by itself, since shards have the credentials of the Ray that they run on. It prints what was acknowledged, and what
 is held.
@@ -27,7 +27,9 @@ PATIENCE_S = 60.0
 
 
 def add(memory: ReplayMemory, first: int, end: int) -> None:
-    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    row = np.zeros((1, 3), np.float32)
+    action = np.zeros(1, np.int64)
+    no = np.zeros(1, np.bool_)
     for number in range(first, end):
         memory.add(row, action, np.array([number], np.float64), row, no, no)
 
@@ -51,9 +53,11 @@ def pid_of(shard: Any) -> int:
 def main(url: str) -> None:
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=128 * 2**20, log_to_driver=False)
     settings: dict[str, Any] = {"shards": 2, "durability": "segment", "url": url, "patience_s": PATIENCE_S}
-    space, action = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    action = spaces.Discrete(2)
     told: dict[str, Any] = {"kills": 0}
-    count, block = 0, 1_000
+    count = 0
+    block = 1_000
     with ReplayMemory(space, action, 40_000, **settings) as memory:
         epochs = []
         for turn in range(3):
@@ -68,9 +72,10 @@ def main(url: str) -> None:
             killer.join()
             told["kills"] += 1
             count += block
-        told["acknowledged"], told["held"] = count, held(memory)
+        told["acknowledged"] = count
+        told["held"] = held(memory)
         told["epochs"] = sorted({*epochs, memory._members.refresh()[0].epoch})
-        # A shard that goes on while somebody else has opened its journal: its late write is refused.
+        # A shard that continues while somebody else has opened its journal: its late write is refused.
         zombie = memory._members.handle(1)
         pages = list(open_journal(url, 1, ClusterTuning()).open())
         payload = pages[0].entries[0].payload

@@ -30,7 +30,7 @@ _NOISE = np.random.default_rng(0).integers(0, 256, (97, 36, 36), np.uint8)
 
 
 def frame(tick: int, lane: int) -> Any:
-    """Return what is seen in a lane at a tick; always the same."""
+    """Return the observation of a lane at a tick. It is always the same."""
     return _NOISE[(tick + 31 * lane) % 97] ^ np.uint8(tick // 97 % 251)
 
 

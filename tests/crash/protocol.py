@@ -81,7 +81,7 @@ def acknowledged(calls: list[Call]) -> list[int]:
 
 
 def violation(disk: SimulatedDisk, promised: list[int]) -> str:
-    """Say what does not hold after a crash, or nothing.
+    """Return a text about the rule that a crash broke, or an empty one.
 
     The newest whole checkpoint is at least the last that was acknowledged; the last `KEEP` acknowledged ones are all
     whole; and every manifest that can be read has all its bytes.

@@ -29,7 +29,10 @@ class Proxy(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = urllib.parse.urlsplit(upstream).netloc
         self.harmed = ""  # method and path of the request whose answer was
-        self._harm, self._at, self._kind, self._counted = "", -1, "", 0
+        self._harm = ""
+        self._at = -1
+        self._kind = ""
+        self._counted = 0
         self._lock = threading.Lock()
 
     @property
@@ -38,16 +41,20 @@ class Proxy(socketserver.ThreadingTCPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def arm(self, harm: str, at: int, kind: str = "") -> None:
-        """Harm the answer to a request, counted from now on; `kind` is a pattern of those that count."""
+        """Harm the answer to a request, counted from now on. `kind` is a pattern of those that count."""
         with self._lock:
-            self.harmed, self._harm, self._at, self._kind, self._counted = "", harm, at, kind, 0
+            self.harmed = ""
+            self._harm = harm
+            self._at = at
+            self._kind = kind
+            self._counted = 0
 
     def disarm(self) -> None:
         """Harm nothing more."""
         self.arm("", -1)
 
     def count(self, what: str) -> str:
-        """Count a request; return what to do to its answer."""
+        """Count a request. Return what to do to its answer."""
         with self._lock:
             if re.match(self._kind, what) is None:
                 return ""
@@ -110,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815  as http.server names them
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 _HOP_BY_HOP = {"connection", "content-length", "transfer-encoding", "keep-alive"}

@@ -28,7 +28,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-KEY, SECRET = "holdall", "holdall-secret"
+KEY = "holdall"
+SECRET = "holdall-secret"
 
 
 class MissingServerError(Exception):
@@ -90,7 +91,8 @@ class Weed:
         }
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
         for tries_left in (2, 1, 0):  # another process may take a port first
-            self._ports, self._data = free_ports(4), folder / f"data{tries_left}"
+            self._ports = free_ports(4)
+            self._data = folder / f"data{tries_left}"
             self._data.mkdir()
             try:
                 self.process = self._start()
@@ -102,12 +104,25 @@ class Weed:
     def _start(self) -> subprocess.Popen[bytes]:
         master, volume, filer, s3 = self._ports
         arguments = [
-            program("weed"), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._data}",
-            f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3",
-            f"-s3.port={s3}", f"-s3.config={self._folder / 's3.json'}", "-master.telemetry=false",
-            "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false", "-volume.max=20",
+            program("weed"),
+            "server",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-dir={self._data}",
+            f"-master.port={master}",
+            f"-volume.port={volume}",
+            "-filer",
+            f"-filer.port={filer}",
+            "-s3",
+            f"-s3.port={s3}",
+            f"-s3.config={self._folder / 's3.json'}",
+            "-master.telemetry=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.iam=false",
+            "-volume.max=20",
             "-master.volumeSizeLimitMB=256",
-        ]  # fmt: skip
+        ]
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for(s3, process)
@@ -150,18 +165,26 @@ def seaweed(folder: Path) -> Iterator[Weed]:
 
 AZURITE_PORT = 10_000
 _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The key that every emulator has; it is published with it."""
+"""The key that every emulator has. It is published with it."""
 
 
 @contextlib.contextmanager
 def azurite(folder: Path, container: str) -> Iterator[dict[str, str]]:
-    """Run Azure's emulator, with one container; it has one port, since its clients know no other."""
+    """Run Azure's emulator, with one container. It has one port, since its clients know no other."""
     if not _is_free(AZURITE_PORT):
         raise MissingServerError(f"port {AZURITE_PORT} is taken")
     arguments = [
-        program("azurite-blob"), "--blobHost", "127.0.0.1", "--blobPort", str(AZURITE_PORT), "--location", str(folder),
-        "--disableTelemetry", "--silent", "--skipApiVersionCheck",
-    ]  # fmt: skip
+        program("azurite-blob"),
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(AZURITE_PORT),
+        "--location",
+        str(folder),
+        "--disableTelemetry",
+        "--silent",
+        "--skipApiVersionCheck",
+    ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(AZURITE_PORT, process)
@@ -173,7 +196,8 @@ def azurite(folder: Path, container: str) -> Iterator[dict[str, str]]:
 
 
 def _make_container(name: str) -> None:
-    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    date = email.utils.formatdate(usegmt=True)
+    version = "2021-08-06"
     account = "devstoreaccount1"
     signed = (
         "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/{name}\nrestype:container"
@@ -306,4 +330,4 @@ class _ForgetfulHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""

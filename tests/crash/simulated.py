@@ -52,7 +52,7 @@ class _Handle:
 
 
 class SimulatedDisk(FileSystem):
-    """A disk that remembers every call; `ignored` are calls (name, part of the path) that it only pretends to do."""
+    """A disk that remembers every call. `ignored` are calls (name, part of the path) that it only pretends to do."""
 
     def __init__(self, ignored: tuple[tuple[str, str], ...] = ()) -> None:
         self.files: dict[Path, Node] = {}
@@ -181,7 +181,7 @@ class SimulatedDisk(FileSystem):
 def after_power_cuts(
     calls: list[Call], before: SimulatedDisk | None = None, most_at_a_cut: int = 512, seed: int = 0
 ) -> Iterator[tuple[int, SimulatedDisk]]:
-    """Yield every disk that a cut after any number of calls may leave; where they are too many, some at random.
+    """Yield every disk that a cut after any number of calls may leave. If there are too many, yield some at random.
 
     Args:
         before: What was on the disk, durably, before the first of `calls`.
@@ -239,7 +239,7 @@ def _directory_of(call: Call) -> Path:
 
 
 class _Durable:
-    """What the first calls left for good; the states after a cut differ only in what came later."""
+    """What the first calls left for good. The states after a cut differ only in what came later."""
 
     def __init__(self, before: SimulatedDisk | None) -> None:
         self._done = 0
@@ -278,7 +278,8 @@ class _Durable:
         """Return the disk after some of the later calls happened, and bytes of some files suffered."""
         disk = SimulatedDisk()
         disk.directories = set(self._directories)
-        files, contents = dict(self._files), dict(self._contents)
+        files = dict(self._files)
+        contents = dict(self._contents)
         for index in range(self._done, len(issued)):
             call = issued[index]
             if call.what == "write":

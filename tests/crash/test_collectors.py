@@ -65,7 +65,7 @@ def test_what_is_gone_is_written_again(url: str) -> None:
 
 
 def test_a_memory_that_was_loaded_names_nothing_that_was_collected_since(url: str) -> None:
-    """Another one went on saving meanwhile, and came to its end."""
+    """Another process saved meanwhile, and ended normally."""
     with new_memory(150) as memory:
         memory.save(url).result(60)
         late = ReplayMemory.load(url)
@@ -93,10 +93,11 @@ while True:
 
 
 class Collector:
-    """A process that runs `checkpoint gc` in a loop; it is killed, and started again."""
+    """A process that runs `checkpoint gc` in a loop. It is killed, and started again."""
 
     def __init__(self, url: str, told: Path) -> None:
-        self._url, self._told = url, told.open("w")
+        self._url = url
+        self._told = told.open("w")
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -130,15 +131,17 @@ def collector(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_every_acknowledged_checkpoint_loads_while_another_process_collects(
     tmp_path: Path, url: str, seconds: int, collector: Collector
 ) -> None:
-    """Trainers that save are killed, and those that collect; some saves take longer than a lease."""
-    nursery, generator = Nursery(), random.Random(seconds)
+    """Trainers that save are killed, and those that collect. Some saves take longer than a lease."""
+    nursery = Nursery()
+    generator = random.Random(seconds)
     acknowledged = lives = checkpoints = kills = 0
     until = time.monotonic() + seconds
     try:
         while time.monotonic() < until or not checkpoints:
             loaded, saved = nursery.life(url, tmp_path, lives, generator.randrange(4), generator.uniform(0, 0.5))
             assert loaded >= acknowledged, f"life {lives} began at tick {loaded}; {acknowledged} was acknowledged"
-            lives, checkpoints = lives + 1, checkpoints + (saved > acknowledged)
+            lives = lives + 1
+            checkpoints = checkpoints + (saved > acknowledged)
             acknowledged = max(acknowledged, loaded, saved)
             if seconds > 60 and lives % 5 == 0:
                 collector.restart()

@@ -1,4 +1,4 @@
-"""A disk that fails at any call: a clear error, the checkpoints before intact, and training goes on."""
+"""A disk that fails at any call: the error is clear, earlier checkpoints are intact, and training continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class FailingDisk(FileSystem):
         self.failed: list[str] = []
 
     def arm(self, call: int | None, error: int = errno.EIO) -> None:
-        self.calls, self.fails_at, self.error = 0, call, error
+        self.calls = 0
+        self.fails_at = call
+        self.error = error
 
     def count(self, name: str) -> None:
         self.calls += 1

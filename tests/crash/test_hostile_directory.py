@@ -137,7 +137,7 @@ def test_a_folder_that_is_a_link_is_refused(run: Path, tmp_path: Path, folder: s
 
 @posix
 def test_a_link_in_place_of_a_file_is_not_followed(run: Path, tmp_path: Path) -> None:
-    """It counts as damage; a save leaves both it and its target alone."""
+    """It counts as damage. A save leaves both it and its target alone."""
     victim = only_in(run, 2)[0]
     victim.rename(tmp_path / "target")
     victim.symlink_to(tmp_path / "target")
@@ -220,7 +220,7 @@ def test_only_whole_checkpoints_count_for_keep(run: Path) -> None:
 @posix
 @pytest.mark.parametrize("is_made_again", [False, True])
 def test_a_directory_that_was_removed_works_again_at_the_next_save(tmp_path: Path, is_made_again: bool) -> None:
-    """Whether somebody made it again or not; the old lock counts no more."""
+    """Whether somebody made it again or not. The old lock counts no more."""
     with new_memory() as memory:
         for ticks in (100, 103, 106):
             grow(memory, ticks - memory.next_id // LANES)
@@ -343,7 +343,7 @@ def test_an_unreadable_sector_costs_one_checkpoint(
 
 
 def test_an_unreadable_manifest_is_not_removed(run: Path, bad_sectors: set[Path]) -> None:
-    """The disk may come back; and which files it names is not known."""
+    """The disk may come back, and which files it names is not known."""
     bad_sectors.add(manifest(run, 2))
     with ReplayMemory.load(run) as memory:
         grow(memory, 1)
@@ -423,7 +423,7 @@ def test_no_file_left_to_open_is_an_error_and_no_older_state(run: Path, monkeypa
 
 
 def newer(path: Path, **words: Any) -> bytes:
-    """Make a manifest one of a version to come; return its bytes."""
+    """Make a manifest one of a version to come. Return its bytes."""
     raw = signed(json.dumps(json.loads(signed_text(path.read_bytes())) | words).encode())
     path.write_bytes(raw)
     return raw
@@ -432,7 +432,7 @@ def newer(path: Path, **words: Any) -> bytes:
 @pytest.mark.parametrize("words", [{"version": 2}, {"features": ["encrypted"]}])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_newer_format_is_never_removed_nor_passed_over(run: Path, number: int, words: dict[str, Any]) -> None:
-    """Neither by a save, nor by gc; and the files that it may name stay."""
+    """Neither by a save, nor by gc, and the files that it may name stay."""
     with ReplayMemory.load(run) as memory:
         raw = newer(manifest(run, number), **words)
         files = sorted(path.name for path in (run / "segments").iterdir())
@@ -475,9 +475,6 @@ def test_recovering_never_returns_nothing_while_an_older_checkpoint_is_whole(tmp
         ReplayMemory.load(run, recover=True)
 
 
-# What is no file is no file.
-
-
 def _link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
@@ -494,7 +491,7 @@ TRAPS = {"fifo": os.mkfifo if hasattr(os, "mkfifo") else None, "socket": _socket
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_what_is_no_regular_file_is_damage_and_nobody_waits_for_it(run: Path, trap: str) -> None:
-    """As a manifest, as a file of records; and a save works beside it."""
+    """As a manifest, as a file of records, and a save works beside it."""
     make: Any = TRAPS[trap]
     for victim, left in ((manifest(run, 2), 60), (only_in(run, 2)[0], 60)):
         raw = victim.read_bytes()

@@ -58,7 +58,7 @@ class Interrupt(KeyboardInterrupt):
 def interrupted(
     call: Callable[[], Any], at: int = 0, *, opcodes: bool = False, handle: Callable[[], None] | None = None
 ) -> int:
-    """Make a call, and raise at its `at`-th line of holdall's code; return how many lines there were until then.
+    """Make a call, and raise at its `at`-th line of holdall's code. Return how many lines there were until then.
 
     Args:
         handle: Is called in place of raising.
@@ -69,7 +69,8 @@ def interrupted(
         nonlocal left
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
+        frame.f_trace_opcodes = opcodes
+        frame.f_trace_lines = not opcodes
         if event == ("opcode" if opcodes else "line"):
             left -= 1
             if left == 0 and handle is not None:
@@ -110,7 +111,7 @@ def observation(space: Any, t: int, lanes: int) -> Any:
 
 @dataclass
 class Scene:
-    """A memory that was filled up to some point, its oracle, and the stream that goes on."""
+    """A memory that was filled up to some point, its oracle, and the stream of further steps."""
 
     space: Any
     lanes: int = 1
@@ -131,15 +132,22 @@ class Scene:
         self.folder = make.pop("folder", None)
         sampler = make.pop("make_sampler", holdall.Uniform)()
         self.memory = holdall.ReplayMemory(
-            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler,
-            extras=dict.fromkeys(self.extras, SMALL), _tuning=TUNING, **make,
-        )  # fmt: skip
+            self.space,
+            ACTION,
+            self.capacity * self.lanes,
+            self.lanes,
+            seed=1,
+            sampler=sampler,
+            extras=dict.fromkeys(self.extras, SMALL),
+            _tuning=TUNING,
+            **make,
+        )
         self.oracle = OracleMemory(self.capacity * self.lanes, self.lanes)
         for _ in range(self.ticks):
             self.add()
 
     def step(self, t: int) -> dict[str, Any]:
-        """Return a step; after an episode's end the next observation is another one."""
+        """Return a step. After an episode's end the next observation is another one."""
         ends = t % self.episode == self.episode - 1
         now, then = (max(shown - self.still, 0) for shown in (t, t + (500 if ends else 1)))
         made: dict[str, Any] = {
@@ -220,9 +228,13 @@ def points_in(lines: int, points: int | None) -> list[int]:
 
 
 def sweep(
-    make: Callable[[], Any], call: Callable[[Any], Any], points: int | None, judge: Callable[[Any], None],
-    *, opcodes: bool = False,
-) -> None:  # fmt: skip
+    make: Callable[[], Any],
+    call: Callable[[Any], Any],
+    points: int | None,
+    judge: Callable[[Any], None],
+    *,
+    opcodes: bool = False,
+) -> None:
     """Interrupt a call at one line after another, each time in a new scene."""
     scene = make()
     lines = interrupted(lambda: call(scene), opcodes=opcodes)
@@ -260,7 +272,7 @@ def test_an_interrupted_add_is_made_or_is_not(name: str, points: int | None, tmp
 )
 def test_an_interrupt_between_an_early_drop_and_its_report_loses_no_count(points: int | None) -> None:
     """The capacity is never reached, so every transition that is gone was dropped early."""
-    several = 16  # One of so many ticks closes a segment, and evicts.
+    several = 16  # One of 16 ticks closes a segment, and evicts.
 
     def make() -> Scene:
         return Scene(IMAGE, ticks=330, capacity=4_000, settings={"budget": 2_500_000})
@@ -370,7 +382,8 @@ def test_interrupted_priorities_are_set_or_are_not(points: int | None) -> None:
         scene.memory.update_priorities(np.arange(4), np.full(4, 2.0))
         return scene
 
-    ids, values = np.arange(10, 20), np.arange(10.0)
+    ids = np.arange(10, 20)
+    values = np.arange(10.0)
     kept = []
     for updates in (0, 1):
         twin = make()
@@ -478,7 +491,8 @@ def test_samplers_notice_flags_of_an_interrupted_call(make_sampler: Callable[[],
 @pytest.mark.parametrize("columns", [1, 2])
 def test_an_interrupted_update_is_made_or_is_not(columns: int, points: int | None, tmp_path: Path) -> None:
     """All columns and rows of it, whatever the caller does with its arrays afterwards. A snapshot sees none of it."""
-    ids, numbers = np.arange(5, 60, 2), itertools.count()
+    ids = np.arange(5, 60, 2)
+    numbers = itertools.count()
 
     def make() -> Scene:
         scene = Scene(SMALL, lanes=2, ticks=110, capacity=120, extras=("hidden", "value"))
@@ -566,11 +580,15 @@ class Rollout:
     def step(self, t: int) -> dict[str, Any]:
         cut = np.array([t % 5 == 4, False])
         return {
-            "obs": observation(self.space, t, 2), "action": np.full((2, 2), t, np.float32),
-            "reward": np.full(2, t, np.float32), "terminated": np.zeros(2, np.bool_), "truncated": cut,
-            "value": np.full(2, t, np.float32), "log_prob": np.full(2, t, np.float32),
+            "obs": observation(self.space, t, 2),
+            "action": np.full((2, 2), t, np.float32),
+            "reward": np.full(2, t, np.float32),
+            "terminated": np.zeros(2, np.bool_),
+            "truncated": cut,
+            "value": np.full(2, t, np.float32),
+            "log_prob": np.full(2, t, np.float32),
             "final_obs": observation(self.space, 900 + t, 2),
-        }  # fmt: skip
+        }
 
     def add(self) -> None:
         step = self.step(self.t)
@@ -599,7 +617,8 @@ class Rollout:
         seen = 0
         for batch in self.memory.minibatches(7):
             for k, place in enumerate(batch.ids.tolist()):
-                row, lane = self.rows[place // 2], place % 2
+                row = self.rows[place // 2]
+                lane = place % 2
                 assert_same_bits(batch.obs[k], row["obs"][lane])
                 assert batch.reward[k] == batch.value[k] == row["reward"][lane]
                 seen += 1
@@ -688,8 +707,11 @@ def test_an_add_that_is_interrupted_at_any_instruction_is_made_or_is_not(name: s
 
 
 def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
-    """Send signals into adds, draws, flags and saves for a while; return how many hit a call, and how many calls."""
-    generator, hits, calls, armed = random.Random(seed), 0, 0, False
+    """Send signals into adds, draws, flags and saves for a while. Return how many hit a call, and how many calls."""
+    generator = random.Random(seed)
+    hits = 0
+    calls = 0
+    armed = False
 
     def handler(*_: Any) -> None:
         if armed:
@@ -701,7 +723,8 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
         for name in itertools.cycle(("rings, full", "Dict, segment closes", "segment leaves", "Dict, spills")):
             scene = scenes(tmp_path / "spill")[name]()
             for k in range(60):
-                step, added = scene.step(scene.t), False
+                step = scene.step(scene.t)
+                added = False
                 kind = generator.choice(["add", "add", "add", "extend", "sample", "gather", "save"])
                 pause = generator.uniform(1e-6, 400e-6)
                 calls += 1

@@ -34,12 +34,14 @@ class Nursery:
         self._reader.start()
 
     def life(self, url: str, folder: Path, seed: int, saves: int, wait_s: float) -> tuple[int, int]:
-        """Let a trainer live until so many saves, and a moment longer; return the ticks that it loaded and saved."""
+        """Kill a trainer a moment after some saves. Return the ticks that it loaded and saved."""
         if self._process.stdin is None:
             raise RuntimeError("no way to speak to the nursery")
         self._process.stdin.write(f"{url} {folder} {seed}\n")
         self._process.stdin.flush()
-        loaded, saved, pid = -1, -1, 0
+        loaded = -1
+        saved = -1
+        pid = 0
         deadline: float | None = None
         while True:
             left = 60.0 if deadline is None else max(0.0, deadline - time.monotonic())
@@ -107,11 +109,13 @@ def test_no_kill_during_an_upload_loses_what_was_acknowledged(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [12, *(pytest.param(kills, marks=pytest.mark.nightly) for kills in (50, 500))])
 def test_no_kill_loses_what_was_acknowledged(nursery: Nursery, tmp_path: Path, kills: int) -> None:
-    """While it adds, compresses, spills, saves or collects; the next trainer goes on from there."""
+    """While it adds, compresses, spills, saves or collects. The next trainer continues from there."""
     generator = random.Random(kills)
-    acknowledged, checkpoints = 0, 0
+    acknowledged = 0
+    checkpoints = 0
     for number in range(kills):
-        saves, wait_s = generator.randrange(3), generator.uniform(0, 0.06)
+        saves = generator.randrange(3)
+        wait_s = generator.uniform(0, 0.06)
         loaded, saved = nursery.life(str(tmp_path / "run"), tmp_path, number, saves, wait_s)
         assert loaded >= acknowledged, f"life {number} began at tick {loaded}; {acknowledged} was acknowledged"
         checkpoints += saved > acknowledged

@@ -1,4 +1,4 @@
-"""Answers that never come, come in part or come late: the client reads back what stands, and nothing is done twice."""
+"""Answers that are lost, cut or late: the client reads the result back, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grow(memory: ReplayMemory, ticks: int) -> None:
 
 
 def require_whole(url: str, number: int, next_id: int) -> None:
-    """The newest checkpoint has this number and is right; nothing is there that none of them names."""
+    """The newest checkpoint has this number and is right, and every file is named by a checkpoint."""
     reader = open_reader(url)
     assert reader.numbers()[0] == number
     named = {name for each in reader.numbers() for name in reader.manifest(each).files}
@@ -43,7 +43,7 @@ def require_whole(url: str, number: int, next_id: int) -> None:
 
 
 def lost_in_saves(server: Proxy, harm: str, every: int) -> list[str]:
-    """Save again and again, and harm the answer to another call each time; return what was harmed."""
+    """Save again and again, and harm the answer to another call each time. Return what was harmed."""
     url = f"s3://runs/{secrets.token_hex(4)}"
     harmed = []
     with ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1) as memory:

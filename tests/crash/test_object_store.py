@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -45,13 +46,26 @@ def test_a_memory_is_saved_and_loaded(url: str) -> None:
             assert loaded.attached["agent"] == b"weights"
             assert loaded.sample(20).ids.tolist() == memory.sample(20).ids.tolist()
             grow(loaded, 5)
-            with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
+            with pytest.raises(LockedError, match=rf"process {os.getpid()} on .* \(another memory of this process\)"):
                 loaded.save(url).result()
             memory.close()
             assert loaded.save(url).result().number == 6
     reader = open_reader(url)
     named = {name for number in reader.numbers() for name in reader.manifest(number).files}
     assert set(reader.file_sizes()) == named
+
+
+def test_a_wrong_key_is_told_as_such(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every request, also by those for which obstore has no error of its own."""
+    with new_memory() as memory:
+        grow(memory, 1)
+        memory.save(url).result()
+        monkeypatch.setitem(os.environ, "AWS_SECRET_ACCESS_KEY", "wrong")
+        with pytest.raises(CheckpointError, match=r"refuses access .* Check the credentials") as refused:
+            ReplayMemory.load(url)
+        assert refused.value.errno == errno.EACCES
+        with pytest.raises(CheckpointError, match=r"refuses access .* Check the credentials"):
+            memory.save(f"{url}-other").result()
 
 
 def test_a_replay_of_dreamer_starts_empty_where_nothing_was_saved(url: str) -> None:
@@ -70,6 +84,7 @@ def test_a_replay_of_dreamer_starts_empty_where_nothing_was_saved(url: str) -> N
     assert len(loaded) == len(replay) > 0
 
 
+@pytest.mark.nightly
 def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its emulator keeps to conditions as the service does."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
@@ -90,6 +105,7 @@ def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert open_reader("az://runs/one").numbers() == [4, 3]
 
 
+@pytest.mark.nightly
 def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """To moto, behind a translation: it tests what is assumed of the service, not the service."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
@@ -131,7 +147,7 @@ def test_a_store_that_ignores_conditions_is_found_out(
             for _ in range(3):
                 grow(memory, 5)
                 memory.save("s3://runs/forgetful", keep=1).result()
-        assert "overwrites objects although they must be new" in caplog.text
+        assert "overwrites existing objects although it was asked not to" in caplog.text
         with ReplayMemory.load("s3://runs/forgetful") as loaded:
             assert loaded.next_id == memory.next_id
             require_right(loaded)
@@ -148,6 +164,15 @@ def test_a_lock_that_is_not_renewed_is_taken_and_its_owner_is_told(url: str) -> 
         lease.check()
     second.check()
     second.release()
+
+
+def test_a_lock_that_was_renewed_lately_is_checked_without_a_request(url: str) -> None:
+    blobs = ObjectBlobs(url, lease_s=60.0)
+    lease = blobs.lock("a writer")
+    before = blobs.read_lock()
+    lease.check()
+    assert blobs.read_lock() == before  # A renewal would have made another version.
+    lease.release()
 
 
 def test_a_lock_outlasts_a_pause_if_nobody_wants_it(url: str) -> None:
@@ -177,7 +202,7 @@ def test_a_writer_that_was_overtaken_stops(url: str) -> None:
 
 
 def test_a_run_that_lost_its_disk_goes_on_in_its_mirror(url: str, tmp_path: Path) -> None:
-    """Checkpoints on the new disk are counted from 1; in the store they follow those that were there."""
+    """Checkpoints on the new disk are counted from 1. In the store they follow those that were there."""
     with new_memory() as memory:
         for _ in range(3):
             grow(memory, 20)
@@ -246,7 +271,7 @@ def test_a_save_outlasts_the_servers_death(url: str, weed: Weed) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_waiting_for_a_dead_server_can_be_given_up(url: str, weed: Weed) -> None:
-    """The memory goes on."""
+    """The memory can still be used."""
     with new_memory() as memory:
         grow(memory, 10)
         memory.save(url).result()

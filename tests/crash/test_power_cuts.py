@@ -1,4 +1,4 @@
-"""After a power cut at any call the last acknowledged checkpoint is there; every broken protocol is caught."""
+"""After a power cut at any call the last acknowledged checkpoint is there. Every broken protocol is caught."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def history(saves: int, ignored: tuple[tuple[str, str], ...] = (), kind: type[Ru
 def violations(
     disk: SimulatedDisk, most_at_a_cut: int, enough: int | None = None, seed: int = 0
 ) -> tuple[int, list[str]]:
-    states, found = 0, []
+    states = 0
+    found = []
     for cut, left in after_power_cuts(disk.calls, most_at_a_cut=most_at_a_cut, seed=seed):
         states += 1
         if told := violation(left, acknowledged(disk.calls[:cut])):
@@ -54,7 +55,7 @@ def test_no_power_cut_of_a_long_run_loses_an_acknowledged_checkpoint(seed: int) 
 
 
 def recovered(left: SimulatedDisk, seed: int) -> tuple[SimulatedDisk, SimulatedDisk]:
-    """Let a new writer open a crashed disk and save twice; return the disk before and after."""
+    """Open a crashed disk with a new writer, and save twice. Return the disk before and after."""
     before = SimulatedDisk()
     before.directories = set(left.directories)
     before.files = dict(left.files)

@@ -104,7 +104,7 @@ def test_a_memory_loaded_from_a_store_is_saved_elsewhere(saved: str, tmp_path: P
 
 @pytest.mark.usefixtures("unhurried")
 def test_a_file_that_another_writer_removed_is_told(saved: str, url: str) -> None:
-    """It is no damage, and nothing is made up."""
+    """The error is not about damage, and no row is returned."""
     with ReplayMemory.load(saved) as memory:
         memory.save(url).result()
     with ReplayMemory.load(url) as memory:
@@ -191,7 +191,8 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
 def test_a_dataset_reads_on_demand_and_shares_what_was_fetched(saved: str, fetched: list[int], tmp_path: Path) -> None:
     """A spawned process reads the same rows, and the main process finds the pages that the child fetched."""
     total = sum(open_reader(saved).file_sizes().values())
-    near, far = list(range(200, 220)), list(range(1_500, 1_520))
+    near = list(range(200, 220))
+    far = list(range(1_500, 1_520))
     with Dataset.open(saved, cache_dir=tmp_path / "cache") as dataset:
         rows = dataset[near]
         assert sum(fetched) < total / 2

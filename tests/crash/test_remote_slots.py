@@ -18,7 +18,8 @@ from holdall.errors import CheckpointError, FencedError
 
 from .servers import Forgetful, Weed
 
-ANN, BEN = b"a" * 16, b"b" * 16
+ANN = b"a" * 16
+BEN = b"b" * 16
 
 
 def entry(writer: bytes, sequence: int) -> Entry:

@@ -34,7 +34,8 @@ from holdall.schema_json import schema_to_json
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
 ACTIONS = spaces.Discrete(99)
-LANES, TICKS = 2, 12
+LANES = 2
+TICKS = 12
 
 
 def observation(lane: int, tick: int) -> dict[str, Any]:
@@ -52,13 +53,14 @@ class ShardOfOneLane:
         self.runs: list[WriterRun] = []
 
     def insert(self, writer: int, first_tick: int, ticks: int) -> None:
-        """Take over ticks of a writer of two lanes; writer and lane are the hundreds of `at`."""
+        """Take over ticks of a writer of two lanes. Writer and lane are the hundreds of `at`."""
         row = self.memory.next_id
         self.runs.append(WriterRun(f"w{writer}", first_tick, LANES, row, ticks * LANES))
         for tick in range(first_tick, first_tick + ticks):
             for lane in range(LANES):
                 stream = LANES * writer + lane
-                obs, after = observation(stream, tick), observation(stream, tick + 1)
+                obs = observation(stream, tick)
+                after = observation(stream, tick + 1)
                 batched = [{key: value[None] for key, value in one.items()} for one in (obs, after)]
                 ended = np.array([tick % 7 == 6])
                 reward = np.array([1000 * stream + tick], np.float32)
@@ -124,12 +126,13 @@ def filled(url: str | Path, shards: int = 3, sampler: str = "Uniform") -> Memory
 
 
 def contents(memory: ReplayMemory) -> dict[int, int]:
-    """Check every transition; return the id of each by its reward."""
+    """Check every transition. Return the id of each by its reward."""
     ids = np.arange(memory.first_id, memory.next_id)
     ids = ids[memory.are_valid(ids)]
     batch = memory.gather(ids)
     for row, (stream, tick) in enumerate(batch.obs["at"].astype(int).tolist()):
-        expected, after = observation(stream, tick), observation(stream, tick + 1)
+        expected = observation(stream, tick)
+        after = observation(stream, tick + 1)
         for key in SPACE:
             assert np.array_equal(batch.obs[key][row], expected[key])
             assert np.array_equal(batch.next_obs[key][row], after[key])
@@ -143,7 +146,7 @@ def contents(memory: ReplayMemory) -> dict[int, int]:
 
 @pytest.mark.parametrize("num_envs", [None, 1, 3, 5])
 def test_shards_load_as_one_memory(tmp_path: Path, num_envs: int | None) -> None:
-    """Each transition once; a writer's lane stays in order, in one lane where lanes are not cut."""
+    """Each transition once. A writer's lane stays in order, in one lane where lanes are not cut."""
     saved = filled(tmp_path)
     saved.save().result()
     saved.close()
@@ -157,7 +160,8 @@ def test_shards_load_as_one_memory(tmp_path: Path, num_envs: int | None) -> None
         cuts = 0
         for stream in range(2 * LANES):
             for tick in range(3 * TICKS - 1):
-                here, after = ids[1000 * stream + tick], ids[1000 * stream + tick + 1]
+                here = ids[1000 * stream + tick]
+                after = ids[1000 * stream + tick + 1]
                 if after != here + lanes:
                     cuts += 1
                     assert memory.gather([here]).truncated[0] or memory.gather([here]).terminated[0]
@@ -173,7 +177,8 @@ def test_returns_stay_within_a_writers_lane(tmp_path: Path) -> None:
     saved.close()
     with ReplayMemory.load(tmp_path, sampler=NStep(3, 1.0)) as memory:
         batch = memory.sample(140)
-        first, last = batch.obs["at"], batch.next_obs["at"]
+        first = batch.obs["at"]
+        last = batch.next_obs["at"]
         assert (first[:, 0] == last[:, 0]).all()
         assert ((last - first)[:, 1] <= 3).all()
         assert ((last - first)[:, 1] >= 1).all()

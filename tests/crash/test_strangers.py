@@ -71,7 +71,8 @@ def mutated(value: Any, generator: random.Random) -> Any:
 def rewritten(raw: bytes, generator: random.Random) -> bytes:
     """Change a record's head, or a tree in it, and make every sum right again."""
     head_bytes = PREAMBLE.unpack(raw[:32])[1]
-    head, body = json.loads(raw[32 : 32 + head_bytes]), raw[32 + head_bytes :]
+    head = json.loads(raw[32 : 32 + head_bytes])
+    body = raw[32 + head_bytes :]
     if head["kind"] == "state" and generator.random() < 0.8:
         described = head["arrays"][-1]
         assert described["name"] == "tree"
@@ -102,7 +103,7 @@ def renamed(words: Any, old: list[Any], new: list[Any]) -> Any:
 
 
 def forge(run: Path, generator: random.Random) -> str:
-    """Put a changed record in place of one of a checkpoint's; or change the manifest itself."""
+    """Put a changed record in place of one of a checkpoint's, or change the manifest itself."""
     name = run / MANIFEST
     words = json.loads(signed_text(name.read_bytes()))
     if generator.random() < 0.3:
@@ -118,7 +119,7 @@ def forge(run: Path, generator: random.Random) -> str:
 
 
 def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
-    """Have the first manifest name another record in place of one of its own."""
+    """Change the first manifest, so that it names another record in place of one of its own."""
     name = run / MANIFEST
     words = json.loads(signed_text(name.read_bytes()))
     forged = "f" * 16 + "-" + "0" * 15 + "1.seg"
@@ -126,7 +127,8 @@ def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
     files = [entry[0] for entry in words["files"]]
     head_bytes = PREAMBLE.unpack(changed[:32])[1]
     digest = hashlib.sha256(changed[: 32 + head_bytes]).hexdigest()[:32]
-    old, new = [files.index(ref.file), ref.start, ref.nbytes, ref.digest], [len(files), 0, len(changed), digest]
+    old = [files.index(ref.file), ref.start, ref.nbytes, ref.digest]
+    new = [len(files), 0, len(changed), digest]
     words = renamed(words, old, new)
     words["files"].append([forged, len(changed)])
     name.write_bytes(signed(json.dumps(words).encode()))
@@ -171,7 +173,7 @@ def record_of(kind: str, fields: dict[str, Any], arrays: dict[str, bytes]) -> by
 
 
 def refused_within(most_bytes: int, act: Callable[[], Any], told: str) -> None:
-    """Have something refused that asks for little memory until then."""
+    """Require that a file is refused before it takes much memory."""
     tracemalloc.start()
     try:
         with pytest.raises(HoldallError, match=told):

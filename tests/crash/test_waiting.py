@@ -29,8 +29,11 @@ from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed, free_ports
 
 NO_CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
-}  # fmt: skip
+    "AWS_ACCESS_KEY_ID": "a",
+    "AWS_SECRET_ACCESS_KEY": "b",
+    "AWS_REGION": "us-east-1",
+    "AWS_ALLOW_HTTP": "true",
+}
 SOON_S = 60.0
 """What takes this long on a loaded machine hangs."""
 
@@ -55,16 +58,17 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def frozen(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that stops the server, which goes on listening and answers no more."""
+    """A function that stops the server, which still listens but never answers."""
     yield lambda: os.kill(weed.process.pid, signal.SIGSTOP)
     os.kill(weed.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.usefixtures("nobody")
 def test_a_store_that_was_never_there_can_be_cancelled() -> None:
-    """From the first save on; the next one tries again, and a local one works."""
+    """From the first save on. The next one tries again, and a local one works."""
     with new_memory(5) as memory:
-        first, second = memory.save("s3://runs/nowhere"), memory.save("s3://runs/nowhere")
+        first = memory.save("s3://runs/nowhere")
+        second = memory.save("s3://runs/nowhere")
         second.cancel()  # it waits for its turn
         with pytest.raises(CheckpointError, match="cancelled before it started"):
             second.result(SOON_S)
@@ -109,7 +113,7 @@ READING = {"load": read_with_load, "recover": read_with_recover, "ls": read_with
 def test_reading_gives_a_store_up_that_was_never_there(
     how: str, nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says what it waits for, and the error names the endpoint; by default after half a minute."""
+    """It says what it waits for. After half a minute by default, the error names the endpoint."""
     monkeypatch.setattr(waits, "REMIND_S", 0.2)
     with caplog.at_level(logging.WARNING, "holdall"), pytest.raises(CheckpointError, match=nobody) as given_up:
         READING[how](1.0)
@@ -145,7 +149,7 @@ def test_a_handle_waits_while_the_save_gets_on(nobody: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("seconds", [1, pytest.param(None, marks=pytest.mark.nightly, id="default")])
 @pytest.mark.parametrize("end", ["close", "exit"])
 def test_a_program_with_a_mistyped_endpoint_ends(nobody: str, end: str, seconds: float | None) -> None:
-    """Within the time that it has, with an error that names the endpoint; also if nobody closes the memory."""
+    """Within its time, with an error that names the endpoint, and also if nobody closes the memory."""
     if end == "exit" and seconds is None:
         pytest.skip("the same time as close() has")
     program = f"""
@@ -174,7 +178,7 @@ print("closes", flush=True)
 
 @pytest.mark.parametrize("after", ["stop", pytest.param("kill", marks=pytest.mark.nightly)])
 def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, after: str) -> None:
-    """Killed, or frozen with its connections open; the checkpoint before is as it was."""
+    """Killed, or frozen with its connections open. The checkpoint before is as it was."""
     memory = new_memory(30)
     memory.save(url).result(SOON_S)
     if after == "kill":
@@ -200,7 +204,7 @@ def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, aft
 
 
 def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) -> None:
-    """The local checkpoint stands; waiting for the copy can be cancelled, and close gives it up."""
+    """The local checkpoint is kept. Waiting for the copy can be cancelled, and `close` gives it up."""
     memory = new_memory(10)
     handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
     handle.result(SOON_S)
@@ -227,9 +231,10 @@ STAGES = {
 def test_a_save_is_cancelled_wherever_it_is(
     weed: Weed, url: str, frozen: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server freezes when a stage is reached; the next save is whole."""
+    """The server freezes when a stage is reached. The next save is whole."""
     owner, name = STAGES[stage]
-    original, reached = getattr(owner, name), threading.Event()
+    original = getattr(owner, name)
+    reached = threading.Event()
 
     def freezing(*arguments: Any, **options: Any) -> Any:
         if not reached.is_set():
@@ -259,7 +264,8 @@ def test_a_save_is_cancelled_wherever_it_is(
 
 def test_a_local_save_is_cancelled_between_two_records(tmp_path: Path) -> None:
     """The next one is whole."""
-    written, go_on = threading.Event(), threading.Event()
+    written = threading.Event()
+    go_on = threading.Event()
 
     def hold(_phase: str, _nbytes: int) -> None:
         written.set()
@@ -336,7 +342,7 @@ def test_an_autosave_outlives_a_thread_that_cannot_be_started(tmp_path: Path, mo
 
 
 def test_a_save_at_the_end_of_the_program_is_waited_for(tmp_path: Path) -> None:
-    """Also in a child of multiprocessing; as long as it gets on."""
+    """Also in a child of multiprocessing, as long as the save makes progress."""
     program = f"""
 import multiprocessing
 from tests.crash.test_waiting import new_memory

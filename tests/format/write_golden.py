@@ -21,8 +21,12 @@ from holdall.codec.codec import Codec, Method, Transform
 from holdall.store.tuning import Tuning
 
 HERE = Path(__file__).parent
-COLOURED, CHANGED, NARROW = "v1_colours", "v1_changes", "v1_narrow"
-TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
+COLOURED = "v1_colours"
+CHANGED = "v1_changes"
+NARROW = "v1_narrow"
+TICKS = 150
+LANES = 2
+CAPACITY_TICKS = 120
 SPACE = spaces.Dict(
     {
         "history": spaces.Box(-np.inf, np.inf, (70, 2), np.float32),
@@ -37,7 +41,7 @@ REWRITTEN = np.arange(71, 91, 2)
 
 
 def observation(tick: int, name: str) -> dict[str, Any]:
-    """Return both lanes' observation at a tick; a frame stack, a sliding window, and numbers."""
+    """Return both lanes' observation at a tick: a frame stack, a sliding window, and numbers."""
     lanes = np.arange(LANES).reshape(-1, 1, 1)
     pixels = np.arange(12 * 36).reshape(12, 36)
     frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]

@@ -46,7 +46,7 @@ COMMANDS = get_group(checkpoint)
 MOST_BYTES = 5 * 2**29
 """By which a case may let the process grow: what one record may claim, and a little."""
 MOST_ADDRESSES = 2**35
-"""Memory that is reserved and never touched costs nothing; but there is an end to that, too."""
+"""Memory that is reserved and never touched costs nothing, but it is limited, too."""
 OWN_NAMES = re.compile(
     r"LOCK|segments|manifests|shards|[0-9]{5}|[0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json"
     r"|([0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json)\.[0-9a-f]{16}\.tmp"
@@ -83,7 +83,8 @@ class Case:
         live = self.load() if self.generator.random() < 0.3 and self.template.name != "shards" else None
         try:
             self.harm()
-            outside, foreign = _seen(self.outside), self.foreign()
+            outside = _seen(self.outside)
+            foreign = self.foreign()
             intact = self.newest_intact()
             self.require_load(intact)
             if self.generator.random() < 0.3:
@@ -121,11 +122,12 @@ class Case:
         path = self.run_dir / name
         if not path.is_file() or path.resolve() != self.run_dir.resolve() / name:
             return False
-        raw, original = path.read_bytes(), (self.template.run / name).read_bytes()
+        raw = path.read_bytes()
+        original = (self.template.run / name).read_bytes()
         return raw == original or (name.endswith(".seg") and raw.startswith(original))
 
     def foreign(self) -> dict[str, Any]:
-        """Return what lies in the directory and is not of a name of holdall's."""
+        """Return the entries of the directory whose names are not holdall's."""
         seen = _seen(self.run_dir)
         return {name: what for name, what in seen.items() if not all(map(OWN_NAMES.fullmatch, Path(name).parts))}
 
@@ -136,7 +138,7 @@ class Case:
         return ReplayMemory.load(self.run_dir, **self.template.kind.arguments(), **arguments)
 
     def require_load(self, intact: int | None) -> None:
-        """Load; what comes is a state that was acknowledged, or an error."""
+        """Load. What comes is a state that was acknowledged, or an error."""
         try:
             memory = self.load()
         except HoldallError as error:
@@ -162,7 +164,7 @@ class Case:
             raise BrokenRuleError(f"checkpoint {numbers} was loaded, and {intact} is as it was written")
 
     def require_rows_left(self, memory: ReplayMemory) -> None:
-        """Read every transition alone; it is refused, or is what was added."""
+        """Read every transition alone. It is refused, or is what was added."""
         states = self.template.holds.values()
         right = {row for content in states for row in _rows(content)}
         every = np.arange(memory.first_id, min(memory.next_id, memory.first_id + 300))
@@ -175,7 +177,7 @@ class Case:
                 raise BrokenRuleError(f"transition {number} is none that was added")
 
     def require_recovered(self) -> None:
-        """Load what is left of a damaged checkpoint; all of it is right."""
+        """Load what is left of a damaged checkpoint. All of it is right."""
         try:
             memory = self.load(recover=True)
         except HoldallError:
@@ -196,7 +198,7 @@ class Case:
             self.require_load(None if self._rots() else intact)
 
     def command(self, name: str, *arguments: str) -> None:
-        """Run a command; errors are one line."""
+        """Run a command. Errors are one line."""
         nowhere = io.StringIO()
         try:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
@@ -207,7 +209,7 @@ class Case:
             raise BrokenRuleError(f"{name} ended with {_short(error)}") from error
 
     def require_save(self, live: ReplayMemory | None) -> None:
-        """Save once more, from a memory that was there before or was loaded now; what is acknowledged loads."""
+        """Save once more, from a memory that was there before or was loaded now. What is acknowledged loads."""
         memory = live
         if memory is None and self.template.name != "shards":
             try:
@@ -261,7 +263,7 @@ class Case:
 
 
 def _seen(folder: Path) -> dict[str, Any]:
-    """Return what lies below a folder: links and their targets, kinds of files, contents."""
+    """Return everything below a folder: links and their targets, kinds of files, contents."""
     seen: dict[str, Any] = {}
     for top, folders, names in os.walk(folder):
         for name in (*folders, *names):
@@ -306,7 +308,7 @@ def _peak_bytes() -> int:
 
 
 def run_case(template: Template, seed: int, tell: Callable[[str], None]) -> bool:
-    """Run one case; return whether the rule held."""
+    """Run one case. Return whether the rule held."""
     before = _peak_bytes()
     with tempfile.TemporaryDirectory(prefix="holdall-fuzz-") as folder:
         case = Case(template, Path(folder), seed)
@@ -324,14 +326,16 @@ def run_case(template: Template, seed: int, tell: Callable[[str], None]) -> bool
 
 def main(arguments: list[str]) -> int:
     """Make templates, or run cases."""
-    what, folder = arguments[0], Path(arguments[1])
+    what = arguments[0]
+    folder = Path(arguments[1])
     logging.getLogger("holdall").setLevel(logging.CRITICAL)
     if what == "make":
         for name in KINDS:
             (folder / name).mkdir(parents=True)
             make(name, folder / name)
         return 0
-    first, count = int(arguments[2]), int(arguments[3])
+    first = int(arguments[2])
+    count = int(arguments[3])
     templates = [pickle.loads((folder / name / "template.pickle").read_bytes()) for name in KINDS]
     resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESSES, MOST_ADDRESSES))
     held = 0

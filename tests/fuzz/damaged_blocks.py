@@ -168,7 +168,7 @@ def _spoil(array: NDArray[Any], generator: np.random.Generator, kinds: int = 4) 
 
 
 def spoil_data(block: Block, generator: np.random.Generator) -> None:
-    """Change compressed bytes, those of every slice's first few above all: headers stand there."""
+    """Change compressed bytes, mostly the first few of every slice, which are headers."""
     block.data = _spoil(block.data, generator)
     for start in block.offsets[:-1].tolist():
         behind_magic = 4 * int(generator.integers(2))
@@ -221,7 +221,7 @@ def spoil_dictionary(block: Block, generator: np.random.Generator) -> None:
 
 
 def pretend_a_dictionary(block: Block, generator: np.random.Generator) -> None:
-    """Put bytes in a dictionary's place that begin like a trained one and are none."""
+    """Replace a dictionary by bytes that only begin like a trained one."""
     content = ZSTD_DICTIONARY_MAGIC + generator.bytes(int(generator.integers(500)))
     try:
         dictionary = Dictionary(content)
@@ -261,7 +261,7 @@ def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
 
 
 def spoil_places(block: Block, generator: np.random.Generator) -> None:
-    """Let slices share places, have places that do not exist, or be fewer than are counted."""
+    """Make slices share places, have places that do not exist, or be fewer than their number says."""
     places: Any = np.arange(COUNT, dtype=np.uint16)[::-1].copy() if block.places is None else block.places.copy()
     if not places.size:  # spoilt before
         return
@@ -276,7 +276,7 @@ def spoil_places(block: Block, generator: np.random.Generator) -> None:
 
 
 def mistake_the_count(block: Block, generator: np.random.Generator) -> None:
-    """Claim more slices than there are, or fewer; now and then with as many offsets and sums as would go with that."""
+    """Claim more slices than there are, or fewer, and sometimes change the number of offsets and sums accordingly."""
     block.count = int(generator.choice([-1, 0, 1, COUNT - 1, COUNT + 1, 2 * COUNT, 1 << 16, 1 << 32, 1 << 62]))
     units = -(-block.count // max(block.codec.group, 1))
     if generator.random() < 0.7 and 0 <= units < 1 << 17:
@@ -295,7 +295,7 @@ def spoil_checks(block: Block, generator: np.random.Generator) -> None:
 
 
 def cut_the_file(block: Block, generator: np.random.Generator) -> None:
-    """Let a file be shorter than it was, or its units be said to begin elsewhere, before it or far behind."""
+    """Cut a file, or change the position of its units, also to one before the file or far after it."""
     block.in_file = True
     block.cut = int(generator.integers(1, block.data.size + 2))
     if generator.random() < 0.4:
@@ -357,7 +357,7 @@ def read_damaged(block: Block) -> bytes | None:
 
 
 def damaged(number: int, kinds: list[str], seed: int) -> Block:
-    """Let damages of the given kinds befall one of the blocks; some slices are asked for, in any order."""
+    """Apply damages of the given kinds to one of the blocks, and read some slices in any order."""
     generator = np.random.default_rng(seed)
     block = replace(BLOCKS[number % len(BLOCKS)])
     block.numbers = generator.permutation(COUNT)[: int(generator.integers(1, COUNT + 1))]
@@ -408,7 +408,8 @@ def main(kinds: list[str], cases: int, seed: int) -> None:
         encode_and_decode(generator)
     for case in range(cases):
         befalling = [kinds[int(i)] for i in generator.integers(0, len(kinds), generator.integers(1, 4))]
-        number, case_seed = int(generator.integers(len(BLOCKS))), int(generator.integers(1 << 32))
+        number = int(generator.integers(len(BLOCKS)))
+        case_seed = int(generator.integers(1 << 32))
         # Told before it is done: after a crash, the last line says what to run again.
         sys.stderr.write(f"damaged({number}, {befalling}, {case_seed})\n")
         read_damaged(damaged(number, befalling, case_seed))

@@ -27,7 +27,9 @@ from holdall.store.records import MAGIC
 
 Harm = Callable[[Path, Path, Random], str]
 _STRANGERS = import_module("tests.crash.test_strangers")
-mutated, renamed, rewritten = _STRANGERS.mutated, _STRANGERS.renamed, _STRANGERS.rewritten
+mutated = _STRANGERS.mutated
+renamed = _STRANGERS.renamed
+rewritten = _STRANGERS.rewritten
 PREAMBLE = _STRANGERS.PREAMBLE
 
 
@@ -38,7 +40,7 @@ def files_of(run: Path) -> list[Path]:
 
 
 def _victim(run: Path, generator: Random) -> Path:
-    """Pick a file; manifests more often than there are many."""
+    """Pick a file. Manifests are picked more often than their share."""
     files = files_of(run) or [run / "nothing-else"]
     manifests = [path for path in files if path.parent.name == "manifests"]
     return generator.choice(manifests if manifests and generator.random() < 0.4 else files)
@@ -69,9 +71,11 @@ def remove_many(run: Path, _outside: Path, generator: Random) -> str:
 
 def swap(run: Path, _outside: Path, generator: Random) -> str:
     """Two files have each other's content."""
-    one, other = _victim(run, generator), _victim(run, generator)
+    one = _victim(run, generator)
+    other = _victim(run, generator)
     if one.is_file() and other.is_file():
-        first, second = one.read_bytes(), other.read_bytes()
+        first = one.read_bytes()
+        second = other.read_bytes()
         one.write_bytes(second)
         other.write_bytes(first)
     return f"swapped {_named(run, one)} and {_named(run, other)}"
@@ -112,7 +116,7 @@ def change_bytes(run: Path, _outside: Path, generator: Random) -> str:
 
 
 def replace_by_something_else(run: Path, outside: Path, generator: Random) -> str:
-    """A name stands for a link, a pipe, a directory, a socket or a device."""
+    """A name is that of a link, a pipe, a directory, a socket or a device."""
     folders = [run / "segments", run / "manifests"]
     path = generator.choice(folders) if generator.random() < 0.2 else _victim(run, generator)
     if generator.random() < 0.15:
@@ -131,7 +135,7 @@ def _replace(path: Path, outside: Path, generator: Random) -> str:
     moved = outside / f"moved-{path.name}"
     if path.is_dir():
         if not moved.exists():
-            shutil.copytree(path, moved, symlinks=True, ignore=_specials)  # a link to /dev/zero has no end
+            shutil.copytree(path, moved, symlinks=True, ignore=_specials)  # A copy of /dev/zero would never end.
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         moved.write_bytes(raw)
@@ -198,7 +202,7 @@ def foreign_files(run: Path, outside: Path, generator: Random) -> str:
 
 
 def odd_numbers(run: Path, _outside: Path, generator: Random) -> str:
-    """A manifest lies under a number that is not its own, or nothing does."""
+    """A manifest has another number than its own, or is missing."""
     folder = run / "manifests"
     manifests = [path for path in files_of(run) if path.parent == folder]
     if not manifests:
@@ -343,7 +347,15 @@ def _bomb(generator: Random) -> bytes:
 
 
 HARMS: list[Harm] = [
-    remove, remove_many, swap, change_bytes, change_bytes, change_bytes, replace_by_something_else,
-    replace_by_something_else, foreign_files, odd_numbers,
-]  # fmt: skip
+    remove,
+    remove_many,
+    swap,
+    change_bytes,
+    change_bytes,
+    change_bytes,
+    replace_by_something_else,
+    replace_by_something_else,
+    foreign_files,
+    odd_numbers,
+]
 FORGERIES: list[Harm] = [forge_anything, forge_claims, forge_claims, forge_record, forge_record]

@@ -45,8 +45,10 @@ def observation(tick: int) -> dict[str, Any]:
 def add_images(memory: ReplayMemory, tick: int) -> None:
     """Add the transition of a tick."""
     ended = np.array([tick % 17 == 16, tick % 23 == 22])
-    action, reward = np.array([tick % 5, 1]), np.array([tick, -tick], np.float32)
-    after, final = observation(tick + 1), observation(tick + 1000)
+    action = np.array([tick % 5, 1])
+    reward = np.array([tick, -tick], np.float32)
+    after = observation(tick + 1)
+    final = observation(tick + 1000)
     for key, rows in after.items():
         rows[ended] = final[key][ended]
     memory.add(observation(tick), action, reward, after, ended, np.zeros(LANES, np.bool_))
@@ -125,7 +127,9 @@ class Template:
 
 def make(name: str, folder: Path) -> None:
     """Save a memory three times, and write down what was acknowledged."""
-    kind, run, holds = KINDS[name], folder / "run", {}
+    kind = KINDS[name]
+    run = folder / "run"
+    holds = {}
     if name == "shards":
         shards = import_module("tests.crash.test_shards").MemoryOfShards(run, 2)
         done = 0

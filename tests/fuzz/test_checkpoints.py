@@ -1,4 +1,4 @@
-"""Directories of checkpoints that disks, people and strangers harmed; checkpoint_cases.py has the rule."""
+"""Directories of checkpoints that disks, people and strangers harmed. Checkpoint_cases.py has the rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import holdall
 from .seeds import rotating_seed
 
 ROOT = Path(__file__).parents[2]
-CASES, CASES_A_NIGHT = 75, 5_000
+CASES = 75
+CASES_A_NIGHT = 5_000
 CASES_OF_A_CHILD = 500
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -26,9 +27,7 @@ def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", "tests.fuzz.checkpoint_cases", *map(str, arguments)]
     in_memory = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}
     environment = os.environ | {"HOLDALL_THREADS": "2"} | in_memory | variables
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=3600
-    )  # fmt: skip
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=3600)
 
 
 @pytest.fixture(scope="module")

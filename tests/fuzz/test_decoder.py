@@ -1,4 +1,4 @@
-"""Damaged blocks: an error, or some bytes of the right size; never a crash, and nothing outside is touched.
+"""Damaged blocks give an error, or bytes of the right size, never a crash. No other memory is touched.
 
 Neither LZ4 nor Zstandard notices every flipped bit, so wrong bytes may come back of a block in memory; units in files
 have checksums for that. What must hold is that no length, offset, count or number that was read is trusted.
@@ -76,7 +76,8 @@ def test_damage_to_a_file_is_an_error_or_the_same_bytes(kind: str, number: int, 
     block = replace(whole)
     DAMAGES[kind](block, np.random.default_rng(seed))
     if block.data.size < whole.data.size:
-        block.cut, block.data = whole.data.size - block.data.size, whole.data
+        block.cut = whole.data.size - block.data.size
+        block.data = whole.data
     rows = read_damaged(block)
     assert rows is None or rows == read_damaged(whole)
 
@@ -101,15 +102,16 @@ def test_a_slice_that_is_not_in_the_block_is_refused(number: int) -> None:
 @pytest.mark.parametrize("offsets", [0, 1, 2])
 @pytest.mark.parametrize("group", [0, -1, 65, 1 << 20, 1 << 31, 1 << 40])
 def test_a_unit_that_claims_to_be_large_is_refused_before_room_is_made_for_it(group: int, offsets: int) -> None:
-    """Even where offsets and sums go with it, or where there are none."""
+    """Also if offsets and sums agree with it, or are missing."""
     for block in SINGLES:
-        codec, nothing = replace(block.codec, group=group), np.zeros(offsets, np.uint32)
+        codec = replace(block.codec, group=group)
+        nothing = np.zeros(offsets, np.uint32)
         with pytest.raises(ValueError, match=f"group={group}"):
             Coded(codec, COUNT, nothing, block.palette, block.data)
 
 
 def test_a_slice_that_claims_to_be_large_takes_no_memory() -> None:
-    """A few bytes can stand for gigabytes; what is allocated is what a slice takes, whatever its header says."""
+    """A few bytes can claim gigabytes. Only the bytes of a slice are allocated, whatever its header says."""
     codec = Codec(900, Method.ZSTANDARD, 3)
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
     claim = b"\x28\xb5\x2f\xfd\xe0" + (1 << 45).to_bytes(8, "little") + bytes(23)
@@ -132,8 +134,12 @@ def test_a_slice_that_claims_to_be_large_takes_no_memory() -> None:
 def run_child(kinds: list[str], cases: int, seed: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT), ",".join(kinds), str(cases), str(seed)],
-        capture_output=True, text=True, check=False, timeout=3000, env=os.environ | environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=3000,
+        env=os.environ | environment,
+    )
 
 
 def last_lines(done: subprocess.CompletedProcess[str]) -> str:
@@ -148,7 +154,7 @@ def test_damaged_blocks_do_not_crash_a_process() -> None:
 
 @pytest.fixture(scope="module")
 def claimed() -> subprocess.CompletedProcess[str]:
-    """One process for all of them, which lets each kind befall 500 blocks, alone."""
+    """One process for all of them, which applies each kind alone to 500 blocks."""
     return run_child(["/".join(CLAIMS)], 500)
 
 
@@ -176,7 +182,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_changes_that_leave_their_slice_or_unit_are_refused(kind: str) -> None:
-    """The first slice of a unit of three is whole; the second is what its changes say, or damaged."""
+    """The first slice of a unit of three is whole. The second is what its changes say, or damaged."""
     first = np.arange(100, dtype=np.uint8)
     codec = Codec(100, group=3, transform=Transform.CHANGES)
 
@@ -200,15 +206,21 @@ def first_seed() -> int:
     return rotating_seed() * CHILDREN_A_NIGHT
 
 
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of processes that use a build in which the compiler checks every access and every sum."""
+    return build_sanitized(copy_package(tmp_path_factory.mktemp("sanitized")))
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
-    """The same with every access checked by the compiler, where it can do that, from another seed every day."""
-    first, environment = first_seed(), build_sanitized(copy_package(tmp_path))
-    for seed in range(first, first + CHILDREN_A_NIGHT):
-        kinds = [*([WHOLE] if seed == first else []), *DAMAGES, *CLAIMS]
-        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, **environment)
-        assert done.returncode == 0, f"seed {seed}: {last_lines(done)}"
+@pytest.mark.parametrize("child", range(CHILDREN_A_NIGHT))
+def test_a_sanitizer_finds_nothing(sanitized: dict[str, str], child: int) -> None:
+    """Every day begins with another seed."""
+    seed = first_seed() + child
+    kinds = [*([WHOLE] if child == 0 else []), *DAMAGES, *CLAIMS]
+    done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, **sanitized)
+    assert done.returncode == 0, f"seed {seed}: {last_lines(done)}"
 
 
 OLD_MISTAKES = {
@@ -246,7 +258,8 @@ def test_a_night_would_find_what_was_wrong_once(tmp_path: Path, mistake: str) ->
     text = (package / file).read_text(encoding="utf-8")
     (package / file).write_text(text.replace(now, then), encoding="utf-8")
     environment = build_sanitized(package)
-    first, kinds = first_seed(), [*DAMAGES, *CLAIMS]
+    first = first_seed()
+    kinds = [*DAMAGES, *CLAIMS]
     for seed in range(first, first + CHILDREN_A_NIGHT):
         done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, **environment)
         if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""Rows of every tier, gathered while others add, save, fork, are interrupted and killed; none is wrong."""
+"""Rows of every tier, gathered while others add, save, fork, are interrupted and killed. All rows are right."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def test_a_batch_on_the_gpu_has_the_bits_of_one_in_arrays(budget: str | None) ->
     """Raw and compressed: same seed, same draws, same bits, and every tensor on the device."""
     with filled("cuda", budget) as there, filled(None, budget) as here:
         for _ in range(20):
-            batch, expected = there.sample(256), here.sample(256)
+            batch = there.sample(256)
+            expected = here.sample(256)
             assert batch.obs["image"].is_cuda
             assert batch.reward.is_cuda
             assert batch.weights.is_cuda
@@ -115,7 +116,7 @@ def test_batches_held_stay_as_they_were() -> None:
 
 
 def test_threads_that_are_new_to_the_device_are_served() -> None:
-    """Each has to be given the device's context first; what it drew before stays drawn."""
+    """Each has to be given the device's context first. What it drew before stays drawn."""
     with (
         filled("cuda") as memory,
         filled(None) as here,
@@ -137,7 +138,8 @@ def test_a_consumer_on_a_stream_of_its_own_is_served() -> None:
 @pytest.mark.parametrize("budget", ["auto", 200_000_000])
 def test_batches_outlive_a_memory_that_is_forgotten(budget: Any) -> None:
     """Whatever was still under way when the last reference went."""
-    there, here = filled("cuda", budget), filled(None)
+    there = filled("cuda", budget)
+    here = filled(None)
     batches = [there.sample(1_500) for _ in range(8)]
     del there
     torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True).fill_(7)  # takes what was freed too early

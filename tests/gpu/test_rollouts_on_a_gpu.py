@@ -18,7 +18,8 @@ from holdall.testing import LeafPlan, Stream, assert_same_bits
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 FRAMES = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "vector": spaces.Box(-1, 1, (9,))})
-STEPS, LANES = 96, 3
+STEPS = 96
+LANES = 3
 
 
 def trajectories(lengths: list[int], seed: int, state: tuple[int, ...]) -> list[list[torch.Tensor]]:
@@ -39,7 +40,7 @@ def trajectories(lengths: list[int], seed: int, state: tuple[int, ...]) -> list[
 def test_an_update_has_the_bits_of_torch_cat(
     lengths: list[int], slot_bytes: int, no_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Items that share a slot and items that take many; torch is told to refuse to wait for the device."""
+    """Items that share a slot and items that take many. Torch is told to refuse to wait for the device."""
     buffer = TrajectoryBuffer("cuda", slot_bytes=slot_bytes)
     for seed in range(3):
         given = trajectories(lengths, seed, (12, 11))
@@ -134,7 +135,8 @@ def memories(**settings: Any) -> tuple[RolloutMemory, RolloutMemory]:
 @pytest.mark.parametrize("compress", [None, "memory"])
 def test_minibatches_on_the_gpu_have_the_bits_of_those_in_arrays(compress: str | None) -> None:
     there, here = memories(compress=compress)
-    ours, plain = stream(), stream()
+    ours = stream()
+    plain = stream()
     with there, here:
         for _ in range(2):
             collected(there, ours)
@@ -148,7 +150,7 @@ def test_minibatches_on_the_gpu_have_the_bits_of_those_in_arrays(compress: str |
 
 
 def test_updates_of_a_memory_take_no_new_device_memory() -> None:
-    """A minibatch is the caller's, so its tensors come and go; they come out of what torch holds already."""
+    """A minibatch is the caller's, so its tensors come and go. They come out of what torch holds already."""
     there, _ = memories()
     given = stream()
     with there:

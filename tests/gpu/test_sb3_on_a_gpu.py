@@ -37,7 +37,8 @@ def filled(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
     draw = np.random.default_rng(0)
     obs = some(space, lanes, draw)
     for _ in range(150):
-        following, done = some(space, lanes, draw), draw.random(lanes) < 0.2
+        following = some(space, lanes, draw)
+        done = draw.random(lanes) < 0.2
         infos = [{"TimeLimit.truncated": bool(d and draw.random() < 0.5)} for d in done]
         step = (
             obs,
@@ -54,7 +55,8 @@ def filled(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
 
 def same(got: Any, expected: Any) -> None:
     for name in expected._fields:
-        mine, theirs = getattr(got, name), getattr(expected, name)
+        mine = getattr(got, name)
+        theirs = getattr(expected, name)
         pairs = [(mine[key], theirs[key]) for key in theirs] if isinstance(theirs, dict) else [(mine, theirs)]
         for ours, other in pairs:
             if other is None:
@@ -82,7 +84,7 @@ def test_samples_are_those_of_stable_baselines3(space: Any, lanes: int, budget: 
 
 
 def test_batches_made_ahead_are_those_of_earlier_draws() -> None:
-    """Beside the consumer's stream, which keeps the GPU busy; their memory is used again meanwhile."""
+    """Beside the consumer's stream, which keeps the GPU busy. Their memory is used again meanwhile."""
     theirs = buffers.DictReplayBuffer(100, CAMERA, ACTION, device="cuda")
     mine = holdall.sb3.ReplayBuffer(100, CAMERA, ACTION, device="cuda", prefetch=2)
     filled(mine, theirs, CAMERA, 1)
@@ -108,7 +110,7 @@ def test_returns_over_n_steps_are_those_of_stable_baselines3() -> None:
 
 
 class Reach(gym.Env[Any, Any]):
-    """Walk to a goal; episodes of 20 steps."""
+    """Walk to a goal. An episode has 20 steps."""
 
     action_space = ACTION
 
@@ -127,7 +129,8 @@ class Reach(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self._steps, self._at = 0, np.zeros(2, np.float32)
+        self._steps = 0
+        self._at = np.zeros(2, np.float32)
         self._goal = self.np_random.uniform(-3, 3, 2).astype(np.float32)
         return self._observation(), {}
 
@@ -206,7 +209,8 @@ def prioritized(algorithm: Any, policy: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("policy", ["MlpPolicy", "CnnPolicy"])
 def test_prioritized_dqn_with_alpha_0_gives_the_weights_of_dqn(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    plain, ours = (prioritized(sb3.DQN, policy), prioritized(holdall.sb3.PrioritizedDQN, policy, alpha=0.0))
+    plain = prioritized(sb3.DQN, policy)
+    ours = prioritized(holdall.sb3.PrioritizedDQN, policy, alpha=0.0)
     assert ours._n_updates > 50
     for mine, theirs in zip(ours.policy.state_dict().values(), plain.policy.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
-from holdall.tools.bench.run import header, read_results, runs_of, write_line
+from holdall.tools.bench.run import header, read_results, write_line
 from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, make_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
@@ -56,14 +56,14 @@ def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path
     assert done.returncode == 0, done.stderr
     kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
     assert kinds == ["header", *["run" for _ in buffers], "ranking", "ranking", "ranking"]
-    first, records = read_results(path)
-    size = first["calibration"]["sizes"]["fast"]
+    first, runs = read_results(path)
+    size = first.unchecked["calibration"]["sizes"]["fast"]
     assert size["fits"] == buffers
-    runs = runs_of(records)
     assert [(run.profile, run.buffer, run.status) for run in runs] == [("fast", name, "done") for name in buffers]
     assert all(run.size == size["size"] > 0 for run in runs)
     assert all(max(run.peaks.values()) < 0.4 * 3 * 2**30 for run in runs), "the profile is 40 % of the limit"
     assert all((run.steps_per_second or 0.0) > 0 for run in runs)
+    assert all(run.bytes_per_transition is None for run in runs), "the buffers were not filled"
 
 
 @pytest.mark.timeout(900)
@@ -80,6 +80,7 @@ def test_profiles_of_rollouts_get_a_size_that_fits_their_share(buffer: str) -> N
 CAMERA = pytest.param("demo", "sac", 1_200, marks=pytest.mark.nightly)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # three processes, on whatever machine
 @pytest.mark.parametrize(("env", "algo", "size"), [("CartPole-v1", "dqn", 256), CAMERA])
 def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(
@@ -91,16 +92,16 @@ def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen([*BENCH, "--resume", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)
-    while not runs_of(read_results(path)[1]) and child.poll() is None:
+    while not read_results(path)[1] and child.poll() is None:
         time.sleep(0.1)
     os.kill(child.pid, signal.SIGINT)
     _, said = child.communicate()
     assert child.returncode == 130, said
     assert "--resume" in said.replace("\n", " ")
-    (first,) = runs_of(read_results(path)[1])
+    (first,) = read_results(path)[1]
 
     records, _ = finished(path)
-    runs = {run.buffer: run for run in runs_of(records)}
+    runs = {run.buffer: run for run in read_results(path)[1]}
     assert runs["sb3"] == first, "what was done is not run again"
     assert [run.status for run in runs.values()] == ["done", "done"]
     assert all(run.filled == 1.0 for run in runs.values())
@@ -118,7 +119,7 @@ def test_buffers_that_were_not_filled_are_not_ranked_by_memory(tmp_path: Path) -
     path = tmp_path / "results.jsonl"
     begun(path, 5_000, fills=False, buffers=["holdall"])
     records, _ = finished(path)
-    (run,) = runs_of(records)
+    (run,) = read_results(path)[1]
     assert run.filled < 0.1
     ranking = next(record for record in records if record["kind"] == "ranking" and record["by"] == "memory")
     assert ranking["order"] == []
@@ -130,7 +131,8 @@ def test_buffers_that_were_not_filled_are_not_ranked_by_memory(tmp_path: Path) -
 def test_every_algorithm_runs_with_either_buffer(tmp_path: Path, algo: str, env: str) -> None:
     path = tmp_path / "results.jsonl"
     begun(path, 256, env=env, algo=algo)
-    runs = runs_of(finished(path)[0])
+    finished(path)
+    runs = read_results(path)[1]
     assert [run.status for run in runs] == ["done", "done"]
     assert runs[0].rewards == runs[1].rewards
 
@@ -140,7 +142,7 @@ def test_every_algorithm_runs_with_either_buffer(tmp_path: Path, algo: str, env:
     [
         (["--profiles", "fast", "slow"], "profiles (slow) must be among memory-efficient, fast"),
         (["--algo", "a3c"], "algo (a3c) must be among sac, td3, dqn, ppo"),
-        (["--resume", "nowhere.jsonl"], "results (nowhere.jsonl) cannot be read"),
+        (["--resume", "nowhere.jsonl"], "file (nowhere.jsonl) cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:

@@ -18,7 +18,7 @@ TRANSITIONS = 600
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Frames of noise in stacks of 4; every second episode is truncated."""
+    """Frames of noise in stacks of 4. Every second episode is truncated."""
     file = tmp_path_factory.mktemp("traces") / "noise.npz"
     rng = np.random.default_rng(0)
     recorder = TraceRecorder(stack=4)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from holdall.cli import app
 from holdall.tools.bench.search import Search, SearchSpace, TrialStopped, require_room
-from holdall.tools.bench.settings import make_settings
+from holdall.tools.bench.settings import Trial, make_settings
 
 pytest.importorskip("optuna", reason="needs the extra [search]")
 
@@ -22,6 +22,7 @@ def nothing(what: str, share: float) -> None:
     """Show no progress."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # processes that import torch, on whatever machine
 def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Path) -> None:
     storage = tmp_path / "study.journal"
@@ -49,6 +50,18 @@ def test_a_trial_is_stopped_before_it_exceeds_the_limit() -> None:
         require_room(filling, 300 * 2**20, 2**29)
     with pytest.raises(TrialStopped, match=r"600\.0 MiB"):
         require_room(filling | {"phase": "train", "resident": 600 * 2**20}, 300 * 2**20, 2**29)
+
+
+def test_a_trial_above_the_limit_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak between two readings is seen only at the end."""
+    figures = {"peaks": {"train": 600 * 2**20, "save": 2**30 + 1}, "steps_per_second": 10.0}
+    monkeypatch.setattr("holdall.tools.bench.search.run_task", lambda _: (one for one in [{"result": figures}]))
+    given = {"fill_per_second": 100.0, "steps_per_second": 20.0, "steps": 120, "checkpoint": {"seconds": 1, "bytes": 1}}
+    trial = Trial(1_000, 10**6, 300 * 2**20, given, 10.0)
+    (one,) = Search(SETTINGS, tmp_path / "study.journal", SMALL, trial).run(1, nothing)
+    assert one.state == "pruned"
+    assert one.reason == "took 1.0 GiB at its peak, of 1.0 GiB"
+    assert not one.is_best
 
 
 @pytest.mark.parametrize(

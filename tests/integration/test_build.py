@@ -30,6 +30,7 @@ def setup_script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
+@pytest.mark.nightly
 @needs_a_build
 def test_the_c_sources_compile_without_a_warning() -> None:
     """Compiling takes seconds, so the result is kept until a source, a flag or the compiler changes."""
@@ -91,8 +92,11 @@ def run_setup(tree: Path, *arguments: str, **environment: str) -> subprocess.Com
 def make_fake_pip(archives: Path, calls: list[list[str]]) -> Any:
     """Return a `subprocess.run` that "downloads" small archives instead of running pip."""
 
-    def run(command: list[str], *, check: bool) -> None:
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> None:
         assert check
+        assert (
+            not {"PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"} & env.keys()
+        )  # They would reach the packages' build tools.
         calls.append(command)
         to = Path(command[command.index("--dest") + 1])
         for archive in archives.iterdir():
@@ -120,7 +124,9 @@ def test_sources_are_downloaded_once_and_again_when_their_versions_change(
 ) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", make_fake_pip(archives, calls))
-    fetch, versions, folder = setup_script["fetch_third_party"], tmp_path / "versions.txt", tmp_path / "third_party"
+    fetch = setup_script["fetch_third_party"]
+    versions = tmp_path / "versions.txt"
+    folder = tmp_path / "third_party"
     for content, expected_calls in (("one", 1), ("one", 1), ("two", 2)):
         versions.write_text(content)
         fetch(folder, versions)

@@ -18,7 +18,8 @@ from stable_baselines3.common.save_util import save_to_pkl
 from typer.testing import CliRunner
 
 from holdall import ReplayMemory
-from holdall.checkpoint.manifest import signed, signed_text
+from holdall.checkpoint import CheckpointReader, Manifest, open_reader
+from holdall.checkpoint.manifest import manifest_name, signed, signed_text
 from holdall.cli import app
 from holdall.tools.exports import export_npz
 
@@ -54,7 +55,7 @@ def test_ls_names_the_checkpoints(run: Path) -> None:
 
 
 def test_verify_finds_one_spoilt_byte(run: Path) -> None:
-    """And says in which file; everything else is intact."""
+    """And says in which file. Everything else is intact."""
     assert called("verify", run).exit_code == 0
     victim = max((run / "segments").iterdir())
     raw = bytearray(victim.read_bytes())
@@ -66,6 +67,37 @@ def test_verify_finds_one_spoilt_byte(run: Path) -> None:
     assert [number for number, damages in found.items() if damages] == [3]
     assert found[3][0]["file"] == victim.name
     assert called("verify", run, "--number", 2).exit_code == 0
+
+
+@pytest.mark.parametrize(("command", "is_decoded"), [("ls", False), ("verify", False), ("verify", True)])
+def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
+    command: str, is_decoded: bool, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory that saves to the place removes old checkpoints, before their manifests are read or after it."""
+    reader = open_reader(run)
+    lost = set(reader.manifest(1).files).difference(*(reader.manifest(number).files for number in (2, 3)))
+    assert lost
+    read = CheckpointReader.manifest
+
+    def remove_and_read(reader: CheckpointReader, number: int) -> Manifest:
+        if number != 1:
+            return read(reader, number)
+        decoded = read(reader, number) if is_decoded else None
+        (run / "manifests" / manifest_name(1)).unlink()
+        for name in lost:
+            (run / "segments" / name).unlink()
+        return decoded or read(reader, number)
+
+    monkeypatch.setattr(CheckpointReader, "manifest", remove_and_read)
+    done = called(command, run, "--json")
+    assert done.exit_code == 0
+    assert [entry["number"] for entry in json.loads(done.stdout)["checkpoints"]] == [3, 2]
+
+
+def test_verify_of_a_number_that_does_not_exist_names_the_command_that_lists_them(run: Path) -> None:
+    done = called("verify", run, "--number", 9)
+    assert done.exit_code == 1
+    assert f"{run} has no checkpoint 9. To list those that it has, run: holdall checkpoint ls {run}" in done.stderr
 
 
 def test_gc_leaves_the_newest(run: Path) -> None:
@@ -162,6 +194,27 @@ def test_a_checkpoint_goes_to_stable_baselines3_and_back(run: Path, tmp_path: Pa
             assert np.array_equal(getattr(back.gather(ids), name), getattr(memory.gather(ids), name)), name
 
 
+@pytest.mark.parametrize("name", ["dog.npz", "dog.pkl"])
+def test_a_target_that_cannot_be_written_is_told_in_one_line(name: str, run: Path, tmp_path: Path) -> None:
+    """A missing folder is made. A path below a file cannot be."""
+    assert called("export", run, tmp_path / "new" / "folder" / name).exit_code == 0
+    (tmp_path / "file").touch()
+    done = called("export", run, tmp_path / "file" / name)
+    assert done.exit_code == 1
+    assert f"cannot be written: [Errno 17] File exists: '{tmp_path / 'file'}'. Free disk space" in done.stderr
+
+
+def test_an_incomplete_pickle_is_removed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, _buffer: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("stable_baselines3.common.save_util.save_to_pkl", fail)
+    done = called("export", run, tmp_path / "dog.pkl")
+    assert "cannot be written: [Errno 28] No space left on device. Free disk space" in done.stderr
+    assert not (tmp_path / "dog.pkl").exists()
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
 def test_a_place_without_checkpoints_is_told_in_one_line(command: str, tmp_path: Path) -> None:
     """And nothing is made there."""
@@ -247,7 +300,7 @@ def test_a_target_of_an_unknown_kind_names_those_that_are_supported(run: Path, t
 
 @pytest.mark.parametrize("time", [1e300, -1e300, float("nan"), float("inf")])
 def test_ls_survives_a_time_that_is_none(run: Path, time: float) -> None:
-    """A manifest holds a number for people; any number."""
+    """A manifest has a time for people, which may be any number."""
     name = run / "manifests" / "0000000000000003.json"
     words = json.loads(signed_text(name.read_bytes()))
     name.write_bytes(signed(json.dumps(words | {"time": time}).encode()))
@@ -305,7 +358,7 @@ def _no_room(dataset_id: str, **_: Any) -> None:
 
 @pytest.mark.parametrize("steps", [7, 13])
 def test_a_buffer_that_keeps_no_next_observations_is_imported(steps: int, tmp_path: Path) -> None:
-    """Without the oldest transition once it is full: the newest next observation lies over its observation."""
+    """Without the oldest transition once it is full: the newest next observation has overwritten its observation."""
     buffer = PlainReplayBuffer(
         10, VECTOR, spaces.Discrete(3), "cpu", optimize_memory_usage=True, handle_timeout_termination=False
     )
@@ -327,7 +380,7 @@ def test_a_buffer_that_keeps_no_next_observations_is_imported(steps: int, tmp_pa
 def test_a_pickle_is_read_without_modules_of_the_working_directory_in_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of any name may lie there; the class of a buffer may, too."""
+    """The folder may have a file of any name, and the module of a buffer's class."""
     (tmp_path / "numpy.py").write_text("raise SystemExit('this must not run')")
     (tmp_path / "their_buffers.py").write_text(
         "from stable_baselines3.common.buffers import ReplayBuffer\nclass Own(ReplayBuffer):\n    pass\n"

@@ -30,7 +30,7 @@ SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
 def test_a_memory_is_exported_and_imported_bit_for_bit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lane by lane; images without loss, silent breaks between episodes kept apart."""
+    """Lane by lane. Images are stored without loss, and a break between episodes stays a break."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     space, plans = SPACES[kind]
     mishaps = Mishaps(ends=0.05, silent_resets=0.03, foreign_next=0.02)
@@ -50,7 +50,8 @@ def test_a_memory_is_exported_and_imported_bit_for_bit(
 def test_extras_and_rewards_of_several_numbers_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the infos of the dataset, nested as they were."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    box, generator = spaces.Box(-1, 1, (3,), np.float32), np.random.default_rng(0)
+    box = spaces.Box(-1, 1, (3,), np.float32)
+    generator = np.random.default_rng(0)
     nested = spaces.Tuple([spaces.Box(-9, 9, (2,), np.float64), spaces.Dict({"n": spaces.Discrete(4)})])
     extras = {"log_prob": spaces.Box(-9, 9, (), np.float32), "hidden": nested}
     with ReplayMemory(box, box, 100, 2, extras=extras, reward_shape=(2,)) as memory:
@@ -77,7 +78,8 @@ def test_extras_and_rewards_of_several_numbers_come_back(tmp_path: Path, monkeyp
 def test_a_key_that_minari_would_lose_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     box = spaces.Box(-1, 1, (3,), np.float32)
-    zeros, flag = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    zeros = np.zeros((1, 3), np.float32)
+    flag = np.zeros(1, np.bool_)
     with ReplayMemory(spaces.Dict({key: box}), box, 10) as memory:
         memory.add({key: zeros}, zeros, np.zeros(1), {key: zeros}, flag, flag)
         with pytest.raises(ArgumentError, match="cannot have"):
@@ -92,7 +94,8 @@ def test_a_disk_with_too_little_room_is_refused_before_hdf5_finds_out(
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=10))
     box = spaces.Box(-1, 1, (3,), np.float32)
-    zeros, flag = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    zeros = np.zeros((1, 3), np.float32)
+    flag = np.zeros(1, np.bool_)
     with ReplayMemory(box, box, 10) as memory:
         memory.add(zeros, zeros, np.zeros(1), zeros, flag, flag)
         with pytest.raises(ArgumentError, match="No space left"):

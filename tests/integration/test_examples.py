@@ -1,4 +1,4 @@
-"""The examples run as they stand, at toy size; what a user copies works."""
+"""The examples run unchanged, at toy size, so a copy of them works."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_maze_that_needs_a_memory_is_solved_with_stored_states_alone() -> None
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", OVER_SHARDS)
 def test_actors_and_shards_train_an_agent(name: str, tmp_path: Path) -> None:
-    """With a cluster of their own; by day one of them has that of the tests: tests/shards/test_example.py.
+    """With a cluster of their own. By day one of them has that of the tests: tests/shards/test_example.py.
 
     That they learn, and go on after kill -9, is shown in tests/shards/chaos/test_examples_after_kills.py.
     """
@@ -88,6 +88,7 @@ def test_actors_and_shards_train_an_agent(name: str, tmp_path: Path) -> None:
     assert name != "data_parallel" or "2 ranks, weights alike, 0 rows" in ran.stdout
 
 
+@pytest.mark.nightly  # in make test, sb3/test_resume.py kills a training
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_training_that_can_crash_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -106,7 +107,7 @@ def test_the_training_that_can_crash_goes_on_where_it_was(
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing TorchRL's collectors warns of its own classes
 def test_dqn_learns_the_same_from_torchrls_storage_and_from_holdalls() -> None:
-    """With one seed the weights agree to the last bit; and most balls are caught."""
+    """With one seed the weights agree to the last bit, and most balls are caught."""
     data = pytest.importorskip("torchrl.data")
     from holdall.torchrl import HoldallStorage
 

@@ -152,7 +152,8 @@ def write_lerobot(root: Path, version: str) -> Path:
     pytest.importorskip("av", reason="needs the extra [datasets]")
     import pyarrow.parquet as pq
 
-    tables, first = [], 0
+    tables = []
+    first = 0
     for number, episode in enumerate(EPISODES):
         tables.append(table_of(episode, number, first))
         first += len(episode)
@@ -280,7 +281,8 @@ def write_robomimic(path: Path, *, has_next: bool) -> Path:
             episode = EPISODES[number]
             group = data.create_group(f"demo_{3 * number}")
             group.attrs["num_samples"] = len(episode)
-            group["actions"], group["rewards"] = episode.action, episode.reward
+            group["actions"] = episode.action
+            group["rewards"] = episode.reward
             group["dones"] = episode.done.astype(np.int64)
             obs: dict[str, NDArray[Any]] = {
                 "images.top": episode.top,
@@ -370,6 +372,7 @@ class Endless:
         pass
 
 
+@pytest.mark.nightly
 def test_most_of_an_import_is_on_disk_and_not_in_the_process(tmp_path: Path) -> None:
     """The process is measured, because a report would not contain what the import itself keeps."""
     recording = Endless(12_000)

@@ -54,7 +54,7 @@ def test_an_error_ends_with_exit_code_3_and_a_warning_with_0() -> None:
 
 def test_infos_are_only_counted_unless_they_are_asked_for(project: Path) -> None:
     (project / "loop.py").write_text(INFOS)
-    assert lint("loop.py").stdout == "0 errors, 0 warnings, 1 info (--infos lists them)\n"
+    assert lint("loop.py").stdout == "0 errors, 0 warnings, 1 info in 1 file (--infos lists them)\n"
     assert "loop.py:3:5: P06 info: " in lint("loop.py", "--infos").stdout
     failed = lint("loop.py", "--fail-on", "info")
     assert failed.exit_code == 3
@@ -79,6 +79,10 @@ def test_directories_are_searched_without_installed_packages(project: Path) -> N
     assert found == {"train.py", "deep/other.py"}
     data = json.loads(lint(".", "--json", "--exclude", "deep", "--fail-on", "never").stdout)
     assert data["files"] == 2
+    (project / "data").mkdir()
+    nothing = lint("data")
+    assert nothing.exit_code == 1
+    assert "paths (data) contain no Python script" in nothing.stderr
 
 
 def test_fix_changes_the_file_and_says_so(project: Path) -> None:
@@ -187,11 +191,10 @@ def test_a_command_is_stopped_before_it_trains_and_its_values_are_checked(projec
     assert told.stderr.startswith("Running until training is about to start: ")
     lines = told.stdout.splitlines()
     assert "Stable-Baselines3 is about to learn" in lines[0]
-    assert (
-        lines[1] == "SAC, 1 environment, 5,000 steps, the replay buffer of 20,000 transitions: 800.00 kB (781.25 KiB)"
-    )
-    assert lines[2].startswith("save.py:2:1: S03 warning: ")
-    assert lines[3].startswith("live SAC: L03 error: learning starts after 10,000 steps, but the run ends after 5,000")
+    assert lines[1] == "SAC, 1 environment, 5,000 steps"
+    assert lines[2] == "the replay buffer of 20,000 transitions: 781.2 KiB"
+    assert lines[3].startswith("save.py:2:1: S03 warning: ")
+    assert lines[4].startswith("live SAC: L03 error: learning starts after 10,000 steps, but the run ends after 5,000")
     assert lines[-1].startswith("1 error, ")
     assert not (project / "trained").exists()
 
@@ -231,4 +234,4 @@ def test_an_allocation_that_fails_is_the_answer(project: Path) -> None:
     told = lint("--", sys.executable, "big.py")
     assert told.exit_code == 3
     assert "failed allocation: M01 error: an array of shape (1000000000, 84, 84, 4) and dtype float32" in told.stdout
-    assert "112,896.00 GB" in told.stdout
+    assert "105142.6 GiB" in told.stdout

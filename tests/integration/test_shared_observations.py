@@ -21,7 +21,8 @@ from holdall.testing import assert_same_bits
 
 SPACE = spaces.Dict({"screen": spaces.Box(0, 255, (4, 40, 40), np.uint8), "speed": spaces.Box(-9, 9, (3,), np.float64)})
 BUTTONS = spaces.Discrete(2)
-LANES, STEPS = 2, 60
+LANES = 2
+STEPS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,8 @@ def test_frames_that_workers_write_come_back_bit_for_bit(method: Any) -> None:
     context: Any = multiprocessing.get_context(method)
     board = SharedObservations(SPACE, LANES, context)
     memory = RolloutMemory(SPACE, BUTTONS, STEPS, LANES, seed=0)
-    pipes, workers = [], []
+    pipes = []
+    workers = []
     for lane in range(LANES):
         ours, theirs = context.Pipe()
         worker = context.Process(target=work, args=(board, lane, theirs), daemon=True)
@@ -114,7 +116,8 @@ def test_frames_that_workers_write_come_back_bit_for_bit(method: Any) -> None:
 
 def test_the_observations_are_the_shared_memory_itself() -> None:
     board = SharedObservations(SPACE, LANES)
-    before, again = board.obs, board.obs
+    before = board.obs
+    again = board.obs
     assert all(np.shares_memory(before[key], again[key]) for key in before)
     board.lane(1)["speed"][:] = 7.5
     assert before["speed"].tolist() == [[0.0] * 3, [7.5] * 3]
@@ -144,12 +147,13 @@ def test_a_worker_that_is_killed_leaves_what_it_wrote_and_nothing_behind() -> No
 
 
 def test_gymnasiums_shared_memory_is_read_without_a_copy() -> None:
-    """AsyncVectorEnv writes over its observations in every step; `observe` has read them before."""
+    """AsyncVectorEnv writes over its observations in every step. `observe` has read them before."""
     envs = AsyncVectorEnv([Film] * LANES, shared_memory=True, copy=False, context="fork")
     try:
         memory = RolloutMemory(SPACE, BUTTONS, STEPS, LANES, seed=0)
         obs, _ = envs.reset(seed=[0, 1])
-        floats, resetting = np.zeros(LANES, np.float32), np.zeros(LANES, np.bool_)
+        floats = np.zeros(LANES, np.float32)
+        resetting = np.zeros(LANES, np.bool_)
         expected: list[list[Any]] = [[], []]
         for _ in range(STEPS):
             memory.observe(obs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def test_mistakes_are_told_in_one_line(environment: dict[str, str]) -> None:
         ["watch", "999999999"],
         ["watch", "--", "no-such-program-here"],
         ["watch", "--json", "--", "true"],
+        ["watch", "--once", "--", "true"],
     ):
         done = called(environment, *arguments)
         assert done.returncode == 1, done.stderr
@@ -105,14 +107,46 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     path = os.pathsep.join([str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])])
     record = tmp_path / "run.jsonl"
     done = called(
-        environment | {"PYTHONPATH": path}, "watch", "--interval", "0.2", "--record", record, "--",
-        sys.executable, "-c", program, "--flag", "x y",
-    )  # fmt: skip
+        environment | {"PYTHONPATH": path},
+        "watch",
+        "--interval",
+        "0.2",
+        "--record",
+        record,
+        "--",
+        sys.executable,
+        "-c",
+        program,
+        "--flag",
+        "x y",
+    )
     assert done.returncode == 5, done.stderr
     assert f"17 ['--flag', 'x y'] False {path}" in done.stdout.splitlines()
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     assert lines[0]["command"][1:] == ["-c", program, "--flag", "x y"]
     assert sum(line["kind"] == "reading" for line in lines) >= 2
+
+
+@pytest.mark.skipif(not LINUX, reason="the kernel's count of a child's peak is read on Linux alone")
+def test_a_short_command_is_read_once_it_has_an_agent_and_its_peak_is_the_kernels(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The interval is longer than the command, so the peak comes after the last reading."""
+    record = tmp_path / "run.jsonl"
+    program = (
+        f"import time; end = time.time() + 60; record = {str(record)!r};"
+        "exec('while time.time() < end and open(record).read().count(chr(10)) < 3: time.sleep(0.01)');"
+        "taken = bytearray(300 << 20); del taken"
+    )
+    done = called(environment, "watch", "--interval", 100, "--record", record, "--", sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    readings = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()[1:]]
+    assert len(readings) == 2
+    assert any(part["name"] == "C heap in use" for part in readings[1]["parts"])  # The agent counts the heap.
+    *_, last = done.stdout.splitlines()
+    words = re.fullmatch(r"ended after [\d.]+ m?s; peak ([\d.]+) MiB", last)
+    assert words is not None, last
+    assert 300 < float(words[1]) < 600
 
 
 @pytest.mark.parametrize(("ends", "code"), [("import sys; sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
@@ -233,11 +267,14 @@ def test_a_view_that_fails_at_the_end_leaves_the_exit_code_to_the_command(monkey
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_a_terminal_that_knows_ascii_alone_gets_the_reading(environment: dict[str, str]) -> None:
-    """Bars become question marks; the figures are there."""
+    """Bars become question marks. The figures are there."""
     done = subprocess.run(
         [*HOLDALL, "watch", "--once", str(os.getpid())],
-        capture_output=True, text=True, env=environment | {"PYTHONIOENCODING": "ascii"}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "libraries" in done.stdout
     assert done.stdout.isascii()

@@ -1,4 +1,4 @@
-"""`holdall.zoo` with the real rl_zoo3: its command line trains, goes on and shows, with holdall's buffers."""
+"""`holdall.zoo` with the real rl_zoo3: its command line trains, continues and shows, with holdall's buffers."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ def weights(folder: Path, algorithm: str, number: int = 1, env: str = "CartPole-
         return model.read("policy.pth")
 
 
+@pytest.mark.nightly
 def test_one_word_on_the_command_line_gives_the_buffers_and_the_same_weights(tmp_path: Path) -> None:
     """Trained with either buffer, saved with the buffer, trained on with `-i`, and shown by `enjoy`."""
-    dqn, ppo = ["train", "--algo", "dqn", *COMMON], ["train", "--algo", "ppo", *COMMON, "-n", "256"]
+    dqn = ["train", "--algo", "dqn", *COMMON]
+    ppo = ["train", "--algo", "ppo", *COMMON, "-n", "256"]
     saved = "plain/dqn/CartPole-v1_1/CartPole-v1.zip"
     plain, plain_ppo, ours, ours_ppo, on, on_from_plain, shown = run(
         tmp_path,

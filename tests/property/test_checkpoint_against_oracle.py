@@ -1,4 +1,4 @@
-"""A memory that was saved and loaded is the one that was saved, bit for bit, and goes on as it would have."""
+"""A loaded memory equals the saved one, bit for bit, and continues as that one would have."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class Pair:
         if ids.size:
             generator = np.random.default_rng(seed)
             some = np.unique(generator.choice(ids, min(5, ids.size)))
-            ended, cut = generator.random(some.size) < 0.5, generator.random(some.size) < 0.5
+            ended = generator.random(some.size) < 0.5
+            cut = generator.random(some.size) < 0.5
             self.memory.set_flags(some, ended, cut)
             self.oracle.set_flags(some, ended, cut)
 
@@ -111,10 +112,7 @@ class Pair:
         capacity = None if capacity_ticks is None else capacity_ticks * lanes
         self.memory = ReplayMemory.load(self.folder, capacity=capacity, budget=self.budget, _tuning=self.tuning)
         if capacity_ticks is not None:
-            smaller = OracleMemory(capacity_ticks * lanes, lanes)
-            smaller._ticks.extend(oracle._ticks)
-            smaller._added = oracle._added
-            oracle = smaller
+            oracle = oracle.copy_newest(capacity_ticks * lanes)
         self.oracle = oracle
         self.check()
         if capacity_ticks is None and len(oracle):

@@ -20,20 +20,25 @@ from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
 RARE = {4: 0x7FA00001, 8: 0x7FF4000000000001}  # signalling NaNs with a payload
-TERMS, PAST = 3, 4
+TERMS = 3
+PAST = 4
 KINDS = ("constant", "constant", "noise", "held", "sparse", "noise")
 
 
 class Vectors:
-    """An environment whose vectors repeat as robots' do: constants, goals, copies, histories; and break as drawn.
+    """An environment whose vectors repeat as robots' do: constants, goals, copies, histories. Patterns break at random.
 
     Args:
         breaks: How likely it is, per lane and step, that a column is something else for one step or from then on.
     """
 
     def __init__(self, lanes: int, dtype: str, seed: int, ends: float, breaks: float, is_frame_by_frame: bool) -> None:
-        self.rng, self.lanes, self.dtype = np.random.default_rng(seed), lanes, np.dtype(dtype)
-        self.ends, self.breaks, self.is_frame_by_frame = ends, breaks, is_frame_by_frame
+        self.rng = np.random.default_rng(seed)
+        self.lanes = lanes
+        self.dtype = np.dtype(dtype)
+        self.ends = ends
+        self.breaks = breaks
+        self.is_frame_by_frame = is_frame_by_frame
         self.pads = bool(self.rng.integers(2))
         self.observation_space = spaces.Dict(
             {
@@ -60,7 +65,8 @@ class Vectors:
         self.past[lane] = self._noise(TERMS) if self.pads else 0
 
     def _step(self, lane: int) -> None:
-        state, rng = self.state[lane], self.rng
+        state = self.state[lane]
+        rng = self.rng
         for i, kind in enumerate(KINDS):
             if kind == "noise" or (kind == "held" and rng.random() < 0.1):
                 state[i] = self._noise(1)[0]
@@ -87,7 +93,8 @@ class Vectors:
 
     def _spoil(self, row: NDArray[Any]) -> None:
         """Change one value, most often to one that compares as if nothing had happened."""
-        i, bits = int(self.rng.integers(len(row))), row.view(f"u{self.dtype.itemsize}")
+        i = int(self.rng.integers(len(row)))
+        bits = row.view(f"u{self.dtype.itemsize}")
         if self.rng.random() < 0.5:
             row[i] = -row[i] if self.rng.random() < 0.5 else -0.0
         else:
@@ -95,7 +102,9 @@ class Vectors:
 
     def ticks(self, count: int) -> dict[str, Any]:
         """Make steps up, with a leading time axis."""
-        obs, next_obs, ended = [], [], np.zeros((count, self.lanes), np.bool_)
+        obs = []
+        next_obs = []
+        ended = np.zeros((count, self.lanes), np.bool_)
         for t in range(count):
             obs.append(self.seen)
             for lane in range(self.lanes):
@@ -111,11 +120,14 @@ class Vectors:
         cut = self.rng.random(ended.shape) < 0.5
         stacked = [{key: np.stack([one[key] for one in seen]) for key in self.seen} for seen in (obs, next_obs)]
         return {
-            "obs": stacked[0], "action": self.rng.integers(0, 3, (count, self.lanes)),
-            "reward": self.rng.normal(size=(count, self.lanes)).astype(np.float32), "next_obs": stacked[1],
-            "terminated": ended & cut, "truncated": ended & ~cut,
+            "obs": stacked[0],
+            "action": self.rng.integers(0, 3, (count, self.lanes)),
+            "reward": self.rng.normal(size=(count, self.lanes)).astype(np.float32),
+            "next_obs": stacked[1],
+            "terminated": ended & cut,
+            "truncated": ended & ~cut,
             "extras": {"value": self.rng.normal(size=(count, self.lanes)).astype(np.float32)},
-        }  # fmt: skip
+        }
 
 
 def _pack_early(segment_ticks: int) -> Tuning:
@@ -133,7 +145,8 @@ class Compared:
     """A memory and the oracle, which are given the same."""
 
     def __init__(self, vectors: Vectors, capacity_ticks: int, device: str | None, tuning: Tuning) -> None:
-        self.vectors, capacity = vectors, capacity_ticks * vectors.lanes
+        self.vectors = vectors
+        capacity = capacity_ticks * vectors.lanes
         extras = {"value": box((), "f4")}
         self.memory = ReplayMemory(
             vectors.observation_space,
@@ -146,7 +159,8 @@ class Compared:
             _tuning=tuning,
         )
         self.tuning = tuning
-        self.oracle, self.device = OracleMemory(capacity, vectors.lanes), device
+        self.oracle = OracleMemory(capacity, vectors.lanes)
+        self.device = device
 
     def extend(self, count: int, *, one_by_one: bool) -> None:
         given = self.vectors.ticks(count)
@@ -213,9 +227,17 @@ ACTS = ("extend", "extend", "add", "add", "pickled", "saved", "update")
     acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, 40)), min_size=2, max_size=8),
 )
 def test_vectors_come_back_bit_for_bit(
-    lanes: int, dtype: str, seed: int, ends: float, breaks: float, is_frame_by_frame: bool, capacity_ticks: int,
-    segment_ticks: int, device: str | None, acts: list[tuple[str, int]],
-) -> None:  # fmt: skip
+    lanes: int,
+    dtype: str,
+    seed: int,
+    ends: float,
+    breaks: float,
+    is_frame_by_frame: bool,
+    capacity_ticks: int,
+    segment_ticks: int,
+    device: str | None,
+    acts: list[tuple[str, int]],
+) -> None:
     """Whatever repeats, for however long, in whichever lane, and whatever is done to the memory meanwhile."""
     vectors = Vectors(lanes, dtype, seed, ends, breaks, is_frame_by_frame)
     compared = Compared(vectors, capacity_ticks, device, _pack_early(segment_ticks))

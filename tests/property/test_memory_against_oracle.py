@@ -204,16 +204,20 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
     @rule(offset=st.integers(1, 10_000), before=st.booleans(), fault=st.sampled_from(["ids", "axis", "dtype", "name"]))
     def refuse_updates(self, offset: int, before: bool, fault: str) -> None:
         """Nothing is written, of the other rows and columns neither."""
-        oracle, names = self.oracle, list(self.stream.extras)
-        ids, refused = oracle.ids[:3], "ids"
+        oracle = self.oracle
+        names = list(self.stream.extras)
+        ids = oracle.ids[:3]
+        refused = "ids"
         rows = self._new_extras(len(ids), names)
         if fault == "ids":
             ids = np.append(ids, oracle.first_id - offset if before else oracle.next_id + offset - 1)
             rows = self._new_extras(len(ids), names)
         elif fault == "name":
-            refused, rows["unknown"] = "unknown", np.zeros(len(ids))
+            refused = "unknown"
+            rows["unknown"] = np.zeros(len(ids))
         else:
-            refused, bad = names[-1], _spoilt(rows[names[-1]], fault, 0)
+            refused = names[-1]
+            bad = _spoilt(rows[names[-1]], fault, 0)
             rows[names[-1]] = bad
         with pytest.raises((ArgumentError, TransitionIdError), match=rf"^{refused}\b"):
             self.memory.update(ids, **rows)
@@ -275,7 +279,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         assert self.memory.next_id == self.oracle.next_id
 
     def _let_the_oldest_leave(self) -> None:
-        """Tell the oracle what did not fit the budget; all that it is not told of has to be there."""
+        """Evict from the oracle what did not fit the budget. The memory must have everything else."""
         self.memory.store.wait_idle()
         first_id = self.memory.first_id
         assert first_id >= self.oracle.first_id, "what left does not come back"

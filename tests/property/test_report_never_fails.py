@@ -1,4 +1,4 @@
-"""Whatever stands in a file, `holdall report` writes a page that is whole, or says in one line why not."""
+"""For any content of a file, `holdall report` writes a complete page, or says in one line why not."""
 
 from __future__ import annotations
 
@@ -34,42 +34,79 @@ part = _some(
 gpu = _some(requested=sizes, allocated=sizes, reserved=sizes, fragmented=sizes, other=sizes, limit=sizes)
 lines_by_kind = {
     "reading": _some(
-        time=signed, step=sizes, pss=sizes, parts=st.lists(part, max_size=4), gpu=gpu, steps_per_second=sizes,
+        time=signed,
+        step=sizes,
+        pss=sizes,
+        parts=st.lists(part, max_size=4),
+        gpu=gpu,
+        steps_per_second=sizes,
         pressure=sizes,
     ),
     "phase": _some(name=texts, peak=sizes, count=sizes, seconds=sizes),
     "verdict": _some(
-        time=signed, name=texts, severity=texts, text=texts, evidence=st.dictionaries(texts, plain, max_size=3),
+        time=signed,
+        name=texts,
+        severity=texts,
+        text=texts,
+        evidence=st.dictionaries(texts, plain, max_size=3),
         remedy=texts,
     ),
     "event": _some(time=signed, text=texts),
     "run": _some(
-        profile=texts, buffer=texts, seed=st.integers(0, 3), status=st.sampled_from(["done", "failed"]), filled=sizes,
-        steps_per_second=sizes, peaks=st.dictionaries(texts, sizes, max_size=3), bytes_per_transition=sizes,
-        rewards=st.lists(st.floats(-1e9, 1e9), max_size=4), checkpoint=_some(seconds=sizes, bytes=sizes, extra=sizes),
-        seconds=sizes, reason=texts,
+        profile=texts,
+        buffer=texts,
+        seed=st.integers(0, 3),
+        status=st.sampled_from(["done", "failed"]),
+        filled=sizes,
+        steps_per_second=sizes,
+        peaks=st.dictionaries(texts, sizes, max_size=3),
+        bytes_per_transition=sizes,
+        rewards=st.lists(st.floats(-1e9, 1e9), max_size=4),
+        checkpoint=_some(seconds=sizes, bytes=sizes, extra=sizes),
+        seconds=sizes,
+        reason=texts,
     ),
     "ranking": _some(
-        by=st.sampled_from(["memory", "speed", "reward", "<"]), order=st.lists(pair, max_size=3), refused=texts,
+        by=st.sampled_from(["memory", "speed", "reward", "<"]),
+        order=st.lists(pair, max_size=3),
+        refused=texts,
         same=st.lists(st.lists(pair, min_size=2, max_size=2), max_size=2),
     ),
     "buffer": _some(
-        library=texts, version=texts, case=texts, transitions=sizes, bytes=sizes, add_us=sizes, sample_ms=sizes,
-        save_s=sizes, load_s=sizes, exact=st.one_of(st.none(), st.booleans()), note=texts,
+        library=texts,
+        version=texts,
+        case=texts,
+        transitions=sizes,
+        bytes=sizes,
+        add_us=sizes,
+        sample_ms=sizes,
+        save_s=sizes,
+        load_s=sizes,
+        exact=st.one_of(st.none(), st.booleans()),
+        note=texts,
     ),
     "absent": _some(library=texts, reason=texts),
     "new": st.dictionaries(texts, plain, max_size=3),
-}  # fmt: skip
+}
 headers = _some(
-    pid=sizes, command=st.lists(texts, max_size=3), host=texts, started=signed, interval=sizes, system=texts,
-    limits=_some(memory=sizes, cgroup=sizes, vram=sizes), machine=st.dictionaries(texts, plain, max_size=3),
-    versions=st.dictionaries(texts, plain, max_size=3), env=texts, algo=texts, limit=sizes,
-)  # fmt: skip
+    pid=sizes,
+    command=st.lists(texts, max_size=3),
+    host=texts,
+    started=signed,
+    interval=sizes,
+    system=texts,
+    limits=_some(memory=sizes, cgroup=sizes, vram=sizes),
+    machine=st.dictionaries(texts, plain, max_size=3),
+    versions=st.dictionaries(texts, plain, max_size=3),
+    env=texts,
+    algo=texts,
+    limit=sizes,
+)
 
 
 @st.composite
 def files(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Lines as holdall writes them, in any order; at times one value of them is something else."""
+    """Lines as holdall writes them, in any order. At times one value of them is something else."""
     kinds = draw(st.lists(st.sampled_from(list(lines_by_kind)), max_size=8))
     lines = [draw(headers) | {"kind": "header", "format": draw(st.sampled_from(FORMATS))}]
     lines += [draw(lines_by_kind[kind]) | {"kind": kind} for kind in kinds]
@@ -102,7 +139,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(files())
 def test_a_page_is_whole_or_an_error_is_one_line(file: Path, lines: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    said, text = "", ""
+    said = ""
+    text = ""
     try:
         report = read_report(file)
         text = report.page()

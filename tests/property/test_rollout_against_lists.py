@@ -19,8 +19,9 @@ from holdall.testing.streams import StreamStep, stack_steps
 def collect(
     memory: RolloutMemory, stream: Stream, steps: int, generator: np.random.Generator
 ) -> tuple[StreamStep, Any]:
-    """Add a rollout; return its steps along a time axis, and the estimates that were added with them."""
-    ticks, estimates = [], []
+    """Add a rollout. Return its steps along a time axis, and the estimates that were added with them."""
+    ticks = []
+    estimates = []
     for _ in range(steps):
         tick = stream.tick()
         value, log_prob = generator.standard_normal((2, stream.num_envs), np.float32)
@@ -58,7 +59,7 @@ def test_every_rollout_comes_back_bit_for_bit(
     sliced_from_bytes: int,
     seed: int,
 ) -> None:
-    """Minibatches hold every step once, and so do sequences, in order and within an episode; finals are true."""
+    """Minibatches hold every step once, and so do sequences, in order and within an episode. Finals are true."""
     tuning = Tuning(
         block_bytes=block_bytes, small_field_bytes=sliced_from_bytes, tiny_field_bytes=sliced_from_bytes // 16
     )

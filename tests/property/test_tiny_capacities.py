@@ -24,7 +24,9 @@ class Sliding:
 
     def __init__(self, quiet: dict[str, int], lanes: int) -> None:
         self.space = spaces.Dict({name: spaces.Box(0, 255, (8, ROW_BYTES[name]), np.uint8) for name in quiet})
-        self._quiet, self._lanes, self._ticks = quiet, lanes, 0
+        self._quiet = quiet
+        self._lanes = lanes
+        self._ticks = 0
         self._generator = np.random.default_rng(3)
         self._obs = {name: np.zeros((lanes, 8, ROW_BYTES[name]), np.uint8) for name in sorted(quiet)}
 

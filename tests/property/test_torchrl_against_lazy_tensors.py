@@ -20,9 +20,18 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, SamplerWithoutRe
 from holdall.torchrl import HoldallStorage
 
 DTYPES = [
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.float32,
-    torch.float64, torch.bfloat16, torch.complex64,
-]  # fmt: skip
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+]
 KEYS = ["pixels", "vector", ("agents", "observation"), ("agents", "deep", "state"), "action", "log_prob"]
 SHAPES = [(), (1,), (3,), (2, 0), (4, 6, 6), (30,), (300,)]
 
@@ -54,16 +63,18 @@ class Source:
         return torch.from_numpy(self.rng.integers(0, 256, nbytes).astype(np.uint8)).view(dtype).reshape(shape)
 
     def batch(self, time: int, others: tuple[int, ...]) -> TensorDictBase:
-        """Return (time, others) transitions; half of the keys that are there twice chain, stacks shift."""
+        """Return (time, others) transitions. Half of the keys that are there twice chain, stacks shift."""
         data = TensorDict({}, batch_size=[time, *others])
         for key, (shape, dtype, where) in self.structure.items():
             path = (key,) if isinstance(key, str) else key
-            now, after = self.random((time, *others, *shape), dtype), self.random((time, *others, *shape), dtype)
+            now = self.random((time, *others, *shape), dtype)
+            after = self.random((time, *others, *shape), dtype)
             if where == "both" and self.rng.random() < 0.7:
                 if shape and shape[0] == 4:
                     frames = self.random((time + 4, *others, *shape[1:]), dtype)
                     stacks = torch.stack([frames[k : k + time + 1] for k in range(4)], dim=1 + len(others))
-                    now, after = stacks[:-1].clone(), stacks[1:].clone()
+                    now = stacks[:-1].clone()
+                    after = stacks[1:].clone()
                 else:
                     now[1:] = after[:-1]
             if where != "next":
@@ -82,7 +93,8 @@ def require_same(held: TensorDictBase, wanted: TensorDictBase) -> None:
     assert held.batch_size == wanted.batch_size
     assert set(held.keys(include_nested=True)) == set(wanted.keys(include_nested=True))
     for key in wanted.keys(include_nested=True, leaves_only=True):
-        one, other = held.get(key), wanted.get(key)
+        one = held.get(key)
+        other = wanted.get(key)
         assert (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device), key
         one, other = (tensor.clone().contiguous().unsqueeze(-1).view(torch.uint8) for tensor in (one, other))
         assert torch.equal(one, other), key
@@ -100,7 +112,8 @@ def in_turn(buffers: list[Any], do: Callable[[Any], Any], seed: int = 0) -> list
 def operate(buffers: list[Any], source: Source, others: tuple[int, ...], name: str, count: int) -> None:
     """Do the same to both buffers."""
     storage = buffers[0].storage
-    held, size = len(storage), (storage.max_size if not others else None)
+    held = len(storage)
+    size = storage.max_size if not others else None
     if name == "extend":  # torch does not say which of two rows stays that are written to one position
         data = source.batch(min(count, storage.max_size // max(sum(others), 1)), others)
         given = data.transpose(0, 1) if others else data
@@ -165,9 +178,13 @@ def read_both(buffers: list[Any], source: Source, seed: int) -> None:
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_position_holds_what_was_last_written_to_it(
-    structure: list[Any], program: list[tuple[str, int]], others: tuple[int, ...], size: int, seed: int,
+    structure: list[Any],
+    program: list[tuple[str, int]],
+    others: tuple[int, ...],
+    size: int,
+    seed: int,
     make_sampler: Callable[[], Any],
-) -> None:  # fmt: skip
+) -> None:
     source = Source(structure, seed)
     ndim = 1 + len(others)
     buffers = [

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     form: str
     steps: int
     seed: int
-    cuts: int  # every so many steps all lanes are reset in the middle of their episodes; 0: never
+    cuts: int  # Steps after which all lanes are reset in the middle of their episodes. 0: never.
 
 
 plans = st.builds(
@@ -62,9 +62,12 @@ def made(plan: Plan) -> tuple[list[WatchedEnv], Any]:
 def test_a_recorder_adds_what_happened_and_nothing_else(plan: Plan) -> None:
     lanes, envs = made(plan)
     memory = holdall.ReplayMemory(
-        envs.single_observation_space, envs.single_action_space, 3 * plan.steps * plan.lanes, plan.lanes,
+        envs.single_observation_space,
+        envs.single_action_space,
+        3 * plan.steps * plan.lanes,
+        plan.lanes,
         extras={"log_prob": spaces.Box(-np.inf, np.inf, (), np.float32)},
-    )  # fmt: skip
+    )
     is_unknowable = plan.kind == "silent" and plan.mode == AutoresetMode.DISABLED
     recorder = holdall.Recorder(envs, memory, autoreset_mode=plan.mode if is_unknowable else None)
     generator = np.random.default_rng(plan.seed)
@@ -124,7 +127,7 @@ def test_a_rollout_holds_what_happened_and_no_advantage_reaches_into_another_epi
 
 
 def discounted(log: list[Seen], gamma: float, cut_value: float, last_value: float) -> list[float]:
-    """Return the returns of a lane's steps; with lambda 1 they do not depend on the values in between."""
+    """Return the returns of a lane's steps. With lambda 1 they do not depend on the values in between."""
     returns: list[float] = []
     behind = last_value
     for seen in reversed(log):

@@ -17,7 +17,8 @@ import holdall
 
 from .watched_environments import InPlaceVectorEnv, WatchedEnv, assert_holds
 
-NUMBER, VECTOR = spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float32)
+NUMBER = spaces.Discrete(5)
+VECTOR = spaces.Box(-1, 1, (2,), np.float32)
 NESTED = spaces.Dict({"move": VECTOR, "button": NUMBER})
 
 

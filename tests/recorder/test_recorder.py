@@ -69,8 +69,10 @@ def test_a_vecenv_of_stable_baselines3(kind: Callable[[Any], DummyVecEnv | Subpr
         obs, reward, dones, infos = recorder.step(np.array([1, 2, 3]))
         assert len(infos) == len(dones) == len(reward) == 3
         assert recorder.obs is obs
-    logs = [[seen._replace(truncated=seen.truncated and not seen.terminated) for seen in log]
-            for log in envs.get_attr("log")]  # fmt: skip
+    logs = [
+        [seen._replace(truncated=seen.truncated and not seen.terminated) for seen in log]
+        for log in envs.get_attr("log")
+    ]
     assert any(seen.terminated or seen.truncated for log in logs for seen in log)
     assert_holds(memory, logs)
     envs.close()
@@ -255,9 +257,11 @@ def test_same_step_without_final_observations_is_refused_and_recording_goes_on()
     envs = Forgetful([WatchedEnv("vector", 0.3, seed) for seed in range(2)], AutoresetMode.SAME_STEP)
     memory = memory_of(envs.lanes[0], 2)
     recorder = holdall.Recorder(envs, memory)
-    refused, lost = 0, [set[int](), set[int]()]
+    refused = 0
+    lost = [set[int](), set[int]()]
     for _ in range(30):
-        before, counts = len(memory), [len(lane.log) for lane in envs.lanes]
+        before = len(memory)
+        counts = [len(lane.log) for lane in envs.lanes]
         try:
             recorder.step(np.zeros(2, np.int64))
         except holdall.ArgumentError as error:
@@ -290,7 +294,8 @@ def test_final_observations_that_miss_a_key_are_refused() -> None:
     assert memory.next_id == 0
 
 
-Box, Discrete = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(5)
+Box = spaces.Box(-1, 1, (3,), np.float32)
+Discrete = spaces.Discrete(5)
 
 
 @pytest.mark.parametrize(

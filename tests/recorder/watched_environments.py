@@ -65,10 +65,13 @@ class WatchedEnv(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self._obs is not None, "stepped before it was reset"
-        following, reward = self.observation_space.sample(), float(self._random.integers(1, 9))
-        is_end, is_cut = bool(self._random.random() < self._ends), bool(self._random.random() < 0.5)
+        following = self.observation_space.sample()
+        reward = float(self._random.integers(1, 9))
+        is_end = bool(self._random.random() < self._ends)
+        is_cut = bool(self._random.random() < 0.5)
         both = bool(self._random.random() < 0.1)
-        terminated, truncated = is_end and (both or not is_cut), is_end and (both or is_cut)
+        terminated = is_end and (both or not is_cut)
+        truncated = is_end and (both or is_cut)
         self.log.append(Seen(self._obs, map_leaves(np.array, action), reward, following, terminated, truncated))
         self._obs = None if is_end else following
         return map_leaves(np.array, following), reward, terminated, truncated, {"steps": len(self.log)}
@@ -83,10 +86,11 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
             same, with a mask a key), "list", or "legacy" (under the name that Gymnasium had before 1.0).
     """
 
-    def __init__(
-        self, lanes: list[WatchedEnv], mode: AutoresetMode, *, says: bool = True, form: str = "rows"
-    ) -> None:  # fmt: skip
-        self.lanes, self.num_envs, self.mode, self.form = lanes, len(lanes), mode, form
+    def __init__(self, lanes: list[WatchedEnv], mode: AutoresetMode, *, says: bool = True, form: str = "rows") -> None:
+        self.lanes = lanes
+        self.num_envs = len(lanes)
+        self.mode = mode
+        self.form = form
         self.metadata = {"autoreset_mode": mode} if says else {}
         self.single_observation_space = lanes[0].observation_space
         self.single_action_space = lanes[0].action_space
@@ -109,7 +113,8 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         reward = np.zeros(self.num_envs, np.float32)
-        terminated, truncated = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.bool_)
+        terminated = np.zeros(self.num_envs, np.bool_)
+        truncated = np.zeros(self.num_envs, np.bool_)
         final: list[Any] = [None] * self.num_envs
         for lane, action in enumerate(iterate(self.action_space, actions)):
             env = self.lanes[lane]
@@ -119,7 +124,8 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
                 continue
             self._last[lane], reward[lane], terminated[lane], truncated[lane], _ = env.step(action)
             if self.mode == AutoresetMode.SAME_STEP and (terminated[lane] or truncated[lane]):
-                final[lane], self._last[lane] = self._last[lane], env.reset()[0]
+                final[lane] = self._last[lane]
+                self._last[lane] = env.reset()[0]
         ends = terminated | truncated
         self._ended = ends if self.mode != AutoresetMode.SAME_STEP else np.zeros_like(ends)
         if isinstance(actions, np.ndarray):
@@ -157,7 +163,8 @@ def assert_holds(memory: holdall.ReplayMemory, logs: list[list[Seen]]) -> None:
         assert len(ids) == len(log)
         if not log:
             continue
-        batch, seen = memory.gather(ids), stack_rows(log)
+        batch = memory.gather(ids)
+        seen = stack_rows(log)
         for held, happened in zip((batch.obs, batch.action, batch.next_obs), (seen[0], seen[1], seen[3]), strict=True):
             assert_same_bits(held, _in_dtypes_of(held, happened))
         np.testing.assert_array_equal(batch.reward, seen[2])
@@ -166,7 +173,7 @@ def assert_holds(memory: holdall.ReplayMemory, logs: list[list[Seen]]) -> None:
 
 
 def _in_dtypes_of(held: Any, seen: Any) -> Any:
-    """Return a nest with the dtypes of another; no value may change by it."""
+    """Return a nest with the dtypes of another. No value may change by it."""
     if isinstance(held, dict):
         return {key: _in_dtypes_of(held[key], seen[key]) for key in held}
     if isinstance(held, tuple):

@@ -83,7 +83,7 @@ class Node:
                 process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let them go on as if nothing had been."""
+        """Continue all stopped processes."""
         for process in self._frozen:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
@@ -141,8 +141,9 @@ class Nodes:
             _ip("link", "delete", f"hb{self._tag}")
 
     def _bridge(self) -> str:
-        """Make a network that belongs to these nodes alone; return the head's address in it."""
-        name, host = f"hb{self._tag}", f"10.231.{int(self._tag[:2], 16)}.1"
+        """Make a network that belongs to these nodes alone. Return the head's address in it."""
+        name = f"hb{self._tag}"
+        host = f"10.231.{int(self._tag[:2], 16)}.1"
         _require(_ip("link", "add", name, "type", "bridge"))
         _require(_ip("address", "add", f"{host}/24", "dev", name))
         _require(_ip("link", "set", name, "up"))

@@ -24,7 +24,8 @@ COUNT = 1_000
 def steps(first: int, end: int) -> tuple[Any, ...]:
     """Return the arguments of `extend`: steps that tell by their reward which they are."""
     numbers = np.arange(first, end, dtype=np.float32)[:, None]
-    frames, no = np.zeros((end - first, 1, 20, 20), np.uint8), np.zeros((end - first, 1), np.bool_)
+    frames = np.zeros((end - first, 1, 20, 20), np.uint8)
+    no = np.zeros((end - first, 1), np.bool_)
     frames[:] = numbers[..., None, None] % 251
     return frames, no.astype(np.int64), numbers, frames, no, no
 
@@ -49,7 +50,8 @@ def main() -> None:
     """Play it from beginning to end."""
     assert ray.__version__ == sys.argv[1], ray.__version__
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20, _node_ip_address="127.0.0.1")
-    space, action = spaces.Box(0, 255, (20, 20), np.uint8), spaces.Discrete(2)
+    space = spaces.Box(0, 255, (20, 20), np.uint8)
+    action = spaces.Discrete(2)
     remote: Any = ray.remote(num_cpus=0)(feed)
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"durability": "segment", "url": f"{folder}/journals", "patience_s": 90.0}

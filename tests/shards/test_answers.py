@@ -89,26 +89,26 @@ def test_rows_of_several_shards_are_put_where_they_belong(is_near: bool) -> None
         assert_same_bits(batch.reward[where], expected.reward)
 
 
-def on_jax(_schema: Schema) -> Delivery:
-    pytest.importorskip("jax")
-    return new_delivery(SCHEMA, "jax")
-
-
 DELIVERIES: dict[str, Callable[[Schema], Delivery]] = {
     "tensors": lambda schema: new_delivery(schema, "cpu"),
     "tensors of a device": lambda schema: DeviceDelivery(schema, "cpu"),
-    "arrays of JAX": on_jax,
 }
+"""Arrays of JAX are tested in jax_answers.py."""
 
 
-@pytest.mark.parametrize("name", DELIVERIES)
-def test_every_delivery_returns_the_transitions_that_were_added(name: str) -> None:
-    desk, oracle = filled(0, delivery=DELIVERIES[name](SCHEMA))
+def require_exact(delivery: Delivery) -> None:
+    """Compare batches of a delivery with the transitions that were added."""
+    desk, oracle = filled(0, delivery=delivery)
     for count in (1, 64):
         batch = desk.sample(count)
         assert isinstance(batch.ids, np.ndarray)
         assert not isinstance(batch.obs["image"], np.ndarray)
         assert_same_bits(batch, oracle.gather(batch.ids))
+
+
+@pytest.mark.parametrize("name", DELIVERIES)
+def test_every_delivery_returns_the_transitions_that_were_added(name: str) -> None:
+    require_exact(DELIVERIES[name](SCHEMA))
 
 
 @pytest.mark.parametrize("sampler", [Sequence(4), NStep(3, 0.9)], ids=["sequences", "n-step"])

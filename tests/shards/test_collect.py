@@ -32,7 +32,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Counting(gym.Env[Any, Any]):
-    """Counts its steps; an episode has seven. Every reward is the number of the step, from the first ever on."""
+    """Counts its steps. An episode has seven. Every reward is the number of the step, from the first ever on."""
 
     observation_space = spaces.Box(0, 10, (2,), np.float32)
     action_space = spaces.Discrete(2)
@@ -79,6 +79,7 @@ def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> No
         assert (batch.next_obs == batch.obs + 1).all()
 
 
+@pytest.mark.nightly
 def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -125,6 +126,7 @@ class Failing(Counting):
         return super().step(action)
 
 
+@pytest.mark.nightly
 def test_what_an_actor_played_is_added_before_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     """Also where it fails, and where the limiter grants nothing any more because the learner has stopped drawing."""
     limit = RateLimit(samples_per_insert=1.0, min_size=1, tolerance=50 + 256)
@@ -175,7 +177,7 @@ def test_a_replay_buffer_over_shards_is_saved_with_its_model(tmp_path: Path) -> 
     """All transitions and priorities come back, and draws go on where they were."""
     settings: dict[str, Any] = {"shards": 2, "sampler": NStep(3, 0.9, by=Prioritized()), "seed": 1, "patience_s": 60.0}
     buffer: Any = holdall.ray.sb3.ReplayBuffer(
-        5_000, Counting.observation_space, Counting.action_space, "cpu", **settings
+        5_001, Counting.observation_space, Counting.action_space, "cpu", **settings
     )
     env = Counting()
     obs, _ = env.reset()
@@ -191,7 +193,14 @@ def test_a_replay_buffer_over_shards_is_saved_with_its_model(tmp_path: Path) -> 
     with buffer.memory, again.memory:
         assert again.size() == buffer.size() == 900
         for _ in range(3):
-            one, other = buffer.sample(32), again.sample(32)
+            one = buffer.sample(32)
+            other = again.sample(32)
             assert (one.ids == other.ids).all()
             assert (one.weights == other.weights).all()
             assert (one.observations == other.observations).all()
+        # A memory over two shards has room for 5,000 transitions, and a buffer of 5,001 takes it over all the same.
+        buffer.memory.save(tmp_path / "memory").result()
+        drawn = buffer.sample(32)
+        with ReplayMemory.load(tmp_path / "memory", patience_s=60.0) as loaded:
+            again.adopt(loaded)
+            assert (again.sample(32).ids == drawn.ids).all()

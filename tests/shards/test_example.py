@@ -1,6 +1,6 @@
 """The example with actors and shards, at toy size, in a cluster that is there already.
 
-By night it has a cluster of its own (tests/integration/test_examples.py), and goes on after kill -9 (chaos/).
+By night it has a cluster of its own (tests/integration/test_examples.py), and continues after kill -9 (chaos/).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 APE_X = Path(__file__).parents[2] / "examples" / "ape_x.py"
 
 
+@pytest.mark.nightly  # in make test, actors and shards are tested by themselves
 @pytest.mark.timeout(900)  # on a busy machine, the actors take their time to start
 def test_actors_and_shards_train_an_agent(
     cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

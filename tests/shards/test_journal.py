@@ -13,7 +13,8 @@ from holdall.cluster.journal import Entry, Journal, JournalState, Run, open_jour
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, DamageError, FencedError
 
-ANN, BEN = b"a" * 16, b"b" * 16
+ANN = b"a" * 16
+BEN = b"b" * 16
 
 
 def entry(writer: bytes, sequence: int, nbytes: int = 100) -> Entry:
@@ -28,7 +29,8 @@ def opened(folder: Path) -> tuple[Journal, list[Entry]]:
 def test_what_was_appended_is_found_again_in_order(tmp_path: Path) -> None:
     journal, found = opened(tmp_path)
     assert (found, journal.epoch, journal.expected) == ([], 0, {})
-    first, second = [entry(ANN, 0), entry(BEN, 0), entry(ANN, 1)], [entry(ANN, 2)]
+    first = [entry(ANN, 0), entry(BEN, 0), entry(ANN, 1)]
+    second = [entry(ANN, 2)]
     journal.append(first, 0)
     journal.append(second, 3)
     again, found = opened(tmp_path)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SPACE, ACTION = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+SPACE = spaces.Box(-1, 1, (2,), np.float32)
+ACTION = spaces.Discrete(2)
 
 
 @ray.remote(num_cpus=0)
@@ -37,7 +38,8 @@ def learn(name: str, rank: int, batches: int) -> list[Any]:
 def use(memory: MemoryHandle) -> tuple[int, int]:
     """Add, draw and tell priorities over a handle that came with the call."""
     with memory:
-        row, no = np.zeros((40, 1, 2), np.float32), np.zeros((40, 1), np.bool_)
+        row = np.zeros((40, 1, 2), np.float32)
+        no = np.zeros((40, 1), np.bool_)
         memory.extend(row, np.zeros((40, 1), np.int64), np.full((40, 1), 5.0), row, no, no)
         batch = memory.sample(32)
         memory.update_priorities(batch.ids, np.ones(32))

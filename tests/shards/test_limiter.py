@@ -37,9 +37,11 @@ STEPS = st.lists(
 def test_the_error_stays_within_bounds_whatever_is_granted_and_whoever_dies(
     ratio: float, min_size: int, slack: float, steps: list[tuple[str, int]]
 ) -> None:
-    block, batch = 128, 64
+    block = 128
+    batch = 64
     limit = RateLimit(ratio, min_size, max(block * ratio, batch) + slack)
-    limiter, now = Limiter(limit), 0.0
+    limiter = Limiter(limit)
+    now = 0.0
     held: dict[int, tuple[int | None, float]] = {}
     truly_inserted = 0
 
@@ -102,26 +104,31 @@ def test_what_could_never_be_granted_is_refused() -> None:
 
 @ray.remote(num_cpus=0)
 def feed(writer: Writer, count: int) -> None:
-    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    row = np.zeros((1, 3), np.float32)
+    action = np.zeros(1, np.int64)
+    no = np.zeros(1, np.bool_)
     for _ in range(count):
         writer.add(row, action, np.zeros(1, np.float32), row, no, no)
     writer.flush()
 
 
 def add(memory: Any, count: int) -> None:
-    row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    row = np.zeros((1, 3), np.float32)
+    no = np.zeros(1, np.bool_)
     for _ in range(count):
         memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
 
 
 def counted(memory: ReplayMemory) -> tuple[float, float, float]:
     """Return what the limiter counts, once it has heard of all that the shards hold."""
-    roster, known = memory._fleet.roster, memory._members.refresh()
+    roster = memory._fleet.roster
+    known = memory._members.refresh()
     ray.get(roster.__ray_call__.remote(lambda it: [it._record(*each) for each in known.items()] and None))
     words = ray.get(roster.limiter.remote())
     return words["inserted"], words["sampled"], words["error"]
 
 
+@pytest.mark.nightly  # in make test, chaos/test_limiter_model.py has the rule
 @pytest.mark.usefixtures("cluster")
 def test_only_what_is_added_counts_as_added(tmp_path: Path) -> None:
     """Not what shards held before, whichever of them reports first, nor a checkpoint's rows."""
@@ -138,6 +145,7 @@ def test_only_what_is_added_counts_as_added(tmp_path: Path) -> None:
         assert (len(memory), counted(memory)) == (1_000, (1_000, 999, 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
     limit = RateLimit(samples_per_insert=2.0, min_size=256, tolerance=512)
@@ -146,7 +154,7 @@ def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
     with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, **settings) as memory:
         fed = [feed.remote(memory.writer(), 1_024) for _ in range(2)]
         drawn = 0
-        while drawn < 3_600:  # after which all that is to be added is granted
+        while drawn < 3_600:  # Then everything that will be added is granted.
             memory.sample(100)
             drawn += 100
             counters = ray.get(memory._fleet.roster.limiter.remote())
@@ -155,7 +163,8 @@ def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
         ray.get(fed, timeout=60)
         assert len(memory) == 2_048
         # The same of two threads of one process, over one handle: who waits in `add` keeps nobody from drawing.
-        added, errors = threading.Event(), []
+        added = threading.Event()
+        errors = []
 
         def feed_here(count: int) -> None:
             try:

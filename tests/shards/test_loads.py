@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import holdall.checkpoint
 from holdall import ArgumentError, ShardError
 from holdall.checkpoint import open_reader, read_saved_state
 from holdall.cluster.shard import Shard
@@ -59,7 +60,8 @@ def loaded(place: Path, journal: Path) -> Shard:
     reader = open_reader(place)
     manifest = reader.manifest(reader.numbers()[0])
     (shard,) = manifest.shards
-    saved, rows = (f"{reader.url}/{shard.folder}", shard.number), read_saved_state(manifest, reader)["shard_rows"]
+    saved = (f"{reader.url}/{shard.folder}", shard.number)
+    rows = read_saved_state(manifest, reader)["shard_rows"]
     return Shard(0, shard_config(manifest.schema, rows, journal, slot_bytes=500), None, saved=saved)
 
 
@@ -68,6 +70,7 @@ def rewards(shard: Shard) -> list[int]:
     return [int(reward) for reward in view.rewards(np.arange(view.first_id, view.next_id))]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(checkpoint: Path, tmp_path: Path) -> None:
     assert rewards(loaded(checkpoint, tmp_path / "whole")) == list(range(500, 1_500))
     whole = tmp_path / "whole" / "journal" / "00000"
@@ -102,6 +105,28 @@ def test_what_came_after_a_checkpoint_is_there_after_a_kill(checkpoint: Path, tm
         memory.flush()
         kill(process_of(memory._members.handle(0)))
         assert all_held(memory) == list(range(700, 1_700))
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_that_is_removed_while_shards_start_is_replaced_by_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = read_saved_state
+    with ReplayMemory(SPACE, ACTION, 2_000, shards=1) as memory:
+        numbered(memory, 0, 300)
+        memory.save(tmp_path, keep=1).result()
+
+        def replace_and_read(*arguments: Any) -> dict[str, Any]:
+            monkeypatch.undo()
+            state = read(*arguments)
+            for first in (300, 600):  # Shards keep one checkpoint more than the memory.
+                numbered(memory, first, first + 300)
+                memory.save(tmp_path, keep=1).result()
+            return state
+
+        monkeypatch.setattr(holdall.checkpoint, "read_saved_state", replace_and_read)
+        with ReplayMemory.load(tmp_path) as loaded:
+            assert held(loaded) == list(range(900))
 
 
 def all_held(memory: ReplayMemory) -> list[int]:

@@ -29,7 +29,9 @@ ACTION = spaces.Discrete(2)
 
 def numbered(memory: Any, first: int, end: int, width: int = 3) -> None:
     """Add transitions whose reward tells which one they are."""
-    row, action, no = np.zeros((1, width), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    row = np.zeros((1, width), np.float32)
+    action = np.zeros(1, np.int64)
+    no = np.zeros(1, np.bool_)
     for number in range(first, end):
         memory.add(row, action, np.array([number], np.float64), row, no, no)
 
@@ -74,7 +76,7 @@ def drawn(memory: ReplayMemory, draws: int, transitions: int) -> NDArray[np.int6
 
 @pytest.fixture(scope="module")
 def durable(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayMemory]:
-    """A memory of two shards or more; tests add numbers of their own, and may not rely on which shards there are."""
+    """A memory of two shards or more. Tests add numbers of their own, and may not rely on which shards there are."""
     settings: dict[str, Any] = {"durability": "segment", "url": tmp_path_factory.mktemp("url"), "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 80_000, shards=2, seed=1, **settings) as memory:
         yield memory
@@ -87,7 +89,8 @@ def volatile(cluster: None) -> Iterator[ReplayMemory]:
 
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_shards_are_killed(durable: ReplayMemory) -> None:
-    before, shards = held(durable), durable._members.numbers
+    before = held(durable)
+    shards = durable._members.numbers
     for count in (1_000, 2_000, 3_000):
         numbered(durable, count - 1_000, count - 300)
         kill(process_of(durable._members.handle(shards[count // 1_000 % 2])))
@@ -99,7 +102,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_shards_are_killed(durable:
     assert set(shards_of_ids(batch.ids).tolist()) == set(shards)
 
 
-@pytest.mark.parametrize("is_private_there", [True, False])
+@pytest.mark.parametrize("is_private_there", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_draws_go_on_without_a_shard_and_it_comes_back_as_another(
     is_private_there: bool, volatile: ReplayMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +144,8 @@ def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: Repla
 @pytest.mark.nightly  # by day chaos/test_draws.py has the same rule, over shards in one process
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_loss(prioritized: bool) -> None:
-    transitions, draws = 3_000, 200_000
+    transitions = 3_000
+    draws = 200_000
     sampler = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if prioritized else None
     with ReplayMemory(SPACE, ACTION, 40_000, shards=3, sampler=sampler, seed=2, patience_s=60.0) as memory:
         numbered(memory, 0, transitions)
@@ -153,7 +157,7 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
                 ids = np.arange(counters.first_row, counters.next_row) + (shard << 48)
                 if prioritized and len(ids):
                     memory.update_priorities(ids, priorities[memory.gather(ids).reward.astype(int)])
-            memory.sample(transitions)  # so that every shard has said how it stands now
+            memory.sample(transitions)  # Every shard then has reported its present counters.
 
         def check(present: NDArray[np.int64]) -> None:
             counts = drawn(memory, draws, transitions)
@@ -181,9 +185,11 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
             assert (batch.weights == 1).all()
 
 
+@pytest.mark.nightly
 def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemory) -> None:
     numbered(durable, 22_000, 23_000)
-    writer, before = durable.writer(), len(durable)
+    writer = durable.writer()
+    before = len(durable)
     numbered(writer, 20_000, 20_100)
     writer.flush()
     kill(process_of(durable._fleet.roster))
@@ -202,7 +208,7 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
 
 
 def test_what_a_shard_said_last_holds_also_if_its_life_has_a_lower_number() -> None:
-    """A roster that was restarted more than once may give lower ones; before, such a shard was never heard again."""
+    """A roster that was restarted more than once may give lower ones. Before, such a shard was never heard again."""
     shards = members.Members(None, 1.0, ClusterTuning())
     shards._members = {0: members._Member(None)}
     of = ShardCounters(900, 0, 5, 5, 5, 7, 0, 5.0)

@@ -72,7 +72,8 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> Non
     def sampler() -> Sampler | None:
         return Prioritized(alpha=0.7, beta=0.5) if prioritized else None
 
-    source, generator = stream(lanes=2), np.random.default_rng(5)
+    source = stream(lanes=2)
+    generator = np.random.default_rng(5)
     settings: dict[str, Any] = {"capacity": 300, "num_envs": 2, "extras": EXTRAS, "seed": 11}
     local = holdall.ReplayMemory(OBSERVATION, ACTION, **settings, sampler=sampler())
     with ReplayMemory(OBSERVATION, ACTION, **settings, sampler=sampler(), shards=1) as sharded:
@@ -120,7 +121,8 @@ def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
 
 
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
-    source, before = stream(ends=0.2), len(four)
+    source = stream(ends=0.2)
+    before = len(four)
     # By chance, one in some hundred times a shard got too few.
     four._streams._generator = np.random.default_rng(0)
     added: dict[float, tuple[Any, ...]] = {}
@@ -147,7 +149,8 @@ def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> No
 def test_a_loader_gives_the_batches_that_asking_gives(tmp_path: Path, prefetch: int) -> None:
     sampler = Prioritized(alpha=0.7, beta=0.5)
     with ReplayMemory(OBSERVATION, ACTION, 4_000, shards=2, extras=EXTRAS, seed=3, sampler=sampler) as memory:
-        source, writer = stream(), memory.writer()
+        source = stream()
+        writer = memory.writer()
         for _ in range(1_000):
             writer.add(*arguments(source))
         writer.flush()
@@ -176,7 +179,8 @@ def test_writers_in_other_processes_feed_the_memory(four: ReplayMemory) -> None:
     assert sum(ray.get([feed.remote(writer, seed, 150) for seed, writer in enumerate(writers)])) == 600
     oracles = []
     for seed in range(2):
-        oracle, source = OracleMemory(300, 2), stream(lanes=2, seed=seed)
+        oracle = OracleMemory(300, 2)
+        source = stream(lanes=2, seed=seed)
         for _ in range(150):
             oracle.add(*arguments(source))
         oracles.append(oracle.gather(np.arange(300)))
@@ -266,7 +270,8 @@ def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) ->
 def test_a_closed_memory_says_so_and_leaves_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if an interrupt comes while it waits for its shards to end."""
     memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS, patience_s=60.0)
-    actors, memory._has_saved = [memory._fleet.roster, memory._members.handle(0)], True
+    actors = [memory._fleet.roster, memory._members.handle(0)]
+    memory._has_saved = True
     with monkeypatch.context() as patch:
         patch.setattr(ray, "wait", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -295,7 +300,8 @@ def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
 @pytest.mark.parametrize("shards", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path) -> None:
     """With the sampler that it had, its settings and priorities."""
-    source, sampler = stream(ends=0.2), Prioritized(0.7, 0.3)
+    source = stream(ends=0.2)
+    sampler = Prioritized(0.7, 0.3)
     settings: dict[str, Any] = {"extras": EXTRAS, "seed": 4}
     with ReplayMemory(OBSERVATION, ACTION, 900, shards=shards, sampler=sampler, **settings) as memory:
         for count in range(1_300):
@@ -308,6 +314,7 @@ def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path)
             memory.add(*arguments(source))
         second = memory.save(tmp_path).result()
         assert (second.number, second.transitions) == (first.number + 1, len(memory))
+        assert first.bytes_written == first.bytes_total
         assert second.bytes_written < first.bytes_written / 2
         with ReplayMemory.load(tmp_path) as again:
             assert len(again) == len(memory)
@@ -333,7 +340,7 @@ def marked(source: Stream, count: int) -> list[tuple[Any, ...]]:
 
 
 def by_mark(batch: Any) -> list[tuple[bytes, ...]]:
-    """Return every transition as bytes, in the order of their marks; all but whether a lane was cut short."""
+    """Return every transition as bytes, in the order of their marks, without the flag of lanes that were cut."""
     order = np.argsort(-batch.extras["log_prob"])
     fields = (*batch.obs.values(), *batch.next_obs.values(), *batch.action, batch.reward, batch.terminated)
     return [tuple(field[row].tobytes() for field in (*fields, batch.extras["log_prob"])) for row in order.tolist()]
@@ -385,7 +392,7 @@ def held_by(memory: ReplayMemory) -> list[tuple[int, int]]:
 
 
 def held_of(memory: ReplayMemory, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ids of transitions, without those of lanes that made none; found by halves, so that few calls do."""
+    """Return the ids that are transitions. Bisection keeps the number of calls small."""
     try:
         memory.gather(ids)
     except TransitionIdError:

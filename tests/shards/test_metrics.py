@@ -45,10 +45,12 @@ def scraped(memory: str) -> dict[tuple[str, str, str], float]:
 
 
 class Figures:
-    """A shard whose figures take so much CPU."""
+    """A shard whose figures cost `cpu_s` seconds of CPU."""
 
     def __init__(self, cpu_s: float) -> None:
-        self.cpu_s, self.clock, self.paused = cpu_s, 0.0, list[float]()
+        self.cpu_s = cpu_s
+        self.clock = 0.0
+        self.paused = list[float]()
 
     def measured(self) -> dict[str, float]:
         self.clock += self.cpu_s
@@ -63,7 +65,8 @@ def test_figures_that_take_long_are_told_less_often(
     cpu_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each is set that has a gauge."""
-    figures, told = Figures(cpu_s), list[float]()
+    figures = Figures(cpu_s)
+    told = list[float]()
     clock = SimpleNamespace(thread_time=lambda: figures.clock, sleep=figures.pause)
     monkeypatch.setattr(metrics, "time", clock)
     gauges = object.__new__(Gauges)
@@ -81,8 +84,10 @@ def test_figures_that_take_long_are_told_less_often(
     reason="Ray exports metrics only with its extra: pip install 'ray[default]'",
 )
 def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
-    row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
-    space, limit = spaces.Box(-1, 1, (3,), np.float32), RateLimit(4.0, 1, 10_000)
+    row = np.zeros((1, 3), np.float32)
+    no = np.zeros(1, np.bool_)
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    limit = RateLimit(4.0, 1, 10_000)
     with ReplayMemory(space, spaces.Discrete(2), 1_000, shards=2, limit=limit) as memory:
         for _ in range(600):
             memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
@@ -101,10 +106,14 @@ def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
             assert status.counters is not None
             of_shard = {name: value for (name, number, call), value in seen.items() if number == shard and not call}
             exact = {
-                "transitions": status.counters.transitions, "inserted": status.counters.inserted,
-                "mass": status.counters.mass, "epoch": status.counters.epoch, "backlog": 0,
-                "held_bytes": status.held_bytes, "plain_bytes": status.plain_bytes,
-            }  # fmt: skip
+                "transitions": status.counters.transitions,
+                "inserted": status.counters.inserted,
+                "mass": status.counters.mass,
+                "epoch": status.counters.epoch,
+                "backlog": 0,
+                "held_bytes": status.held_bytes,
+                "plain_bytes": status.plain_bytes,
+            }
             assert of_shard.keys() == {f"ray_holdall_shard_{name}" for name in (*exact, "anonymous_bytes")}
             assert all(of_shard[f"ray_holdall_shard_{name}"] == value for name, value in exact.items())
             assert of_shard["ray_holdall_shard_anonymous_bytes"] == pytest.approx(status.uss_bytes, rel=0.5)

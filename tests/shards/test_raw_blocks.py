@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
+from holdall import ReplayMemory, Uniform
 from holdall._native import Coded, Segment
+from holdall.checkpoint import Savers
+from holdall.checkpoint.save import BlockEncoder
 from holdall.cluster.segment import SegmentBuilder, unpack_payload
+from holdall.cluster.shard_data import ShardData
 from holdall.cluster.shard_store import ShardStore
+from holdall.cluster.tuning import ClusterTuning
+from holdall.sampling import WriterRun
 from holdall.schema import Schema
+from holdall.schema_json import schema_to_json
 from holdall.store.tuning import Tuning
 
 SCHEMA = Schema.of(spaces.Box(0, 255, (24, 24), np.uint8), spaces.Discrete(3), {}, 1)
 ROWS = 10
 BLOCK_BYTES = (ROWS + 1) * 24 * 24
+TUNING = Tuning(small_field_bytes=0, tiny_field_bytes=10_000)
 
 
 def list_raw(segments: list[Segment]) -> list[bool]:
@@ -27,7 +37,7 @@ def list_raw(segments: list[Segment]) -> list[bool]:
 def fill(store: ShardStore, count: int) -> list[Segment]:
     """Adopt segments of noise, which shares nothing."""
     generator = np.random.default_rng(0)
-    builder = SegmentBuilder(SCHEMA, ROWS, "balanced", Tuning(small_field_bytes=0, tiny_field_bytes=10_000))
+    builder = SegmentBuilder(SCHEMA, ROWS, "balanced", TUNING)
     adopted = []
     no = np.zeros(1, np.bool_)
     obs = generator.integers(0, 256, (1, 24, 24), dtype=np.uint8)
@@ -58,19 +68,23 @@ def test_the_newest_blocks_are_kept_as_far_as_they_fit() -> None:
     assert read_all(store) == read_all(plain)
 
 
-def test_a_checkpoint_gets_compressed_blocks_also_if_saves_overlap() -> None:
-    store = ShardStore(SCHEMA, 1_000, 0, 1, Tuning(), max_raw_bytes=2**20)
-    segments = fill(store, 3)
-    before = read_all(store)
-    store.begin_save()
-    store.begin_save()
-    assert list_raw(segments) == [False] * 3
-    assert read_all(store) == before
-    store.end_save()
-    assert list_raw(segments) == [False] * 3
-    store.end_save()
+def test_a_checkpoint_contains_what_writers_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompressed blocks are not compressed again. They stay uncompressed, so draws are as fast as before."""
+    monkeypatch.setattr(BlockEncoder, "encode", None)
+    config = ClusterTuning(store=TUNING)
+    data = ShardData(schema_to_json(SCHEMA), 1_000, Uniform(), np.random.default_rng(0), config)
+    segments = fill(data.store, 3)
+    data._runs.append(WriterRun("w", 0, 1, 0, 3 * ROWS))
+    before = read_all(data.store)
     assert list_raw(segments) == [True] * 3
-    assert read_all(store) == before
+    savers = Savers()
+    savers.save(data.snapshot, tmp_path, keep=None).result()
+    savers.close()
+    assert list_raw(segments) == [True] * 3
+    with ReplayMemory.load(tmp_path, sampler=Uniform()) as loaded:
+        view = loaded.store.view()
+        (obs,) = view.read(np.arange(view.first_id, view.next_id), data.store.columns.obs_outputs)
+        assert obs.tobytes() == before
 
 
 def test_blocks_of_evicted_rows_are_not_kept() -> None:

@@ -1,4 +1,4 @@
-"""The oldest version of Ray that pyproject.toml declares, in a process of its own; the newest is in .venv."""
+"""The oldest version of Ray that pyproject.toml declares, in a process of its own. The newest is in .venv."""
 
 from __future__ import annotations
 

@@ -55,8 +55,10 @@ def answers(actor: Any) -> bool:
     return True
 
 
+@pytest.mark.nightly  # in make test, test_losses.py kills a roster
 def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(lasting: ReplayMemory) -> None:
-    roster, before = lasting._fleet.roster, held(lasting)
+    roster = lasting._fleet.roster
+    before = held(lasting)
     known = ray.get(roster.shards.remote(-1))[1]
     kill(process_of(roster))
     wait_until(lambda: answers(roster))
@@ -96,6 +98,7 @@ class DyingRoster:
         return first + shard, 0.5
 
 
+@pytest.mark.nightly
 def test_a_shard_that_is_started_while_the_roster_is_away_waits_for_it() -> None:
     remote: Any = ray.remote
     made = remote(num_cpus=0, max_restarts=-1)(DyingRoster).options(name="dying", namespace=NAMESPACE)
@@ -135,6 +138,7 @@ def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.nightly
 def test_steps_of_a_loaded_checkpoint_still_follow_each_other_after_a_restart(tmp_path: Path) -> None:
     """The journal also knows whose steps the rows of the checkpoint were."""
     place = tmp_path / "saved"

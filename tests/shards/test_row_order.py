@@ -24,11 +24,13 @@ class Shard:
     def add(self, writer: str, lanes: int) -> None:
         if self.generator.random() < 0.2:
             self.ticks[writer] += int(self.generator.integers(1, 9))  # was on another shard meanwhile
-        ticks, begin = int(self.generator.integers(1, 6)), self.ticks[writer]
+        ticks = int(self.generator.integers(1, 6))
+        begin = self.ticks[writer]
         self.ticks[writer] += ticks
         is_ordered = self.generator.random() < 0.9
-        run = WriterRun(writer, begin if is_ordered else -1, lanes if is_ordered else ticks * lanes, self.next,
-                        ticks * lanes)  # fmt: skip
+        run = WriterRun(
+            writer, begin if is_ordered else -1, lanes if is_ordered else ticks * lanes, self.next, ticks * lanes
+        )
         for row in range(ticks * lanes):
             lane = (writer, row % lanes) if is_ordered else (f"alone {self.next + row}", 0)
             self.steps[lane][begin + row // lanes] = self.next + row
@@ -49,7 +51,8 @@ def test_rows_follow_each_other_as_their_writers_stepped(seed: int) -> None:
     lanes = {"a": 1, "b": 3, "c": 2}
     for _ in range(60):
         writer = str(shard.generator.choice(list(lanes)))
-        before, new_from = shard.first, shard.next
+        before = shard.first
+        new_from = shard.next
         shard.add(writer, lanes[writer])
         if shard.generator.random() < 0.3:
             shard.first = min(shard.next - 1, shard.first + int(shard.generator.integers(0, 9)))

@@ -94,7 +94,7 @@ BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
 def add_episodes(memory: Any, lanes: int, ticks: int, first: int = 0) -> None:
-    """Add episodes of 5 to 30 steps; observations tell lane and tick, and rewards the tick."""
+    """Add episodes of 5 to 30 steps. Observations tell lane and tick, and rewards the tick."""
     generator = np.random.default_rng(first)
     left = generator.integers(5, 31, lanes)
     for tick in range(first, first + ticks):
@@ -125,14 +125,15 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
             assert cut.sum() == 0
             first = batch.obs[:, 1]
             assert (batch.reward == steps * first + steps * (steps - 1) / 2).all()
-        row, no = np.zeros((lanes, 2), np.float32), np.zeros(lanes, np.bool_)
+        row = np.zeros((lanes, 2), np.float32)
+        no = np.zeros(lanes, np.bool_)
         add_episodes(memory, lanes, 1)
         with pytest.raises(ArgumentError, match="the first add had dtype float32"):
             memory.add(row, np.zeros(lanes, np.int64), np.zeros(lanes), row, no, no)
 
 
 class Lane:
-    """A shard with one writer of one lane, and episodes of some lengths; rewards tell the transition."""
+    """A shard with one writer of one lane, and episodes of some lengths. Rewards tell the transition."""
 
     def __init__(self, number: int, lengths: list[int], sampler: Sampler, first: int) -> None:
         self.desk = Desk(Schema.of(BOX, ACTION, None, 1), sampler, 4_000, 7 + number, segment_rows=64)
@@ -153,14 +154,15 @@ class Lane:
 @pytest.mark.parametrize("by", ["uniform", "priority"])
 @pytest.mark.parametrize("kind", ["n-step", "sequences, every third"])
 def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> None:
-    """Every transition for n-step returns, every start for sequences; weights say by how much it was not so."""
+    """Every transition for n-step returns, every start for sequences. Weights say by how much it was not so."""
     generator = np.random.default_rng(3)
 
     def sampler() -> Any:
         single = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if by == "priority" else None
         return NStep(3, 0.9, by=single) if kind == "n-step" else Sequence(5, burn_in=2, stride=3, by=single)
 
-    lanes, first = [], 0
+    lanes = []
+    first = 0
     for number, episodes in enumerate((60, 12, 3)):
         lanes.append(Lane(number, generator.integers(2, 25, episodes).tolist(), sampler(), first))
         first += len(lanes[-1].numbers)
@@ -173,11 +175,13 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
             lane.desk.shard.update_priorities(allowed - lane.numbers[0], chances[allowed] - 1e-6)
     masses = {number: lane.desk.shard.mass() for number, lane in enumerate(lanes)}
     assert np.allclose(sum(masses.values()), chances.sum())
-    counts, sums = np.zeros(first, np.int64), np.zeros(first)
+    counts = np.zeros(first, np.int64)
+    sums = np.zeros(first)
     where = assign_rows(masses, 200_000, generator)
     answers = []
     for number, rows in where.items():
-        desk, numbers = lanes[number].desk, lanes[number].numbers
+        desk = lanes[number].desk
+        numbers = lanes[number].numbers
         drawn = desk.shard.draw(len(rows), 0, None, is_near=True)
         ids = drawn.draw.ids
         starts = numbers[ids[:, 2] if ids.ndim == 2 else ids]

@@ -94,8 +94,14 @@ def test_trajectories_become_the_rows_of_their_ticks(stream: Stream, segment_row
     for length in lengths:
         steps = stream.ticks(length)
         given_steps = (
-            steps.obs, steps.action, steps.reward, steps.next_obs, steps.terminated, steps.truncated, steps.extras,
-        )  # fmt: skip
+            steps.obs,
+            steps.action,
+            steps.reward,
+            steps.next_obs,
+            steps.terminated,
+            steps.truncated,
+            steps.extras,
+        )
         oracle.extend(*given_steps)
         checked = desk.builder.check((length, stream.num_envs), (*given_steps, None))
         taken = 0
@@ -168,7 +174,8 @@ def test_a_segment_of_another_memory_is_refused() -> None:
 def test_rewards_of_another_dtype_are_refused() -> None:
     schema = Schema.of(spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(3), {}, 1)
     store = ShardStore(schema, 100, 0, 1, Tuning())
-    row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    row = np.zeros((1, 3), np.float32)
+    no = np.zeros(1, np.bool_)
     for dtype in (np.float32, np.float64):
         builder = SegmentBuilder(replace(schema, num_envs=1), 8, "balanced", Tuning())
         builder.append((row, np.zeros(1, np.int64), np.zeros(1, dtype), row, no, no, None, None))

@@ -44,14 +44,16 @@ def is_shared(batch: Batch, leaf: str = "image") -> bool:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    no, numbers = np.zeros((400, 1), np.bool_), np.arange(400, dtype=np.float32)[:, None]
+    no = np.zeros((400, 1), np.bool_)
+    numbers = np.arange(400, dtype=np.float32)[:, None]
     with ReplayMemory(SPACE, spaces.Discrete(2), 3_000, shards=shards, seed=0) as memory:
         state = np.repeat(numbers[..., None], 3, axis=2)
         obs, next_obs = ({"image": frames, "state": state} for frames in (FRAMES, np.roll(FRAMES, 1, axis=0)))
         memory.extend(obs, no.astype(np.int64), numbers, next_obs, no, no)
-        first, second = memory.sample(64), memory.sample(64)
+        first = memory.sample(64)
+        second = memory.sample(64)
         assert is_shared(first) == is_shared(second) == hasattr(os, "memfd_create")
         assert is_shared(first, "state") == is_shared(first)  # so that answers stay small
         require_right(first)
@@ -190,7 +192,9 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
 
 @needs_sharing
 def test_blocks_of_a_learner_that_ended_are_let_go_though_no_other_is_opened() -> None:
-    ended, going_on, shard = BatchBlocks(LEAVES, MIN_BYTES), BatchBlocks(LEAVES, MIN_BYTES), OpenedBlocks()
+    ended = BatchBlocks(LEAVES, MIN_BYTES)
+    going_on = BatchBlocks(LEAVES, MIN_BYTES)
+    shard = OpenedBlocks()
     lost: Any = ended.take(64)
     kept: Any = going_on.take(64)
     place = kept.describe_rows(np.arange(64))
@@ -206,7 +210,8 @@ def test_blocks_of_a_learner_that_ended_are_let_go_though_no_other_is_opened() -
 @needs_sharing
 def test_who_keeps_many_batches_keeps_few_files_open() -> None:
     blocks = BatchBlocks(LEAVES, MIN_BYTES)
-    before, kept = psutil.Process().num_fds(), []
+    before = psutil.Process().num_fds()
+    kept = []
     for _ in range(500):
         block = blocks.take(64)
         kept.append(block)

@@ -31,16 +31,19 @@ from .processes import forget_all, process_of, repeat, wait_until, writer_with
 # Workers have no tests to import.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SPACE, ACTION = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
+SPACE = spaces.Box(-1, 1, (3,), np.float32)
+ACTION = spaces.Discrete(2)
 
 
 def add(target: Any, number: int) -> None:
-    row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    row = np.zeros((1, 3), np.float32)
+    no = np.zeros(1, np.bool_)
     target.add(row, np.zeros(1, np.int64), np.full(1, number, np.float32), row, no, no)
 
 
 def steps(first: int, end: int) -> tuple[Any, ...]:
-    rows, no = np.zeros((end - first, 1, 3), np.float32), np.zeros((end - first, 1), np.bool_)
+    rows = np.zeros((end - first, 1, 3), np.float32)
+    no = np.zeros((end - first, 1), np.bool_)
     return rows, no.astype(np.int64), np.arange(first, end, dtype=np.float32)[:, None], rows, no, no
 
 
@@ -121,7 +124,8 @@ def test_a_writer_of_many_lanes_sends_whole_ticks(lanes: int, memory: ReplayMemo
     forget_all(memory)
     writer = memory.writer(num_envs=lanes)
     ticks = 7
-    rows, no = np.zeros((ticks, lanes, 3), np.float32), np.zeros((ticks, lanes), np.bool_)
+    rows = np.zeros((ticks, lanes, 3), np.float32)
+    no = np.zeros((ticks, lanes), np.bool_)
     block = rows, no.astype(np.int64), no.astype(np.float32), rows, no, no
     for tick in range(ticks):
         writer.add(*(part[tick] for part in block))
@@ -137,7 +141,8 @@ def test_a_writer_of_many_lanes_sends_whole_ticks(lanes: int, memory: ReplayMemo
 def test_a_writer_that_is_flushed_while_it_adds_sends_in_order(memory: ReplayMemory) -> None:
     """At the end of a process a writer is flushed, whatever its other threads do with it."""
     forget_all(memory)
-    writer, is_over = memory.writer(), threading.Event()
+    writer = memory.writer()
+    is_over = threading.Event()
 
     def flush() -> None:
         while not is_over.is_set():
@@ -179,7 +184,8 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     forget_all(memory)
     ray.get(feed_and_drop.remote(memory.writer()))
     feeder: Any = ray.remote(num_cpus=0)(Feeder)
-    ending, dropped = feeder.remote(memory.writer(), 300), feeder.remote(memory.writer(), 500)
+    ending = feeder.remote(memory.writer(), 300)
+    dropped = feeder.remote(memory.writer(), 500)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(ending.leave.remote())
     ray.get(dropped.__ray_ready__.remote())
@@ -199,7 +205,8 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
 def test_rows_under_way_are_counted_while_others_send_them() -> None:
     """Metrics are read in a thread of their own, which an error would end."""
     members: Any = SimpleNamespace(handle=lambda _: None)
-    stream, is_over = SegmentStream(members, 0, b"", ClusterTuning()), threading.Event()
+    stream = SegmentStream(members, 0, b"", ClusterTuning())
+    is_over = threading.Event()
 
     def send() -> None:
         while not is_over.is_set():
@@ -228,6 +235,7 @@ def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory)
     assert held(memory) == [0]
 
 
+@pytest.mark.nightly
 def test_writers_that_end_at_once_end_no_shard(memory: ReplayMemory) -> None:
     # Ray gives calls that actors make at their end the same names, and a shard that runs two of one name is ended.
     forget_all(memory)
@@ -253,6 +261,7 @@ for number in range(200):
 """
 
 
+@pytest.mark.nightly  # in make test, one of the ways in which a writer ends
 def test_a_program_that_ends_without_flush_has_flushed(memory: ReplayMemory) -> None:
     forget_all(memory)
     head = ray.get_runtime_context().gcs_address
@@ -293,6 +302,7 @@ def test_a_memory_with_journals_that_is_closed_has_flushed(cluster: None, tmp_pa
         assert held(again) == [0]
 
 
+@pytest.mark.nightly
 def test_a_writer_and_a_learner_of_a_memory_that_was_replaced_hear_so(cluster: None, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"shards": 1, "durability": "segment", "url": tmp_path}
     with ReplayMemory(SPACE, ACTION, 1_000, **settings) as old:
@@ -347,6 +357,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert opened.trouble == ""
 
 
+@pytest.mark.nightly
 def test_a_shard_without_room_is_refused_and_disturbs_nobody(cluster: None) -> None:
     settings: dict[str, Any] = {"shards": 1, "resources": {"num_cpus": 3.0}, "patience_s": 5.0}  # of four CPUs
     with ReplayMemory(SPACE, ACTION, 1_000, **settings) as memory:

@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 import holdall
 from holdall import Hindsight, HoldallError, NStep, Prioritized, ReplayMemory, RolloutMemory, Sequence, Uniform
 from holdall.testing import assert_same_bits
 
-VECTOR, BUTTONS, LANES = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2), 2
-NAN, INFINITE = float("nan"), float("inf")
+VECTOR = spaces.Box(-1, 1, (3,), np.float32)
+BUTTONS = spaces.Discrete(2)
+LANES = 2
+NAN = float("nan")
+INFINITE = float("inf")
 NO_COUNTS: tuple[Any, ...] = (-1, True, None, "x", 1.5, NAN, [], {}, b"x")
 NO_NUMBERS: tuple[Any, ...] = (-1.0, True, None, "x", NAN, INFINITE, [], {}, b"x")
 NO_TEXT: tuple[Any, ...] = (5, True, None, NAN, [], {}, b"x")
@@ -24,11 +28,23 @@ NO_PATHS: tuple[Any, ...] = (5, True, NAN, [], {}, b"x")
 NO_FLAGS: tuple[Any, ...] = (5, None, "x", NAN, [], {}, b"x")
 NO_SPACES: tuple[Any, ...] = (5, None, "x", [], {}, spaces.Text(3), spaces.Box)
 NO_SAMPLERS: tuple[Any, ...] = (5, "x", [], {}, Uniform, Prioritized, lambda: None)
-NO_DEVICES: tuple[Any, ...] = (5, True, "nowhere", [], {}, b"x")
+NO_DEVICES: tuple[Any, ...] = (5, True, "nowhere", [], {}, b"x", 2**70, np.zeros(3))
+META = torch.zeros(1, device="meta")
 NO_IDS: tuple[Any, ...] = (
-    None, "x", NAN, {}, [0.5], [True], [10**9], [-7], [2**70], np.ma.array([0], mask=[True]), np.array(["x"]),
+    None,
+    "x",
+    NAN,
+    {},
+    META,
+    [0.5],
+    [True],
+    [10**9],
+    [-7],
+    [2**70],
+    np.ma.array([0], mask=[True]),
+    np.array(["x"]),
     np.array([2**63], np.uint64),
-)  # fmt: skip
+)
 
 
 def masked(array: Any) -> Any:
@@ -36,7 +52,8 @@ def masked(array: Any) -> Any:
 
 
 def step(**others: Any) -> dict[str, Any]:
-    rows, flags = np.ones((LANES, 3), np.float32), np.zeros(LANES, np.bool_)
+    rows = np.ones((LANES, 3), np.float32)
+    flags = np.zeros(LANES, np.bool_)
     numbers = np.ones(LANES, np.float32)
     named = {"obs": rows, "action": np.zeros(LANES, np.int64), "reward": numbers, "next_obs": rows}
     return named | {"terminated": flags, "truncated": flags} | others
@@ -82,49 +99,112 @@ def cases(table: dict[str, tuple[Any, ...]]) -> Any:
     ("argument", "value"),
     cases(
         {
-            "observation_space": NO_SPACES, "action_space": NO_SPACES, "capacity": NO_COUNTS, "num_envs": NO_COUNTS,
-            "budget": (-1, True, "x", 1.5, NAN, [], {}, b"x"), "prefer": NO_TEXT, "spill_dir": NO_PATHS,
-            "device": NO_DEVICES, "store_device": NO_DEVICES, "seed": (-1, True, "x", 1.5, NAN, {}, b"x"),
-            "extras": (5, "x", [], {"a": 1}, BUTTONS), "sampler": NO_SAMPLERS,
+            "observation_space": NO_SPACES,
+            "action_space": NO_SPACES,
+            "capacity": NO_COUNTS,
+            "num_envs": NO_COUNTS,
+            "budget": (-1, True, "x", 1.5, NAN, [], {}, b"x", np.zeros(3)),
+            "prefer": NO_TEXT,
+            "spill_dir": NO_PATHS,
+            "device": NO_DEVICES,
+            "store_device": NO_DEVICES,
+            "seed": (-1, True, "x", 1.5, NAN, {}, b"x"),
+            "extras": (5, "x", [], {"a": 1}, BUTTONS),
+            "sampler": NO_SAMPLERS,
         }
     ),
-)  # fmt: skip
+)
 def test_a_replay_memory_is_not_made_of_it(argument: str, value: Any) -> None:
     given = {"observation_space": VECTOR, "action_space": BUTTONS, "capacity": 40, "num_envs": LANES, argument: value}
     device = "device" if argument == "store_device" else argument  # a store's device is asked for by its delivery
     assert_refused(f"({argument}|{device})", ReplayMemory, **given)
 
 
+def many(leaves: int) -> spaces.Dict:
+    return spaces.Dict({str(i): VECTOR for i in range(leaves)})
+
+
+TOO_LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "too many lanes": ("num_envs", {"num_envs": 2**24, "capacity": 2**40}),
+    "too many transitions": ("capacity", {"capacity": 2**61}),
+    "too many arrays": ("observation_space", {"observation_space": many(300)}),
+    "too many extras": ("observation_space, action_space and extras", {"extras": dict(many(253))}),
+    "too many axes": ("observation_space", {"observation_space": spaces.Box(0, 1, (1,) * 17)}),
+    "too many axes of an extra": ("extras", {"extras": {"more": spaces.Box(0, 1, (1,) * 17)}}),
+    "too many axes of a reward": ("reward_shape", {"reward_shape": (1,) * 17}),
+    "too large an array": ("action_space", {"action_space": spaces.MultiBinary(2**30 + 1)}),
+    "too large a reward": ("reward_shape", {"reward_shape": (2**28,)}),
+}
+
+
+@pytest.mark.parametrize(("argument", "options"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_a_replay_memory_is_not_made_of_what_it_could_not_save(argument: str, options: dict[str, Any]) -> None:
+    given = {"observation_space": VECTOR, "action_space": BUTTONS, "capacity": 40, **options}
+    assert_refused(argument, ReplayMemory, **given)
+
+
+def test_a_memory_of_254_arrays_is_filled_and_read() -> None:
+    space = many(253)
+    with ReplayMemory(space, BUTTONS, 20) as memory:
+        obs = {key: np.full(3, number, np.float32) for number, key in enumerate(space)}
+        memory.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
+        assert_same_bits(memory.gather([0]).obs, {key: row[None] for key, row in obs.items()})
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     cases(
         {
-            "observation_space": NO_SPACES, "action_space": NO_SPACES, "num_steps": NO_COUNTS, "num_envs": NO_COUNTS,
-            "device": NO_DEVICES, "compress": (5, True, "x", NAN, [], {}, b"x"),
-            "seed": (-1, True, "x", 1.5, NAN, {}, b"x"), "extras": (5, "x", [], {"a": 1}, BUTTONS),
+            "observation_space": NO_SPACES,
+            "action_space": NO_SPACES,
+            "num_steps": NO_COUNTS,
+            "num_envs": NO_COUNTS,
+            "device": NO_DEVICES,
+            "compress": (5, True, "x", NAN, [], {}, b"x"),
+            "seed": (-1, True, "x", 1.5, NAN, {}, b"x"),
+            "extras": (5, "x", [], {"a": 1}, BUTTONS),
         }
     ),
-)  # fmt: skip
+)
 def test_a_rollout_memory_is_not_made_of_it(argument: str, value: Any) -> None:
     given = {"observation_space": VECTOR, "action_space": BUTTONS, "num_steps": 4, "num_envs": LANES, argument: value}
     assert_refused(argument, RolloutMemory, **given)
+
+
+@pytest.mark.parametrize("num_steps", [2**62, 2**70])
+@pytest.mark.parametrize("compress", [None, "speed"])
+@pytest.mark.parametrize("side", [1, 84])
+def test_a_rollout_memory_is_not_made_of_more_steps_than_there_is_memory_for(
+    num_steps: int, compress: str | None, side: int
+) -> None:
+    space = spaces.Box(0, 255, (side, side), np.uint8)
+    assert_refused("num_steps", RolloutMemory, space, BUTTONS, num_steps, compress=compress)
 
 
 SAMPLERS: dict[Any, dict[str, tuple[Any, ...]]] = {
     Prioritized: {"alpha": NO_NUMBERS, "beta": NO_NUMBERS, "floor": (0.0, *NO_NUMBERS)},
     NStep: {"n": (0, *NO_COUNTS), "gamma": (1.5, *NO_NUMBERS), "by": NO_SAMPLERS},
     Sequence: {
-        "length": (0, *NO_COUNTS), "burn_in": NO_COUNTS, "stride": (0, *NO_COUNTS), "crossing": NO_FLAGS,
+        "length": (0, *NO_COUNTS),
+        "burn_in": NO_COUNTS,
+        "stride": (0, *NO_COUNTS),
+        "crossing": NO_FLAGS,
         "by": NO_SAMPLERS,
     },
     Hindsight: {
-        "strategy": ("x", *NO_TEXT), "k": NO_NUMBERS, "reward_fn": (5, None, "x"), "achieved_key": NO_TEXT,
-        "desired_key": NO_TEXT, "by": NO_SAMPLERS,
+        "strategy": ("x", *NO_TEXT),
+        "k": NO_NUMBERS,
+        "reward_fn": (5, None, "x"),
+        "achieved_key": NO_TEXT,
+        "desired_key": NO_TEXT,
+        "by": NO_SAMPLERS,
     },
-}  # fmt: skip
+}
 LEAST: dict[Any, dict[str, Any]] = {
-    NStep: {"n": 2, "gamma": 0.9}, Sequence: {"length": 2}, Hindsight: {"strategy": "future", "k": 4, "reward_fn": len},
-}  # fmt: skip
+    NStep: {"n": 2, "gamma": 0.9},
+    Sequence: {"length": 2},
+    Hindsight: {"strategy": "future", "k": 4, "reward_fn": len},
+}
 
 
 @pytest.mark.parametrize("kind", SAMPLERS, ids=lambda kind: kind.__name__)
@@ -143,12 +223,14 @@ CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]
     "are_valid": ("ids", lambda memory, value: memory.are_valid(value), (5, [[0]], *NO_IDS)),
     "update_priorities of ids": ("ids", lambda memory, value: memory.update_priorities(value, [1.0]), NO_IDS),
     "update_priorities to": (
-        "priorities", lambda memory, value: memory.update_priorities([0], value),
-        ([NAN], [INFINITE], [-1.0], ["x"], [None], [True], 5, [1.0, 2.0], np.ma.array([1.0], mask=[True])),
+        "priorities",
+        lambda memory, value: memory.update_priorities([0], value),
+        ([NAN], META, [INFINITE], [-1.0], ["x"], [None], [True], 5, [1.0, 2.0], np.ma.array([1.0], mask=[True])),
     ),
     "set_flags of ids": ("ids", lambda memory, value: memory.set_flags(value, [True], [True]), NO_IDS),
     "set_flags to": (
-        "terminated", lambda memory, value: memory.set_flags([0], value, [True]),
+        "terminated",
+        lambda memory, value: memory.set_flags([0], value, [True]),
         (5, None, "x", [1], [True, True], masked([True])),
     ),
     "set_flags to cut": ("truncated", lambda memory, value: memory.set_flags([0], [True], value), (5, None, [1])),
@@ -164,21 +246,26 @@ CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]
     "save and show": ("progress", lambda memory, value: memory.save("nowhere", progress=value), (5, "x", [])),
     "save_every": ("url", lambda memory, value: memory.save_every(value, 9.0), (None, *NO_PATHS)),
     "save_every so long": (
-        "seconds", lambda memory, value: memory.save_every("nowhere", value), (0, -1, True, "x", NAN, [], b"x"),
+        "seconds",
+        lambda memory, value: memory.save_every("nowhere", value),
+        (0, -1, True, "x", NAN, [], b"x"),
     ),
     "save_every so many": (
-        "transitions", lambda memory, value: memory.save_every("nowhere", transitions=value), (0, -1, True, "x", 1.5),
+        "transitions",
+        lambda memory, value: memory.save_every("nowhere", transitions=value),
+        (0, -1, True, "x", 1.5),
     ),
     "save_every keeping": ("keep", lambda memory, value: memory.save_every("nowhere", 9, keep=value), (0, *NO_COUNTS)),
     "save_every and mirror": ("mirror", lambda memory, value: memory.save_every("nowhere", 9, mirror=value), ("x", 5)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_refuses_it_and_changes_nothing(call: str, memory: ReplayMemory, tmp_path: Path) -> None:
     """Neither what is held, nor what is drawn next, nor a file."""
     argument, act, values = CALLS[call]
-    held, state = memory.gather(np.arange(12)), memory.batch_source.generator.bit_generator.state
+    held = memory.gather(np.arange(12))
+    state = memory.batch_source.generator.bit_generator.state
     priorities = memory.sampler.state()
     for value in values:
         with pytest.MonkeyPatch.context() as patch:
@@ -212,6 +299,7 @@ def test_add_refuses_it_and_adds_nothing(name: str, memory: ReplayMemory) -> Non
         "x",
         [[]],
         masked(fitting),
+        META,
         fitting.astype(np.complex64),
         fitting.astype(object),
         fitting[:1],
@@ -231,6 +319,7 @@ def test_a_rollout_refuses_it_and_adds_nothing(name: str, rollout: RolloutMemory
         "x",
         [[]],
         masked(fitting),
+        META,
         fitting.astype(np.complex64),
         fitting.astype(object),
         fitting[:1],
@@ -245,11 +334,12 @@ def test_a_rollout_refuses_it_and_adds_nothing(name: str, rollout: RolloutMemory
     cases(
         {
             "last_values": (5, None, "x", [1.0], masked(np.zeros(LANES, np.float32)), np.zeros(LANES)),
-            "gamma": (1.5, *NO_NUMBERS), "gae_lambda": (1.5, *NO_NUMBERS),
+            "gamma": (1.5, *NO_NUMBERS),
+            "gae_lambda": (1.5, *NO_NUMBERS),
             "final_values": (5, "x", np.zeros(3, np.float32)),
         }
     ),
-)  # fmt: skip
+)
 def test_a_rollout_is_not_finished_with_it(argument: str, value: Any, rollout: RolloutMemory) -> None:
     before = next(rollout.minibatches(10)).advantage
     given = {"last_values": np.ones(LANES, np.float32), argument: value}
@@ -270,12 +360,19 @@ def test_minibatches_are_not_cut_by_it(argument: str, value: Any, rollout: Rollo
     ("argument", "value"),
     cases(
         {
-            "capacity": (0, -1, True, "x", 1.5, [], b"x"), "device": NO_DEVICES, "budget": (-1, True, "x", 1.5, []),
-            "prefer": NO_TEXT, "spill_dir": NO_PATHS, "sampler": NO_SAMPLERS, "recover": NO_FLAGS,
-            "num_envs": (0, -1, True, "x", 1.5, [], b"x"), "url": (None, *NO_PATHS), "timeout": NO_NUMBERS,
+            "capacity": (0, -1, True, "x", 1.5, [], b"x"),
+            "device": NO_DEVICES,
+            "budget": (-1, True, "x", 1.5, []),
+            "prefer": NO_TEXT,
+            "spill_dir": NO_PATHS,
+            "sampler": NO_SAMPLERS,
+            "recover": NO_FLAGS,
+            "num_envs": (0, -1, True, "x", 1.5, [], b"x"),
+            "url": (None, *NO_PATHS),
+            "timeout": NO_NUMBERS,
         }
     ),
-)  # fmt: skip
+)
 def test_a_checkpoint_is_not_loaded_with_it(argument: str, value: Any, saved: Path) -> None:
     given = {"url": saved, "sampler": Prioritized(), argument: value}
     assert_refused(argument, ReplayMemory.load, **given)

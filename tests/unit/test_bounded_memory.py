@@ -110,7 +110,7 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the syst
     ("budget", "frames"), [("48MiB", 3_000), pytest.param("96MiB", 7_000, marks=pytest.mark.nightly)]
 )
 def test_a_process_grows_by_the_budget_and_no_more(spills: bool, budget: str, frames: int, tmp_path: Path) -> None:
-    """More is added than it holds in any form; all of that is kept on disk, or the oldest leave."""
+    """More is added than it holds in any form. All of that is kept on disk, or the oldest leave."""
     told = filled(budget, str(tmp_path) if spills else "", frames)
     assert told["failure"] == ""
     assert told["wrong"] == 0
@@ -144,13 +144,14 @@ def test_one_byte_less_than_the_least_is_refused(spills: bool, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
     with ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, budget=least, **given) as memory:
         assert memory.report().budget_bytes == least
-        flag, frame = np.zeros(1, np.bool_), np.ones((1, *FRAME), np.uint8)
+        flag = np.zeros(1, np.bool_)
+        frame = np.ones((1, *FRAME), np.uint8)
         memory.add(frame, np.zeros(1, np.int64), np.ones(1, np.float32), frame, flag, flag)
         assert len(memory) == 1
 
 
 def is_accepted(sizes: list[int], capacity: int, lanes: int, budget: int) -> tuple[bool, int]:
-    """Whether a memory of fields of so many bytes takes a budget; and the least that the refusal names."""
+    """Return whether a memory accepts a budget, and the least budget that the refusal names."""
     space = spaces.Dict({f"k{i}": box((size,), "u1") for i, size in enumerate(sizes)})
     try:
         ReplayMemory(space, spaces.Discrete(2), capacity * lanes, lanes, budget=budget).close()
@@ -160,9 +161,18 @@ def is_accepted(sizes: list[int], capacity: int, lanes: int, budget: int) -> tup
 
 
 FIELDS = [
-    [1000] * 8, [8], [4096], [5000], [300, 300, 300], [3000, 300], [20_000, 1000, 1000], [257] * 20, [8] * 5,
-    [4096, 4097], [100_000, 4000, 2000, 260],
-]  # fmt: skip
+    [1000] * 8,
+    [8],
+    [4096],
+    [5000],
+    [300, 300, 300],
+    [3000, 300],
+    [20_000, 1000, 1000],
+    [257] * 20,
+    [8] * 5,
+    [4096, 4097],
+    [100_000, 4000, 2000, 260],
+]
 
 
 @pytest.mark.parametrize("sizes", FIELDS, ids=str)
@@ -217,7 +227,7 @@ def test_a_larger_capacity_holds_as_many_transitions() -> None:
 @pytest.mark.nightly
 def test_large_frames_take_no_more_beside_the_transitions_than_small_ones() -> None:
     """Stacks of 4 frames of 215,040 bytes: open and waiting segments, and what choosing a codec takes."""
-    script = Path(__file__).parents[2] / "benchmarks" / "fixed_cost.py"
+    script = Path(__file__).with_name("fixed_cost.py")
     command = [sys.executable, str(script), "--transitions", "400"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]

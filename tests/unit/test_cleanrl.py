@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
-import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,7 +54,9 @@ def steps_of(
 
     obs = observed()
     for _ in range(ticks):
-        following, ended, cut = observed(), draw.random(lanes) < 0.1, draw.random(lanes) < 0.1
+        following = observed()
+        ended = draw.random(lanes) < 0.1
+        cut = draw.random(lanes) < 0.1
         final = observed()
         next_obs = following.copy()
         next_obs[cut] = final[cut]
@@ -73,7 +72,11 @@ class PlainSlots:
     def __init__(
         self, slots: int, space: spaces.Space[Any], action: spaces.Space[Any], lanes: int, shares: bool, cuts: bool
     ) -> None:
-        self.slots, self.lanes, self.shares, self.cuts, self.ticks = slots, lanes, shares, cuts, 0
+        self.slots = slots
+        self.lanes = lanes
+        self.shares = shares
+        self.cuts = cuts
+        self.ticks = 0
         shape = space.shape or (1,)
         self.obs, self.next_obs = (np.zeros((slots, lanes, *shape), space.dtype) for _ in range(2))
         self.action = np.zeros((slots, lanes, int(np.prod(action.shape or ()))), action.dtype)
@@ -161,6 +164,13 @@ def test_batches_on_a_gpu_are_those_of_plain_arrays(space: Any, action: Any, lan
     assert_same_draws(mine, plain, seed=7)
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "cpu"), ("auto", "cpu"), ("cpu", "cpu"), ("meta", "meta")])
+def test_a_gpu_that_is_not_there_becomes_the_cpu(device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    mine = ReplayBuffer(10, VECTOR, FORCE, device, handle_timeout_termination=False)
+    assert mine.device == torch.device(expected)
+
+
 def test_a_truncated_episode_keeps_its_final_observation_with_optimize_memory_usage() -> None:
     """CleanRL's own layout has one array, where the next episode's first observation overwrites the final one."""
     mine = ReplayBuffer(100, STACK, CART, "cpu", optimize_memory_usage=True, handle_timeout_termination=True)
@@ -168,7 +178,8 @@ def test_a_truncated_episode_keeps_its_final_observation_with_optimize_memory_us
     steps = list(steps_of(STACK, CART, 1, 60))
     for slot, step in enumerate(steps):
         mine.add(*step._replace(done=step.done | np.array([step.infos != [{}]])))  # as a loop that knows only ends
-        theirs[slot], theirs[slot + 1] = step.obs, step.next_obs
+        theirs[slot] = step.obs
+        theirs[slot + 1] = step.next_obs
     cut = np.flatnonzero([step.infos != [{}] for step in steps[:-1]])
     assert len(cut) > 2
     batch = mine.memory.gather(np.arange(60))
@@ -215,7 +226,8 @@ def test_budget_prefer_and_spill_dir_reach_the_memory_and_the_next_one(tmp_path:
 
 
 def test_a_budget_that_does_not_hold_all_draws_what_is_held() -> None:
-    noise, image = np.random.default_rng(0), spaces.Box(0, 255, (70, 70), np.uint8)
+    noise = np.random.default_rng(0)
+    image = spaces.Box(0, 255, (70, 70), np.uint8)
     mine = ReplayBuffer(800, image, CART, "cpu", handle_timeout_termination=False, budget="1.5MiB", _tuning=TUNING)
     frames = noise.integers(0, 256, (801, 1, 70, 70), np.uint8)
     for obs, following in itertools.pairwise(frames):
@@ -268,7 +280,8 @@ def test_steps_may_be_added_in_one_call() -> None:
     for step in steps:
         one.add(*step)
     all_at_once.extend(*zip(*steps, strict=True))
-    ours, theirs = one.memory.gather(np.arange(60)), all_at_once.memory.gather(np.arange(60))
+    ours = one.memory.gather(np.arange(60))
+    theirs = all_at_once.memory.gather(np.arange(60))
     assert np.array_equal(ours.obs, theirs.obs)
     assert np.array_equal(ours.truncated, theirs.truncated)
 
@@ -283,37 +296,12 @@ def test_it_is_found_without_an_import_of_its_own_and_needs_no_stable_baselines3
     assert done.stdout.split() == []
 
 
-# ---------------------------------------------------------------- the guide
-
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "cleanrl.md"
-
-
-def test_the_programs_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "guide"}
-    text = GUIDE.read_text(encoding="utf-8")
-    (new,) = re.findall(r"^```diff\n-from cleanrl_utils.*\n\+(.*\n)```$", text, re.MULTILINE)
-    for program in (new, *re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
-        exec(compile(program, str(GUIDE), "exec"), names)
-    assert names["rb"].size() == 300
-    names["small"].memory.close()
-
-
-def test_the_table_of_the_guide_is_that_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmarks = GUIDE.parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(benchmarks)
-    script = runpy.run_path(str(benchmarks / "cleanrl_scripts.py"))
-    found = json.loads((benchmarks / "results" / "cleanrl.json").read_text(encoding="utf-8"))["found"]
-    text = GUIDE.read_text(encoding="utf-8")
-    assert script["rewritten"](text, found) == text, "run the benchmark with --guide"
-    assert list(found) == list(script["RUNS"])
-
-
 # ---------------------------------------------------------------- wrong use
 
 
 def step(**changed: Any) -> Added:
-    seen, one = np.zeros((1, 5), np.float32), np.array([1])
+    seen = np.zeros((1, 5), np.float32)
+    one = np.array([1])
     right = Added(seen, seen, one, np.array([0.5]), np.array([False]), [{}])
     return right._replace(**changed)
 
@@ -401,7 +389,7 @@ def test_a_wrong_batch_size_is_refused(count: Any) -> None:
 
 @pytest.mark.parametrize("order", [(0, 2, 3, 1), (1, 0, 2, 3)], ids=["channels last", "environments behind"])
 def test_observations_in_another_layout_are_refused(order: tuple[int, ...]) -> None:
-    """As many numbers in another order would be another observation; CleanRL's own buffer refuses them, too."""
+    """As many numbers in another order would be another observation. CleanRL's own buffer refuses them, too."""
     mine = ReplayBuffer(50, spaces.Box(0, 255, (3, 8, 8), np.uint8), spaces.Box(-1, 1, (2, 3), np.float32), "cpu", 2)
     frames = np.zeros((2, 3, 8, 8), np.uint8)
     rest: Any = np.zeros((2, 6), np.float32), np.zeros(2), np.zeros(2, np.bool_), [{}, {}]

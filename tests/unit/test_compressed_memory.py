@@ -6,15 +6,14 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from camera_ticks import RARE, make_ticks, smooth
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
 from holdall._native import Block, Coded
@@ -32,17 +31,10 @@ SPACE = spaces.Dict(
 )
 ACTIONS = spaces.Discrete(3)
 LARGE = ("obs.camera", "obs.scaled", "obs.stack", "obs.words")
-RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0], np.uint64).view("f8")
-"""NaNs with payloads, and zeros of either sign."""
 
 
 SMALL = Tuning(block_bytes=240_000)
 """Small blocks: those of the four large fields share these bytes."""
-
-
-def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Draw images whose pixels resemble their neighbours."""
-    return generator.integers(0, 3, shape, np.uint8).cumsum(axis=-1, dtype=np.uint8)
 
 
 def observed(generator: np.random.Generator, lanes: int, before: Any = None) -> dict[str, Any]:
@@ -57,31 +49,13 @@ def observed(generator: np.random.Generator, lanes: int, before: Any = None) -> 
     }
 
 
-def ticks_of(lanes: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Let steps pass in all lanes at once; every 17th ends an episode."""
-    generator = np.random.default_rng(seed)
-    obs = observed(generator, lanes)
-    for tick in range(1 << 30):
-        next_obs = observed(generator, lanes, obs)
-        ends = np.full(lanes, tick % 17 == 16)
-        yield {
-            "obs": obs,
-            "action": generator.integers(0, 3, lanes),
-            "reward": generator.normal(size=lanes).astype("f4"),
-            "next_obs": next_obs,
-            "terminated": ends,
-            "truncated": np.zeros(lanes, np.bool_),
-        }
-        obs = observed(generator, lanes) if ends[0] else next_obs
-
-
 class Pair:
     """A memory that compresses all, and the oracle, fed with the same ticks."""
 
     def __init__(self, capacity: int = 6_000, lanes: int = 1, prefer: str = "memory") -> None:
         self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, budget=None, prefer=prefer, seed=0, _tuning=SMALL)
         self.oracle = OracleMemory(capacity, lanes)
-        self._ticks = ticks_of(lanes)
+        self._ticks = make_ticks(observed, lanes)
 
     def feed(self, count: int) -> None:
         for _ in range(count):
@@ -181,7 +155,7 @@ def test_batches_that_are_held_stay_as_they_were() -> None:
 def test_threads_read_what_was_added_while_it_is_compressed() -> None:
     """One adds, three gather, one draws: every row is the one that was added under its id."""
     count = 220
-    steps = [tick for tick, _ in zip(ticks_of(1), range(count), strict=False)]
+    steps = [tick for tick, _ in zip(make_ticks(observed, 1), range(count), strict=False)]
     oracle = OracleMemory(count)
     for step in steps:
         oracle.add(**step)
@@ -268,14 +242,14 @@ def test_what_fits_the_budget_stays_raw() -> None:
     """By default a quarter of what is available stays raw, and as fast as memory."""
     memory = ReplayMemory(SPACE, ACTIONS, 2_000, _tuning=SMALL)
     with memory:
-        for tick, _ in zip(ticks_of(1), range(100), strict=False):
+        for tick, _ in zip(make_ticks(observed, 1), range(100), strict=False):
             memory.add(**tick)
         memory.store.wait_idle()
         assert {count_coded(memory, name)[0] for name in LARGE} == {0}
 
 
 def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
-    """Nothing of a damaged slice is returned; transitions in other blocks are as they were."""
+    """Nothing of a damaged slice is returned. Transitions in other blocks are as they were."""
     pair = Pair()
     with pair.memory:
         pair.feed(150)
@@ -297,7 +271,7 @@ def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
 
 
 def test_a_pickled_memory_is_the_same_and_goes_on() -> None:
-    """Compressed blocks travel as they are; what is added later is compressed, too."""
+    """Compressed blocks travel as they are. What is added later is compressed, too."""
     pair = Pair()
     pair.feed(120)
     pair.memory.store.wait_idle()

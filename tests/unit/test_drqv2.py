@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +79,8 @@ def batches_by_rule(episodes: list[list[TimeStep]], count: int, size: int, nstep
         for _ in range(size):
             steps = random.choice(episodes)
             start = np.random.randint(0, len(steps) - nstep)  # noqa: NPY002
-            reward, discount = np.zeros(1, np.float32), np.ones(1, np.float32)
+            reward = np.zeros(1, np.float32)
+            discount = np.ones(1, np.float32)
             for step in steps[start + 1 : start + nstep + 1]:
                 reward += discount * np.float32(step["reward"])
                 discount *= np.float32(step["discount"]) * gamma
@@ -204,26 +202,4 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         make_replay_loader(tmp_path, 100, 8, 0, False, 3, 0.99)
     make_replay_loader(tmp_path, 1e6, 8, 0, False, 3, 0.99)
     assert torch.is_tensor(storage.read(storage.draw(2, 3, 0.9))[0])
-    storage.close()
-
-
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "drqv2.md"
-
-
-def test_the_changed_line_of_the_guide_gives_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line after the change makes a storage and a loader with the calls of DrQ-v2's train.py."""
-    (difference,) = re.findall(r"^```diff\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    published = ModuleType("replay_buffer")  # A stand-in: DrQ-v2's module is not part of this project.
-    published.ReplayBufferStorage = published.make_replay_loader = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "replay_buffer", published)
-    names: dict[str, dict[str, Any]] = {"-": {}, "+": {}}
-    for side, known in names.items():
-        exec("\n".join(line[1:] for line in difference.splitlines() if line.startswith(side)), known)
-    assert names["-"].keys() == names["+"].keys()
-    storage = names["+"]["ReplayBufferStorage"](SPECS, tmp_path / "buffer")
-    loader = names["+"]["make_replay_loader"](tmp_path / "buffer", 200, 8, 4, False, 3, 0.99)
-    fill(storage, [episode(20, seed) for seed in range(3)])
-    obs, action, reward, discount, next_obs = next(iter(loader))
-    assert obs.shape == next_obs.shape == (8, 9, 12, 12)
-    assert (action.shape, reward.shape, discount.shape) == ((8, 2), (8, 1), (8, 1))
     storage.close()

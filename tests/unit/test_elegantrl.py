@@ -48,10 +48,12 @@ def test_an_update_gives_the_bits_of_torch_cat(lengths: list[int]) -> None:
 
 
 def test_updates_that_fit_stay_in_the_same_memory() -> None:
-    """The same lengths keep the very tensors; shorter ones and other splits the memory."""
+    """The same lengths keep the very tensors. Shorter ones and other splits the memory."""
     buffer = TrajectoryBuffer("cpu")
     buffer.update_buffer(trajectories([40, 60]))
-    tensors, place, held = list(buffer), buffer[0].data_ptr(), buffer.nbytes
+    tensors = list(buffer)
+    place = buffer[0].data_ptr()
+    held = buffer.nbytes
     for seed, lengths in enumerate([[40, 60], [60, 40], [10, 10, 80]]):
         given = trajectories(lengths, seed)
         buffer.update_buffer(given)

@@ -144,7 +144,8 @@ def test_an_emptied_memory_is_loaded_to_a_device(sampler: str, tmp_path: Path) -
 
 def sb3_steps(fields: str, first: int, count: int, buffer: Any) -> None:
     for tick in range(first, first + count):
-        rewards, done = np.full(LANES, tick, np.float32), np.zeros(LANES, np.bool_)
+        rewards = np.full(LANES, tick, np.float32)
+        done = np.zeros(LANES, np.bool_)
         action = np.zeros((LANES, 1), np.int64)
         buffer.add(observed(fields, tick), observed(fields, tick + 1), action, rewards, done, [{}] * LANES)
 

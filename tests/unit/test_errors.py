@@ -1,5 +1,8 @@
 """One base to catch them all, and the builtin that each of them also is."""
 
+import errno
+import pickle
+
 import pytest
 
 import holdall
@@ -16,7 +19,15 @@ BUILTIN_BY_ERROR = {
 
 @pytest.mark.parametrize(("name", "builtin"), BUILTIN_BY_ERROR.items())
 def test_every_error_is_a_holdall_error_and_a_builtin(name: str, builtin: type[Exception]) -> None:
-    """Code written for the builtin goes on to work; code written for holdall catches one class."""
+    """Code written for the builtin error still works, and code written for holdall catches one class."""
     error = getattr(holdall, name)
     assert issubclass(error, holdall.HoldallError)
     assert issubclass(error, builtin)
+
+
+@pytest.mark.parametrize("kind", [holdall.DamageError, holdall.CheckpointError])
+def test_the_number_of_an_error_is_not_part_of_its_message(kind: type[OSError]) -> None:
+    error = pickle.loads(pickle.dumps(kind(errno.ENOENT, "The place is empty.")))
+    assert str(error) == "The place is empty."
+    assert error.errno == errno.ENOENT
+    assert str(kind("The place is empty.")) == "The place is empty."

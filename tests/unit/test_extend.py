@@ -21,9 +21,11 @@ def _steps(rng: np.random.Generator, count: int, lanes: int) -> dict[str, Any]:
     frames = rng.integers(0, 9, (count + 3, lanes, 24, 24)).astype(np.uint8)
     stacks = np.stack([frames[k : k + count + 1] for k in range(3)], axis=2)
     vectors = rng.random((count + 1, lanes, 5), np.float32)
-    next_stack, next_vector = stacks[1:].copy(), vectors[1:].copy()
+    next_stack = stacks[1:].copy()
+    next_vector = vectors[1:].copy()
     jumps = rng.random((count, lanes)) < 0.05
-    next_stack[jumps], next_vector[jumps] = 7, -1.5
+    next_stack[jumps] = 7
+    next_vector[jumps] = -1.5
     return {
         "obs": {"stack": stacks[:-1].copy(), "vector": vectors[:-1].copy()},
         "action": rng.integers(0, 4, (count, lanes)),
@@ -63,6 +65,7 @@ def test_extend_gives_what_adding_each_step_gives(lanes: int, budget: str | None
                 added.add(**_cut(steps, t))
             assert (extended.first_id, extended.next_id) == (added.first_id, added.next_id)
             ids = np.arange(added.first_id, added.next_id)
-            one, other = extended.gather(ids), added.gather(ids)
+            one = extended.gather(ids)
+            other = added.gather(ids)
             for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"):
                 assert _bytes(getattr(one, name)) == _bytes(getattr(other, name)), name

@@ -53,11 +53,13 @@ def test_a_peak_that_begins_anew_forgets_what_was_before() -> None:
 
 
 def test_mappings_sum_up_to_the_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found, whole = mappings(child.pid), held_bytes(child.pid)
+        found = mappings(child.pid)
+        whole = held_bytes(child.pid)
         child.communicate(b"\n")
     assert sum(one.resident for one in found) == whole.resident
     assert sum(one.unique for one in found) == whole.unique
@@ -85,13 +87,15 @@ def test_mapped_files_are_named_whatever_their_name_is(tmp_path: Path) -> None:
 
 
 def test_the_kernels_counters_say_what_no_file_backs() -> None:
-    before, block = anonymous_bytes(), reserve(64 * MIB)
+    before = anonymous_bytes()
+    block = reserve(64 * MIB)
     block[:: mmap.PAGESIZE] = 1
     assert abs(anonymous_bytes() - before - 64 * MIB) < 2 * MIB
 
 
 def test_who_asks_often_is_told_what_was_read_a_while_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, reads = [0.0], [0]
+    now = [0.0]
+    reads = [0]
 
     def read() -> object:
         reads[0] += 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +20,9 @@ from holdall.lerobot import ReplayBuffer, install
 from holdall.lerobot.images import ImageEncoder, ImageForm, decode
 from holdall.store.tuning import Tuning
 
-FRONT, WRIST, VECTOR = "observation.images.front", "observation.images.wrist", "observation.state"
+FRONT = "observation.images.front"
+WRIST = "observation.images.wrist"
+VECTOR = "observation.state"
 KEYS = [FRONT, WRIST, VECTOR]
 SHAPE = (3, 16, 16)
 TUNING = Tuning(block_bytes=40_000)  # So that blocks close and are compressed.
@@ -554,7 +554,7 @@ class Frames(list[dict[str, Any]]):
 
 
 def record(lengths: list[int], *, done: list[bool] | None) -> Frames:
-    """Record episodes. `done` says which of them ended by success; None for a dataset without next.done."""
+    """Record episodes. `done` says which of them ended by success, or None for a dataset without next.done."""
     generator = np.random.default_rng(0)
     frames: list[dict[str, Any]] = []
     for episode, length in enumerate(lengths):
@@ -667,6 +667,53 @@ def test_an_empty_and_a_closed_buffer_say_so() -> None:
         buffer.sample(1)
     with pytest.raises(ClosedError):
         buffer.add(**next(iter(play(1))))
+
+
+class WrittenDataset:
+    """A stand-in for LeRobotDataset that keeps the frames of each episode."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.features = settings["features"]
+        self.episodes: list[list[dict[str, Any]]] = []
+        self.frames: list[dict[str, Any]] = []
+
+    @classmethod
+    def create(cls, **settings: Any) -> WrittenDataset:
+        return cls(**settings)
+
+    def add_frame(self, frame: dict[str, Any]) -> None:
+        assert frame.keys() - {"task"} == self.features.keys()
+        self.frames.append(frame)
+
+    def save_episode(self) -> None:
+        self.episodes.append(self.frames)
+        self.frames = []
+
+    def stop_image_writer(self) -> None:
+        pass
+
+    def finalize(self) -> None:
+        assert not self.frames
+
+
+@pytest.mark.parametrize("split_segments", [False, True])
+def test_a_dataset_has_the_transitions_and_ends_episodes(split_segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `split_segments`, also before the last row, which does not continue the one before it."""
+    for name in ("lerobot", "lerobot.datasets", "lerobot.datasets.lerobot_dataset"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(
+        sys.modules["lerobot.datasets.lerobot_dataset"], "LeRobotDataset", WrittenDataset, raising=False
+    )
+    transitions = [*play(10), next(play(1, seed=1))]
+    dataset = fill(make(), transitions).to_lerobot_dataset("someone/something", split_segments=split_segments)
+    assert [len(episode) for episode in dataset.episodes] == ([7, 3, 1] if split_segments else [7, 4])
+    frames = [frame for episode in dataset.episodes for frame in episode]
+    for frame, wanted in zip(frames, transitions, strict=True):
+        assert torch.equal(frame[VECTOR], wanted["state"][VECTOR][0])
+        assert torch.equal(frame["action"], wanted["action"][0])
+        assert frame["next.done"].item() == wanted["done"]
+        penalty = frame["complementary_info.discrete_penalty"]
+        assert torch.equal(penalty, wanted["complementary_info"]["discrete_penalty"])
 
 
 # ---------------------------------------------------------------- LeRobot's learner
@@ -821,20 +868,3 @@ def test_the_lines_of_the_guide_start_the_learner_with_holdalls_buffers(learner:
     ((budget_bytes, batch),) = drawn
     assert budget_bytes == 8 << 30
     assert len(batch["reward"]) == 4
-
-
-def test_the_guide_has_the_measured_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = runpy.run_path(str(ROOT / "benchmarks" / "lerobot_buffer.py"))
-    results = json.loads((ROOT / "benchmarks" / "results" / "lerobot.json").read_text(encoding="utf-8"))
-    assert list(results["cases"]) == list(script["CASES"])
-    assert all(script["is_met"](case, found) for case, found in results["cases"].items())
-    guide = GUIDE.read_text(encoding="utf-8")
-    assert script["rewritten"](guide, results["cases"]) == guide
-
-
-def test_lerobots_own_tests_passed() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "lerobot_tests.json").read_text(encoding="utf-8"))
-    for side in results["sides"].values():
-        assert side["passed"]
-        assert side["failed"] == []

@@ -43,7 +43,8 @@ def memory_of(stream: Stream, capacity: int = CAPACITY, **options: Any) -> Repla
 
 def everything(memory: ReplayMemory) -> tuple[int, int, int, Batch]:
     """Return all that can be seen of a memory of which every lane made a transition."""
-    first, following = memory.first_id, memory.next_id
+    first = memory.first_id
+    following = memory.next_id
     return len(memory), first, following, memory.gather(np.arange(first, following))
 
 
@@ -137,7 +138,7 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], list[
 def test_add_refuses_what_does_not_fit_and_changes_nothing(
     spoil: Callable[[dict[str, Any]], dict[str, Any]], words: list[str]
 ) -> None:
-    """The message names argument, value, rule and remedy; every row is as it was, and the next add goes on."""
+    """The message names argument, value, rule and remedy. Every row is as it was, and the next `add` works."""
     stream = stream_of(extras={"log_prob": box((), "f4")})
     memory = memory_of(stream)
     memory.extend(**stream.ticks(9).arguments())
@@ -246,7 +247,7 @@ def test_ids_beyond_sixty_three_bits_are_refused_by_their_own_name() -> None:
 
 @pytest.mark.parametrize("ids", [[], np.empty(0, np.int64), np.empty(0), ()], ids=["list", "ints", "floats", "tuple"])
 def test_no_ids_give_an_empty_batch(ids: Any) -> None:
-    """Asking for nothing is no mistake; shapes and dtypes are those of any batch."""
+    """An empty list of ids is accepted, and the batch has the usual shapes and dtypes."""
     stream = stream_of()
     memory = memory_of(stream)
     memory.extend(**stream.ticks(4).arguments())
@@ -268,7 +269,7 @@ def test_an_empty_memory_gives_an_empty_batch_and_nothing_else() -> None:
 
 
 def test_a_batch_larger_than_the_memory_is_refused() -> None:
-    """The message names both sizes and what to do; lanes that made no transition do not count."""
+    """The message names both sizes and what to do. Lanes that made no transition do not count."""
     stream = stream_of()
     memory = memory_of(stream)
     memory.extend(**stream.ticks(3).arguments(), valid=np.array([[True, True], [True, False], [True, True]]))
@@ -311,7 +312,7 @@ def test_set_flags_takes_one_flag_per_id(flags: str, bad: Any) -> None:
         ({"capacity": 0}, ["capacity (0)", "at least 2", "pass one"]),
         ({"capacity": 1e6 + 0.5}, ["capacity (1000000.5)", "whole number", "pass one"]),
         ({"capacity": True}, ["capacity (True)", "whole number", "pass one"]),
-        ({"capacity": 10**25}, ["capacity (10000000000000000000000000)", "address space", "Lower it"]),
+        ({"capacity": 10**25}, ["capacity (10000000000000000000000000)", "at most", "pass a smaller number"]),
         ({"num_envs": 0}, ["num_envs (0)", "at least 1", "pass one"]),
         ({"num_envs": None}, ["num_envs (None)", "whole number", "pass one"]),
         ({"seed": -1}, ["seed (-1)", "non-negative", "Pass None or an integer"]),
@@ -351,7 +352,7 @@ USES: dict[str, Callable[[ReplayMemory, dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("space", [CAMERA, VECTOR], ids=["camera", "vector"])
 def test_nothing_can_be_done_after_close(use: Callable[[ReplayMemory, dict[str, Any]], Any], space: Any) -> None:
-    """Every use says that the memory was closed, and what to do; closing again is no mistake."""
+    """Every use says that the memory was closed, and what to do. Closing twice is accepted."""
     stream = stream_of(space)
     memory = memory_of(stream)
     memory.extend(**stream.ticks(20).arguments())
@@ -362,7 +363,7 @@ def test_nothing_can_be_done_after_close(use: Callable[[ReplayMemory, dict[str, 
 
 
 def test_leaving_a_with_block_closes() -> None:
-    """Also when an error leaves it, and the error goes on."""
+    """Also after an error, which is raised again."""
     stream = stream_of()
     with memory_of(stream) as memory:
         memory.add(**stream.tick().arguments())
@@ -405,8 +406,10 @@ def test_ids_count_ticks_times_lanes_plus_lane() -> None:
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, spaces.Discrete(5)], ids=["camera", "vector", "discrete"])
 def test_extend_is_add_step_by_step(space: spaces.Space[Any]) -> None:
     """Both ways of adding leave the same memory."""
-    one, other = stream_of(space), stream_of(space)
-    added, extended = memory_of(one), memory_of(other)
+    one = stream_of(space)
+    other = stream_of(space)
+    added = memory_of(one)
+    extended = memory_of(other)
     for _ in range(11):
         added.add(**one.tick().arguments())
     extended.extend(**other.ticks(4).arguments())
@@ -415,7 +418,7 @@ def test_extend_is_add_step_by_step(space: spaces.Space[Any]) -> None:
 
 
 def test_extending_by_nothing_changes_nothing() -> None:
-    """No steps are no mistake, not even as the first thing that is added."""
+    """Zero steps are accepted, also as the first thing that is added."""
     stream = stream_of()
     memory = memory_of(stream)
     memory.extend(**stream.ticks(0).arguments())
@@ -427,9 +430,10 @@ def test_extending_by_nothing_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (3, 40, 50)], ids=str)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """In observations, actions and extras alike; NaN payloads and negative zeros included."""
+    """In observations, actions and extras alike, NaN payloads and negative zeros included."""
     stream = Stream(box(shape, dtype), box(shape, dtype), LANES, extras={"more": box(shape, dtype)}, seed=5)
-    memory, oracle = memory_of(stream), OracleMemory(CAPACITY, LANES)
+    memory = memory_of(stream)
+    oracle = OracleMemory(CAPACITY, LANES)
     for _ in range(9):
         given = stream.tick().arguments()
         memory.add(**given)
@@ -448,6 +452,36 @@ def test_rewards_keep_the_dtype_of_the_first_add(dtype: str) -> None:
     assert batch.reward.shape == batch.terminated.shape == batch.truncated.shape == batch.weights.shape == (2,)
 
 
+C_INTEGERS = [(a, b) for a in "ilqILQ" for b in "ilqILQ" if a != b and np.dtype(a) == np.dtype(b)]
+"""Different integer types of C that have the same size, such as long and long long on Linux."""
+
+
+@pytest.mark.parametrize(("own", "given"), C_INTEGERS)
+def test_integer_types_of_c_that_have_the_same_size_are_one_dtype(own: str, given: str) -> None:
+    """In spaces, observations, actions, rewards and extras, by `add`, `extend` and `update`."""
+    space = box((3,), own)
+    stream = Stream(space, box((), own), LANES, extras={"more": space}, reward_dtype="l", seed=5)
+    memory = memory_of(stream)
+    oracle = OracleMemory(CAPACITY, LANES)
+
+    def retype(array: Any) -> Any:
+        return array.view(given) if array.dtype == np.dtype(given) else array
+
+    for _ in range(2):
+        step = stream.tick().arguments()
+        memory.add(**map_leaves(retype, step))
+        oracle.add(**step)
+        memory.add(**step)
+        oracle.add(**step)
+    steps = stream.ticks(2).arguments()
+    memory.extend(**map_leaves(retype, steps))
+    oracle.extend(**steps)
+    assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+    rows = np.arange(3 * len(oracle.ids)).reshape(-1, 3).astype(given)
+    memory.update(oracle.ids, more=rows)
+    assert_same_bits(memory.gather(oracle.ids).extras["more"], rows.astype(own))
+
+
 LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "transposed": lambda a: np.ascontiguousarray(a.T).T,
     "every second": lambda a: np.repeat(a, 2, axis=-1)[..., ::2] if a.ndim > 1 else np.repeat(a, 2)[::2],
@@ -464,7 +498,8 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 def test_the_layout_of_an_array_does_not_matter(space: spaces.Space[Any], lay_out: Callable[[Any], Any]) -> None:
     """Transposed, strided, reversed, unaligned: values are what counts, and they are copied."""
     stream = stream_of(space)
-    memory, oracle = memory_of(stream, 100), OracleMemory(100, LANES)
+    memory = memory_of(stream, 100)
+    oracle = OracleMemory(100, LANES)
     for _ in range(12):
         given = stream.tick().arguments()
         oracle.add(**given)
@@ -489,7 +524,8 @@ def test_images_that_arrive_transposed_have_their_windows_found() -> None:
 def test_read_only_arrays_are_taken(space: spaces.Space[Any]) -> None:
     """Nothing that is added is written to."""
     stream = stream_of(space)
-    memory, oracle = memory_of(stream), OracleMemory(CAPACITY, LANES)
+    memory = memory_of(stream)
+    oracle = OracleMemory(CAPACITY, LANES)
     for _ in range(10):
         given = stream.tick().arguments()
         map_leaves(lambda array: array.setflags(write=False), given)
@@ -500,9 +536,10 @@ def test_read_only_arrays_are_taken(space: spaces.Space[Any]) -> None:
 
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, box((4, 16, 16), "u1")], ids=["camera", "vector", "between"])
 def test_arrays_may_be_used_again_by_their_owner(space: spaces.Space[Any]) -> None:
-    """Environments write every observation into one array; what was added stays what it was."""
+    """Environments write every observation into one array. What was added stays what it was."""
     stream = stream_of(space)
-    memory, oracle = memory_of(stream, 100), OracleMemory(100, LANES)
+    memory = memory_of(stream, 100)
+    oracle = OracleMemory(100, LANES)
     reused = map_leaves(np.array, stream.tick().arguments())
     for _ in range(40):
         given = stream.tick().arguments()
@@ -576,8 +613,10 @@ def test_lanes_that_made_no_transition_are_not_counted_or_given() -> None:
 
 def test_the_count_of_lanes_that_made_none_follows_eviction() -> None:
     """`len` is exact at every tick of a long run, whichever ticks have a mask."""
-    stream, generator = stream_of(VECTOR, num_envs=4), np.random.default_rng(0)
-    memory, oracle = memory_of(stream, 28), OracleMemory(28, 4)
+    stream = stream_of(VECTOR, num_envs=4)
+    generator = np.random.default_rng(0)
+    memory = memory_of(stream, 28)
+    oracle = OracleMemory(28, 4)
     for tick in range(120):
         given = stream.tick().arguments()
         if 10 <= tick < 80 and tick % 3:
@@ -589,9 +628,10 @@ def test_the_count_of_lanes_that_made_none_follows_eviction() -> None:
 
 
 def test_flags_may_be_set_anew() -> None:
-    """Frameworks cut the last episode afterwards; nothing but the flags of those ids changes."""
+    """Frameworks cut the last episode afterwards. Nothing but the flags of those ids changes."""
     stream = stream_of(mishaps=Mishaps(ends=0.2))
-    memory, oracle = memory_of(stream), OracleMemory(CAPACITY, LANES)
+    memory = memory_of(stream)
+    oracle = OracleMemory(CAPACITY, LANES)
     for _ in range(9):
         given = stream.tick().arguments()
         memory.add(**given)
@@ -609,9 +649,10 @@ def test_flags_may_be_set_anew() -> None:
     ids=["pickle", "deep copy", "copy"],
 )
 def test_a_memory_comes_back_from_a_pickle(space: spaces.Space[Any], ticks: int, again: Any) -> None:
-    """All rows, the sampler's next draws, and adding goes on where it stopped; the original is left alone."""
+    """All rows and the sampler's next draws are the same, and steps can be added. The original does not change."""
     stream = stream_of(space)
-    memory, oracle = memory_of(stream, 24, seed=3), OracleMemory(24, LANES)
+    memory = memory_of(stream, 24, seed=3)
+    oracle = OracleMemory(24, LANES)
     for _ in range(ticks):
         given = stream.tick().arguments()
         memory.add(**given)
@@ -634,7 +675,8 @@ def test_lanes_without_transitions_are_counted_however_late_the_first_comes() ->
     """Ticks that left before it was known that there are such lanes do not count."""
     space = spaces.Box(-1, 1, (3,), np.float32)
     memory = ReplayMemory(space, spaces.Discrete(2), 20, 2)
-    obs, flags = np.zeros((2, 3), np.float32), np.zeros(2, np.bool_)
+    obs = np.zeros((2, 3), np.float32)
+    flags = np.zeros(2, np.bool_)
     for _ in range(57):
         memory.add(obs, np.zeros(2, np.int64), np.zeros(2), obs, flags, flags)
     memory.add(obs, np.zeros(2, np.int64), np.zeros(2), obs, flags, flags, valid=np.array([True, False]))

@@ -85,7 +85,7 @@ def test_an_empty_memory_has_no_ratio() -> None:
 
 @pytest.mark.parametrize("report", [report_of(IMAGE, ACTION), report_of(transitions=0)], ids=["full", "empty"])
 def test_a_report_is_json(report: MemoryReport) -> None:
-    """The dictionary has plain numbers and strings only; strict JSON takes it and gives it back."""
+    """The dictionary has plain numbers and strings only. Strict JSON takes it and gives it back."""
     told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert told["transitions"] == report.transitions
     assert told["total_bytes"] == report.total_bytes
@@ -133,7 +133,7 @@ def test_the_finding_names_length_and_axis_of_a_window_and_what_is_shared() -> N
 
 
 def test_a_frame_stack_is_told_to_cost_about_one_frame() -> None:
-    """Of the eight frames in obs and next_obs, one is new; the figures say so."""
+    """Of the eight frames in obs and next_obs, one is new. The figures say so."""
     image = camera_memory(400).report().fields[0]
     frames = image.slice_bytes / (36 * 36) / 800
     assert 1.0 <= frames < 1.25
@@ -173,7 +173,8 @@ def test_lanes_that_made_no_transition_are_not_counted_but_their_bytes_are() -> 
 
 
 def test_reports_of_several_memories_add_up_field_by_field() -> None:
-    one, other = report_of(IMAGE, ACTION), report_of(ACTION, IMAGE, transitions=5)
+    one = report_of(IMAGE, ACTION)
+    other = report_of(ACTION, IMAGE, transitions=5)
     both = MemoryReport.added_up([one, other], 7)
     assert (both.transitions, both.segments, both.staging_bytes) == (25, 6, 64 + 64 + 7)
     assert both.total_bytes == one.total_bytes + other.total_bytes

@@ -19,13 +19,15 @@ STEPS = 600
 
 
 class Walk(gym.Env[Any, Any]):
-    """A random walk that begins far from where it ends; it ends by itself, or by a time limit."""
+    """A random walk that begins far from where it ends. It ends by itself, or by a time limit."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = spaces.Discrete(2)
 
     def __init__(self, *, terminates: bool = False, pays: float = 1.0, far: float = 20.0) -> None:
-        self._terminates, self._pays, self._far = terminates, pays, far
+        self._terminates = terminates
+        self._pays = pays
+        self._far = far
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
@@ -95,15 +97,17 @@ def test_a_recorded_environment_is_right(mode: AutoresetMode, settings: dict[str
 
 
 def continued(pays: float, *, terminates: bool, constant: bool = False) -> Callable[[Any, Any], None]:
-    """Ends without a reset: lives that are lost, or time limits of an environment that goes on."""
+    """Ends without a reset: lives that are lost, or time limits of an environment that continues."""
 
     def fill(memory: Any, _: Any) -> None:
         generator = np.random.default_rng(0)
         obs = np.zeros((LANES, 3), np.float32)
         for _ in range(STEPS):
             change = 0 if constant else generator.normal(size=obs.shape)
-            next_obs, ends = (obs + change).astype(np.float32), generator.random(LANES) < 0.1
-            reward, never = generator.normal(size=LANES) * (generator.random(LANES) < pays), np.zeros(LANES, np.bool_)
+            next_obs = (obs + change).astype(np.float32)
+            ends = generator.random(LANES) < 0.1
+            reward = generator.normal(size=LANES) * (generator.random(LANES) < pays)
+            never = np.zeros(LANES, np.bool_)
             flags = (ends, never) if terminates else (never, ends)
             memory.add(obs, generator.integers(0, 2, LANES), reward, next_obs, *flags)
             obs = next_obs
@@ -126,7 +130,8 @@ def test_lanes_that_are_marked_as_no_transitions_are_right() -> None:
             action = stepped.action_space.sample()
             next_obs, reward, terminated, truncated, _ = stepped.step(action)
             memory.add(obs, action, reward, next_obs, terminated, truncated, valid=~ended)
-            obs, ended = next_obs.copy(), terminated | truncated
+            obs = next_obs.copy()
+            ended = terminated | truncated
 
     assert warned(fill, envs(AutoresetMode.NEXT_STEP)) == []
 

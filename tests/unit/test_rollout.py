@@ -67,7 +67,8 @@ def by_definition(
 @pytest.mark.parametrize("seed", range(4))
 def test_advantages_are_those_of_the_definition(seed: int) -> None:
     """Terminated, truncated and running lanes: only a truncated one takes the value of its final observation."""
-    generator, steps = np.random.default_rng(seed), 40
+    generator = np.random.default_rng(seed)
+    steps = 40
     memory = memory_of(steps)
     told: list[tuple[Any, ...]] = []
     for t in range(steps):
@@ -80,7 +81,8 @@ def test_advantages_are_those_of_the_definition(seed: int) -> None:
     rewards, values, terminated, truncated, final = (np.array(part) for part in zip(*told, strict=True))
     cut = truncated & ~terminated
     assert_same_bits(memory.final_obs(), final[cut])
-    last, final_values = generator.standard_normal(LANES, np.float32), final[cut].sum(axis=1)
+    last = generator.standard_normal(LANES, np.float32)
+    final_values = final[cut].sum(axis=1)
     memory.finish(last, gamma=0.9, gae_lambda=0.8, final_values=final_values)
     after = np.concatenate([values[1:], last[None]])
     after[cut] = final_values
@@ -107,7 +109,8 @@ def test_steps_that_were_not_made_are_in_no_minibatch() -> None:
     memory = RolloutMemory(envs.single_observation_space, envs.single_action_space, 120, 3, seed=0)
     obs, _ = envs.reset(seed=0)
     envs.action_space.seed(0)
-    resetting, made = np.zeros(3, np.bool_), []
+    resetting = np.zeros(3, np.bool_)
+    made = []
     for _ in range(120):
         action = envs.action_space.sample()
         next_obs, reward, terminated, truncated, _ = envs.step(action)
@@ -116,7 +119,8 @@ def test_steps_that_were_not_made_are_in_no_minibatch() -> None:
             obs, action, reward, terminated, truncated, estimates, estimates, final_obs=next_obs, valid=~resetting
         )
         made.append(~resetting)
-        obs, resetting = next_obs, terminated | truncated
+        obs = next_obs
+        resetting = terminated | truncated
     memory.finish(np.zeros(3, np.float32))
     expected = np.flatnonzero(np.array(made))
     assert len(memory) == len(expected) < 360

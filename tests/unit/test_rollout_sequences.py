@@ -7,12 +7,14 @@ import pytest
 
 from holdall.rollout_sequences import RolloutSequences
 
-TICKS, LANES = 30, 3
+TICKS = 30
+LANES = 3
 
 
 def cut(seed: int, longest: int) -> tuple[RolloutSequences, np.ndarray[tuple[int, int], np.dtype[np.bool_]], set[int]]:
     generator = np.random.default_rng(seed)
-    ends, made = generator.random((TICKS, LANES)) < 0.2, generator.random((TICKS, LANES)) < 0.9
+    ends = generator.random((TICKS, LANES)) < 0.2
+    made = generator.random((TICKS, LANES)) < 0.9
     return RolloutSequences.cut(ends, made, longest), ends, set(np.flatnonzero(made).tolist())
 
 

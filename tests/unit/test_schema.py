@@ -1,4 +1,4 @@
-"""Spaces are taken apart into leaves; values are checked against them and never changed."""
+"""Spaces are taken apart into leaves. Values are checked against them and never changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tree(space: spaces.Space[Any]) -> Tree:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (4, 84, 84)], ids=str)
 def test_a_box_of_any_dtype_and_shape_is_one_leaf(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Shape and dtype are the space's own; axes may be missing or empty."""
+    """Shape and dtype are those of the space. Axes may be missing or empty."""
     (leaf,) = tree(box(shape, dtype)).leaves
     assert (leaf.name, leaf.shape, leaf.dtype) == ("", shape, dtype)
     assert leaf.nbytes == np.zeros(shape, dtype).nbytes
@@ -74,7 +74,8 @@ def test_a_space_without_leaves_is_kept_as_its_nest(empty: spaces.Space[Any]) ->
 @given(space=any_space, seed=st.integers(0, 2**32 - 1))
 def test_flatten_and_build_are_each_others_inverse(space: spaces.Space[Any], seed: int) -> None:
     """What is built from flattened arrays is the value itself, for every space."""
-    taken, generator = tree(space), np.random.default_rng(seed)
+    taken = tree(space)
+    generator = np.random.default_rng(seed)
     value = taken.build([random_rows(leaf, LANES, generator) for leaf in taken.leaves])
     assert_same_bits(taken.build(taken.flatten(value, LANES, "obs")), value)
 

@@ -37,22 +37,31 @@ def test_the_axis_of_the_only_lane_may_be_left_out_of_every_field(
     """The space's shape says whether it is there, also where the shape is (1,)."""
     for each in (space, action_space, spaces.Dict(EXTRAS)):
         each.seed(0)
-    memory, oracle = holdall.ReplayMemory(space, action_space, 20, extras=EXTRAS), OracleMemory(20, 1)
+    memory = holdall.ReplayMemory(space, action_space, 20, extras=EXTRAS)
+    oracle = OracleMemory(20, 1)
     extras_space = spaces.Dict(EXTRAS)
     with memory:
         obs = space.sample()
         for t in range(30):
             given = {
-                "obs": obs, "action": action_space.sample(), "reward": 0.1 * t, "next_obs": space.sample(),
-                "terminated": t % 7 == 6, "truncated": bool(t % 11 == 10), "extras": extras_space.sample(),
-            }  # fmt: skip
+                "obs": obs,
+                "action": action_space.sample(),
+                "reward": 0.1 * t,
+                "next_obs": space.sample(),
+                "terminated": t % 7 == 6,
+                "truncated": bool(t % 11 == 10),
+                "extras": extras_space.sample(),
+            }
             obs = given["next_obs"]
             whole = {
-                "obs": batched(space, given["obs"]), "action": batched(action_space, given["action"]),
-                "reward": np.array([given["reward"]]), "next_obs": batched(space, given["next_obs"]),
-                "terminated": np.array([given["terminated"]]), "truncated": np.array([given["truncated"]]),
+                "obs": batched(space, given["obs"]),
+                "action": batched(action_space, given["action"]),
+                "reward": np.array([given["reward"]]),
+                "next_obs": batched(space, given["next_obs"]),
+                "terminated": np.array([given["terminated"]]),
+                "truncated": np.array([given["truncated"]]),
                 "extras": batched(extras_space, given["extras"]),
-            }  # fmt: skip
+            }
             memory.add(**(given | {name: whole[name] for name in with_axis}))
             oracle.add(**whole)
         ids = np.arange(memory.first_id, memory.next_id)
@@ -61,7 +70,8 @@ def test_the_axis_of_the_only_lane_may_be_left_out_of_every_field(
 
 def test_a_plain_loop_over_one_environment() -> None:
     env = gym.make("CartPole-v1")
-    memory, oracle = holdall.ReplayMemory(env.observation_space, env.action_space, capacity=1e3), OracleMemory(1000, 1)
+    memory = holdall.ReplayMemory(env.observation_space, env.action_space, capacity=1e3)
+    oracle = OracleMemory(1000, 1)
     with memory:
         obs, _ = env.reset(seed=1)
         for _ in range(100):
@@ -77,7 +87,8 @@ def test_a_plain_loop_over_one_environment() -> None:
 
 def test_trajectories_of_one_environment_need_no_axis_either() -> None:
     with holdall.ReplayMemory(ONE, spaces.Discrete(3), 20) as memory:
-        obs, flags = np.arange(6, dtype=np.float32).reshape(6, 1), np.zeros(5, np.bool_)
+        obs = np.arange(6, dtype=np.float32).reshape(6, 1)
+        flags = np.zeros(5, np.bool_)
         memory.extend(obs[:5], np.arange(5) % 3, np.ones(5, np.float32), obs[1:], flags, flags[:, None])
         batch = memory.gather(np.arange(5))
         assert np.array_equal(batch.obs, obs[:5])
@@ -110,14 +121,16 @@ INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint6
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("stored", INTEGERS)
 def test_integers_are_taken_if_the_space_holds_each_of_them(dtype: Any, stored: Any) -> None:
-    """An int32 action for an int64 space; and refused if one would change."""
-    given, kept = np.iinfo(dtype), np.iinfo(stored)
+    """An int32 action for an int64 space, and refused if one would change."""
+    given = np.iinfo(dtype)
+    kept = np.iinfo(stored)
     edges = [given.min, given.max, kept.min, kept.max, 0, 1]
     space = spaces.Box(kept.min, kept.max, (2,), stored)
     with holdall.ReplayMemory(BOX, space, 50) as memory:
         zeros = np.zeros(3, np.float32)
         for value in sorted({int(edge) for edge in edges if given.min <= edge <= given.max}):
-            before, action = memory.next_id, np.array([0, value], dtype)
+            before = memory.next_id
+            action = np.array([0, value], dtype)
             if kept.min <= value <= kept.max:
                 memory.add(zeros, action, 0.0, zeros, False, False)
                 found = memory.gather([before]).action
@@ -147,8 +160,13 @@ def test_whatever_would_change_a_value_is_refused(name: str) -> None:
     """The error names the argument, and the memory is as it was."""
     zeros = np.zeros(3, np.float32)
     right: dict[str, Any] = {
-        "obs": zeros, "action": 1, "reward": 0.5, "next_obs": zeros, "terminated": False, "truncated": False,
-    }  # fmt: skip
+        "obs": zeros,
+        "action": 1,
+        "reward": 0.5,
+        "next_obs": zeros,
+        "terminated": False,
+        "truncated": False,
+    }
     with holdall.ReplayMemory(BOX, spaces.Discrete(3), 50) as memory:
         memory.add(**right)
         (argument,) = WRONG[name]

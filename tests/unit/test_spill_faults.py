@@ -66,7 +66,7 @@ class Film:
             self._now = then
 
     def settle(self) -> None:
-        """Let the worker finish, and tell the oracle what left early."""
+        """Wait for the compactor, and evict from the oracle what was dropped early."""
         self.memory.store.wait_idle()
         self.oracle.evict(self.memory.first_id)
 
@@ -182,7 +182,8 @@ def test_training_goes_on_when_the_disk_is_full(small_disk: Path) -> None:
         neighbour[0].join()
         ballast.unlink()
 
-    mended, neighbour = threading.Event(), list[threading.Thread]()
+    mended = threading.Event()
+    neighbour = list[threading.Thread]()
     film = Film(small_disk / "spilled")
     with film.memory:
         try:
@@ -195,7 +196,9 @@ class Quota:
     """A disk with room for `nbytes` in a folder: writes beyond that are cut short, and the next one fails."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, nbytes: int) -> None:
-        self._folder, self._nbytes, self._write = folder, nbytes, os.write
+        self._folder = folder
+        self._nbytes = nbytes
+        self._write = os.write
         patch.setattr(os, "write", self.write)
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=self.free))
 
@@ -219,7 +222,7 @@ class Quota:
 def test_a_full_disk_stays_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The oldest leave as the newest come, a few at a time; what is on the disk stays, and all of it is readable."""
+    """The oldest leave as the newest come, a few at a time. What is on the disk stays, and all of it is readable."""
     quota = 200_000
     Quota(monkeypatch, tmp_path, quota)
     film = Film(tmp_path)
@@ -244,7 +247,7 @@ def test_a_full_disk_stays_full(
 
 
 def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
-    """What was spilled stays readable, since its files are open; the folder is made again if it can be."""
+    """What was spilled stays readable, since its files are open. The folder is made again if it can be."""
     place = tmp_path / "spilled"
     film = Film(place)
     with film.memory:
@@ -263,7 +266,7 @@ def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_when_all_of_spill_dir_is_deleted(tmp_path: Path) -> None:
-    """It is not made again, since it may be a disk that is no longer mounted; but used when it is there again."""
+    """It is not made again, since it may be a disk that is no longer mounted, but used when it is there again."""
     place = tmp_path / "spilled"
     film = Film(place)
     with film.memory:
@@ -315,7 +318,7 @@ def test_training_goes_on_in_a_process_of_its_own_when(scenario: str) -> None:
 
 
 def test_a_spill_dir_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    """Before anything is added; the message names the argument, its value and the reason."""
+    """Before anything is added. The message names the argument, its value and the reason."""
     taken = tmp_path / "file"
     taken.write_text("not a folder")
     for place in (taken, taken / "below"):
@@ -356,7 +359,7 @@ DAMAGES: dict[str, Callable[[BlockOnDisk], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_a_file_is_an_error_that_names_it(damage: str, tmp_path: Path) -> None:
-    """Nothing wrong is ever returned; all that lies elsewhere still is; adding goes on."""
+    """No wrong row is returned, rows in other files are returned, and `add` works."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(250)
@@ -412,8 +415,23 @@ def test_what_one_batch_read_is_not_served_to_the_next(tmp_path: Path) -> None:
                 film.memory.gather([number])
 
 
+def test_the_error_names_the_damaged_block_that_the_batch_needs(tmp_path: Path) -> None:
+    """And not another one, whose last tick is just before."""
+    film = Film(tmp_path)
+    with film.memory:
+        film.feed(150)
+        film.check()
+        (before, _), (needed, ids) = film.on_disk()[:2]
+        zero(before)
+        zero(needed)
+        with pytest.raises(DamageError) as caught:
+            film.memory.gather(ids[:1])
+        assert str(needed.file.path) in str(caught.value)
+        assert "Check the disk of spill_dir" in str(caught.value)
+
+
 def test_a_descriptor_that_was_closed_by_others_is_an_error(tmp_path: Path) -> None:
-    """Some code closes all descriptors that it does not know; the reason is told, and the rest is read."""
+    """Some code closes all descriptors that it does not know. The reason is told, and the rest is read."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(250)

@@ -7,15 +7,14 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from camera_ticks import RARE, make_ticks, smooth
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
 from holdall._native import Block, Coded
@@ -32,19 +31,12 @@ SPACE = spaces.Dict(
     state=box((6,), "f4"),
 )
 ACTIONS = spaces.Discrete(3)
-RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0], np.uint64).view("f8")
-"""NaNs with payloads, and zeros of either sign."""
 
 
 SMALL = Tuning(block_bytes=240_000)
 """Small blocks: those of the four large fields share these bytes."""
 TIGHT = replace(SMALL, segments_per_limit=16, staging_divisor=64)
 """A limit is divided among few small segments, so that a small limit is soon full."""
-
-
-def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Draw images whose pixels resemble their neighbours."""
-    return generator.integers(0, 3, shape, np.uint8).cumsum(axis=-1, dtype=np.uint8)
 
 
 TILES = np.random.default_rng(99).integers(0, 256, (6, 36, 36), np.uint8)
@@ -64,24 +56,6 @@ def observed(generator: np.random.Generator, lanes: int, before: Any = None) -> 
     }
 
 
-def ticks_of(lanes: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Let steps pass in all lanes at once; every 17th ends an episode."""
-    generator = np.random.default_rng(seed)
-    obs = observed(generator, lanes)
-    for tick in range(1 << 30):
-        next_obs = observed(generator, lanes, obs)
-        ends = np.full(lanes, tick % 17 == 16)
-        yield {
-            "obs": obs,
-            "action": generator.integers(0, 3, lanes),
-            "reward": generator.normal(size=lanes).astype("f4"),
-            "next_obs": next_obs,
-            "terminated": ends,
-            "truncated": np.zeros(lanes, np.bool_),
-        }
-        obs = observed(generator, lanes) if ends[0] else next_obs
-
-
 class Pair:
     """A memory and the oracle, fed with the same ticks."""
 
@@ -90,7 +64,7 @@ class Pair:
         self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, **settings)
         self.oracle = OracleMemory(capacity, lanes)
         self._lanes = lanes
-        self._ticks = ticks_of(lanes)
+        self._ticks = make_ticks(observed, lanes)
         self._generator = np.random.default_rng(7)
         self.added = 0  # Transitions, without invalid entries.
 
@@ -104,7 +78,7 @@ class Pair:
             self.added += int(np.sum(tick.get("valid", np.ones(self._lanes, np.bool_))))
 
     def let_leave(self) -> None:
-        """Tell the oracle what did not fit the budget."""
+        """Evict from the oracle what did not fit the budget."""
         assert self.memory.first_id >= self.oracle.first_id
         self.oracle.evict(self.memory.first_id)
 
@@ -165,7 +139,8 @@ def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
     """Noise takes its own bytes on disk and, but for an index, none in memory."""
     generator = np.random.default_rng(0)
     memory = ReplayMemory(box((5000,), "u1"), ACTIONS, 4_000, budget=None, spill_dir=tmp_path, _tuning=SMALL)
-    oracle, flag = OracleMemory(4_000), np.zeros(1, np.bool_)
+    oracle = OracleMemory(4_000)
+    flag = np.zeros(1, np.bool_)
     rows = generator.integers(0, 256, (301, 1, 5000), np.uint8)
     with memory:
         for tick in range(300):
@@ -180,7 +155,7 @@ def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
 
 
 def test_eviction_and_spilling_go_side_by_side(tmp_path: Path) -> None:
-    """Blocks leave from the disk, from memory and on their way; what is held is right, and the rest is gone."""
+    """Blocks leave from the disk, from memory and on their way. What is held is right, and the rest is gone."""
     pair = Pair(capacity=90, budget=None, spill_dir=tmp_path)
     with pair.memory:
         for seed in range(20):
@@ -214,7 +189,7 @@ def test_batches_that_are_held_stay_as_they_were_when_their_files_are_gone(tmp_p
 def test_threads_read_what_was_added_while_it_is_compressed_and_spilled(tmp_path: Path) -> None:
     """One adds, three gather, one draws: every row is the one that was added under its id."""
     count = 200
-    steps = [tick for tick, _ in zip(ticks_of(1), range(count), strict=False)]
+    steps = [tick for tick, _ in zip(make_ticks(observed, 1), range(count), strict=False)]
     oracle = OracleMemory(count)
     for step in steps:
         oracle.add(**step)
@@ -269,14 +244,15 @@ def test_the_oldest_go_to_disk_and_the_newest_stay(tmp_path: Path) -> None:
         assert on_disk(report) == LARGE
         assert report.total_bytes <= limit
         assert report.capacity_that_fits is None
-        oldest, newest = blocks_of(pair.memory)[0], blocks_of(pair.memory)[-1]
+        oldest = blocks_of(pair.memory)[0]
+        newest = blocks_of(pair.memory)[-1]
         assert is_on_disk(oldest)
         assert not is_on_disk(newest)
 
 
 @pytest.mark.parametrize("invalid", [0.0, 0.4], ids=["all valid", "some lanes made none"])
 def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
-    """`first_id` and `len` say so exactly; all from there on is held, nothing before it is ever returned."""
+    """`first_id` and `len` say so exactly. All from there on is held, nothing before it is ever returned."""
     limit = 2 * LIMIT
     pair = Pair(lanes=2, budget=limit, _tuning=TIGHT)
     with pair.memory:
@@ -302,7 +278,7 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
 
 
 def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
-    """From the ratio that was measured, as soon as one block of every field was compressed; within a quarter."""
+    """From the measured ratio, as soon as one block of every field was compressed. It is right within a quarter."""
     limit = LIMIT
     pair = Pair(budget=limit, _tuning=TIGHT)
     with pair.memory:
@@ -362,7 +338,7 @@ def test_a_machine_that_has_little_left_spills(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["all on disk", "a limit"])
 def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(setting: str, tmp_path: Path) -> None:
-    """What lies on disk travels in the pickle: nothing is shared, and the one does not need the other."""
+    """The pickle contains what is on disk. The copies share nothing, and neither needs the other."""
     limit = None if setting == "all on disk" else LIMIT
     pair = Pair(budget=limit, spill_dir=tmp_path, _tuning=TIGHT)
     with pair.memory:
@@ -476,7 +452,8 @@ else:
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_program_that_ends_without_close_spills_and_saves_to_its_end(tmp_path: Path, saves: bool) -> None:
     """Files are closed after the threads that use them have ended: there is no alarm, and no checkpoint is lost."""
-    spill_dir, url = tmp_path / "spilled", tmp_path / "run"
+    spill_dir = tmp_path / "spilled"
+    url = tmp_path / "run"
     command = [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(spill_dir), str(url) if saves else ""]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
@@ -485,3 +462,16 @@ def test_a_program_that_ends_without_close_spills_and_saves_to_its_end(tmp_path:
         with ReplayMemory.load(url) as memory:
             assert len(memory) == 880
             memory.gather(np.arange(memory.first_id, memory.next_id))
+
+
+def test_closing_a_memory_frees_its_files_although_its_store_is_still_referenced(tmp_path: Path) -> None:
+    """A traceback or a loader may hold the store for long."""
+    pair = Pair(budget=None, spill_dir=tmp_path)
+    pair.feed(300)
+    store = pair.memory.store
+    store.wait_idle()
+    assert any(is_on_disk(block) for block in blocks_of(pair.memory))
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+    pair.memory.close()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    del store

@@ -58,7 +58,8 @@ def test_workers_do_not_multiply_torchs_threads_inside() -> None:
 def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    before, torch_before = dict(os.environ), torch.get_num_threads()
+    before = dict(os.environ)
+    torch_before = torch.get_num_threads()
     with threads.limit(1) as number:
         assert number == 1
         assert torch.get_num_threads() == 1

@@ -24,7 +24,8 @@ from holdall.testing.strategies import box
 LANES = 2
 SECONDS = 1.0 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 0.4
 PATIENCE_S = 60
-STACK, FRAME = 4, (24, 60)
+STACK = 4
+FRAME = (24, 60)
 SPACES: dict[str, spaces.Space[Any]] = {
     "vector": box((6,), "i8"),
     "stack": box((STACK, *FRAME), "i4"),
@@ -45,7 +46,8 @@ def observation(space: spaces.Space[Any], ticks: NDArray[np.int64], lanes: NDArr
 
 
 def tick_of(space: spaces.Space[Any], tick: int) -> dict[str, Any]:
-    ticks, lanes = np.full(LANES, tick), np.arange(LANES)
+    ticks = np.full(LANES, tick)
+    lanes = np.arange(LANES)
     ids = ticks * LANES + lanes
     return {
         "obs": observation(space, ticks, lanes),
@@ -135,7 +137,8 @@ class Users:
         assert_consistent(self.memory.sample(64), self.space)
 
     def gather(self) -> None:
-        first, following = self.memory.first_id, self.memory.next_id
+        first = self.memory.first_id
+        following = self.memory.next_id
         ids = np.random.default_rng(following).integers(first, following, 50)
         try:
             batch = self.memory.gather(ids)
@@ -151,7 +154,9 @@ class Users:
         assert str(report)
 
     def count(self) -> None:
-        held, first, following = len(self.memory), self.memory.first_id, self.memory.next_id
+        held = len(self.memory)
+        first = self.memory.first_id
+        following = self.memory.next_id
         assert 0 < held <= self.memory.capacity
         assert 0 <= first <= following
 
@@ -176,8 +181,9 @@ OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", SPACES)
 def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, options: dict[str, Any]) -> None:
-    """Adding evicts, closes and compresses segments and grows logs under the readers; no row suffers from it."""
-    users, crowd = users_of(SPACES[name], **options), Crowd()
+    """Adding evicts, closes and compresses segments and grows logs under the readers. No row suffers from it."""
+    users = users_of(SPACES[name], **options)
+    crowd = Crowd()
     for work in (users.add, users.sample, users.sample, users.gather, users.report, users.count):
         crowd.repeat(f"{work.__name__} {len(crowd._threads)}", work)
     crowd.run(SECONDS / 2)
@@ -189,7 +195,8 @@ def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, option
 @pytest.mark.parametrize("budget", ["auto", None])
 def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) -> None:
     """Large batches are filled by several threads each, in several threads at once."""
-    users, crowd = users_of(SPACES["stack"], capacity_ticks=400, budget=budget), Crowd()
+    users = users_of(SPACES["stack"], capacity_ticks=400, budget=budget)
+    crowd = Crowd()
 
     def large() -> None:
         assert_consistent(users.memory.sample(300), users.space)
@@ -204,9 +211,10 @@ def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) ->
 
 @pytest.mark.parametrize("name", SPACES)
 def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None:
-    """Whoever comes after close is told so; batches on their way arrive, and no thread hangs."""
+    """Whoever comes after close is told so. Batches on their way arrive, and no thread hangs."""
     for number in range(6):
-        users, crowd = users_of(SPACES[name], capacity_ticks=200, budget=("auto", None)[number % 2]), Crowd()
+        users = users_of(SPACES[name], capacity_ticks=200, budget=("auto", None)[number % 2])
+        crowd = Crowd()
 
         def large(users: Users = users) -> None:
             assert_consistent(users.memory.sample(250), users.space)
@@ -228,8 +236,10 @@ def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None
 
 
 def test_several_adders_lose_no_tick_and_tear_none() -> None:
-    """Whole ticks are added one after another, in whatever order; all of them are there, once."""
-    space, adders, each = SPACES["dict"], 4, 60
+    """Whole ticks are added one after another, in whatever order. All of them are there, once."""
+    space = SPACES["dict"]
+    adders = 4
+    each = 60
     memory = ReplayMemory(space, spaces.Discrete(2**40), 1000 * LANES, LANES, _tuning=SMALL)
 
     def add(adder: int) -> None:
@@ -259,8 +269,9 @@ def _fields(batch: Batch) -> dict[str, Any]:
 
 
 def test_batches_held_in_threads_stay_as_they_were() -> None:
-    """Staging is shared by all threads; none of them ever gets memory that another still holds."""
-    users, crowd = users_of(SPACES["stack"]), Crowd()
+    """Staging is shared by all threads. No thread gets memory that another thread still holds."""
+    users = users_of(SPACES["stack"])
+    crowd = Crowd()
 
     def hold() -> None:
         held = [users.memory.sample(64) for _ in range(6)]
@@ -282,7 +293,9 @@ def test_flags_set_beside_readers_are_seen_as_pairs(name: str) -> None:
     memory = ReplayMemory(space, spaces.Discrete(2**40), 20 * LANES, LANES, seed=0)
     for tick in range(20):
         memory.add(**{**tick_of(space, tick), "terminated": np.zeros(2, np.bool_), "truncated": np.ones(2, np.bool_)})
-    ids, crowd, turn = np.arange(40), Crowd(), [False]
+    ids = np.arange(40)
+    crowd = Crowd()
+    turn = [False]
 
     def flip() -> None:
         turn[0] = not turn[0]
@@ -302,7 +315,8 @@ def test_flags_set_beside_readers_are_seen_as_pairs(name: str) -> None:
 @pytest.mark.parametrize("name", ["vector", "stack"])
 def test_a_pickle_made_beside_readers_is_whole(name: str) -> None:
     """Reading does not disturb a pickle."""
-    users, crowd = users_of(SPACES[name]), Crowd()
+    users = users_of(SPACES[name])
+    crowd = Crowd()
 
     def copied() -> None:
         other = pickle.loads(pickle.dumps(users.memory))

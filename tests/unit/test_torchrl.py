@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import re
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,19 +56,41 @@ def require_same(held: Any, wanted: Any) -> None:
 
 
 def filled(size: int = 50, count: int = 40, **named: Any) -> tuple[ReplayBuffer, TensorDictBase]:
-    buffer, data = ReplayBuffer(storage=HoldallStorage(size, **named), batch_size=8), steps(count)
+    buffer = ReplayBuffer(storage=HoldallStorage(size, **named), batch_size=8)
+    data = steps(count)
     buffer.extend(data)
     return buffer, data
 
 
 def test_stacks_are_stored_frame_by_frame_and_next_ones_once() -> None:
-    buffer, data = ReplayBuffer(storage=HoldallStorage(800), batch_size=8), steps(600, size=40)
+    buffer = ReplayBuffer(storage=HoldallStorage(800), batch_size=8)
+    data = steps(600, size=40)
     buffer.extend(data)
     pixels = next(field for field in buffer.storage.memory.report().fields if field.name == "obs.pixels")
     plain = data["pixels"].nbytes + data["next", "pixels"].nbytes
     # Of 8 frames in every step one is new. The first steps are stored whole, until the window is found.
     assert pixels.total_bytes * 6 < plain
     assert "window of 4" in pixels.finding
+
+
+def test_rewards_and_flags_are_those_of_the_memory() -> None:
+    """Samplers and reports of holdall read them there."""
+    buffer, data = filled()
+    rows = buffer.storage.memory.gather(np.arange(40))
+    assert np.array_equal(rows.reward, data["next", "reward"].numpy().reshape(rows.reward.shape))
+    assert np.array_equal(rows.terminated, data["next", "terminated"].numpy().reshape(40))
+    assert rows.terminated.any()
+    assert not rows.truncated.any()
+
+
+def test_writing_to_a_stored_tensor_counts_as_a_change() -> None:
+    """TorchRL's samplers keep what they computed from a storage until its revision changes."""
+    buffer, _ = filled()
+    for key in ("action", "done", ("next", "reward")):
+        before = buffer.storage._mutation_revision
+        buffer.storage[:].get(key)[3:5] = 1
+        assert buffer.storage._mutation_revision > before
+        assert (buffer.storage[3:5].get(key) == 1).all()
 
 
 def test_a_size_may_be_written_as_a_float() -> None:
@@ -86,7 +105,8 @@ def test_of_an_extend_longer_than_the_storage_the_last_elements_stay() -> None:
 
 def test_elements_that_nobody_overwrites_outlive_any_number_of_others() -> None:
     buffer, data = filled(64, 64)
-    kept, replaced = torch.arange(0, 64, 2), torch.arange(1, 64, 2)
+    kept = torch.arange(0, 64, 2)
+    replaced = torch.arange(1, 64, 2)
     for turn in range(8):
         buffer.storage[replaced] = steps(32, first=1000 * turn)
         require_same(buffer.storage[kept], data[kept])
@@ -129,7 +149,8 @@ def test_a_trajectory_sampler_reads_one_key_of_all_elements(monkeypatch: pytest.
         storage=HoldallStorage(50), sampler=SliceSampler(num_slices=2, end_key=("next", "done")), batch_size=10
     )
     buffer.extend(steps(50))
-    gathered, whole = [], holdall.ReplayMemory.gather
+    gathered = []
+    whole = holdall.ReplayMemory.gather
 
     def counted(memory: holdall.ReplayMemory, ids: Any) -> holdall.Batch:
         gathered.append(len(ids))
@@ -333,30 +354,6 @@ def test_a_budget_with_a_disk_tier_holds_everything(tmp_path: Path) -> None:
     buffer.extend(steps(3000))
     require_same(buffer.storage[torch.arange(0, 3000, 100)], steps(3000)[torch.arange(0, 3000, 100)])
     storage.close()
-
-
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "torchrl.md"
-
-
-@pytest.mark.parametrize("side", ["+", "-"])
-def test_the_programs_of_the_guide_run(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "guide"}
-    for kind, text in re.findall(r"^```(python|diff)\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE):
-        lines = [line[1:] for line in text.splitlines() if not line or line[0] in {" ", side}]
-        exec(compile(text if kind == "python" else "\n".join(lines), str(GUIDE), "exec"), names)
-        if side == "-":
-            break  # what follows is about the other side
-    assert names["batch"]["pixels"].shape == (32, 4, 84, 84)
-    assert ("holdall" in names) == (side == "+")
-
-
-def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmarks = GUIDE.parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(benchmarks))
-    script = runpy.run_path(str(benchmarks / "torchrl_storage.py"))
-    results = json.loads((benchmarks / "results" / "torchrl_storage.json").read_text())
-    assert script["rewritten"](GUIDE.read_text(), results["cases"]) == GUIDE.read_text()
 
 
 # ---------------------------------------------------------------- writes of some keys

@@ -31,9 +31,14 @@ class Both:
         self.space = spaces.Box(0, 255, shape, np.uint8)
         self.generator = np.random.default_rng(0)
         self.memory = holdall.ReplayMemory(
-            self.space, spaces.Discrete(3), capacity_ticks * LANES, LANES, seed=0,
-            extras=settings.pop("extras", EXTRAS), **settings,
-        )  # fmt: skip
+            self.space,
+            spaces.Discrete(3),
+            capacity_ticks * LANES,
+            LANES,
+            seed=0,
+            extras=settings.pop("extras", EXTRAS),
+            **settings,
+        )
         self.oracle = OracleMemory(capacity_ticks * LANES, LANES)
         self.obs = self.generator.integers(0, 255, (LANES, *shape), np.uint8)
         self.add(ticks)
@@ -43,9 +48,15 @@ class Both:
             following = self.generator.integers(0, 255, self.obs.shape, np.uint8)
             ended = self.generator.random(LANES) < 0.2
             given = {
-                "obs": self.obs, "action": np.zeros(LANES, np.int64), "reward": np.zeros(LANES, np.float32),
-                "next_obs": following, "terminated": ended, "truncated": ~ended, "extras": self.rows(LANES), **more,
-            }  # fmt: skip
+                "obs": self.obs,
+                "action": np.zeros(LANES, np.int64),
+                "reward": np.zeros(LANES, np.float32),
+                "next_obs": following,
+                "terminated": ended,
+                "truncated": ~ended,
+                "extras": self.rows(LANES),
+                **more,
+            }
             self.memory.add(**given)
             self.oracle.add(**given)
             self.obs = following
@@ -108,7 +119,8 @@ def test_tensors_are_taken_as_a_network_returns_them(both: Both) -> None:
 def test_an_extra_may_have_any_name() -> None:
     extras = {"ids": STATE, "self": STATE, "columns": STATE}
     memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 8, extras=extras)
-    row, flag = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_)
+    row = np.zeros((1, 4), np.float32)
+    flag = np.zeros(1, np.bool_)
     memory.add(row, np.zeros(1, np.int64), np.zeros(1), row, flag, flag, extras=dict.fromkeys(extras, row))
     memory.update([0], ids=row + 1, self=row + 2, columns=row + 3)
     assert {name: rows[0, 0] for name, rows in memory.gather([0]).extras.items()} == {"ids": 1, "self": 2, "columns": 3}
@@ -121,7 +133,9 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "made none": ("ids holds 97, .*valid=False", [97], {"value": np.zeros(1)}),
     "sequences": (r"ids has shape \(2, 2\).*ids\[mask\]", [[20, 21], [22, 23]], {"value": np.zeros((2, 2))}),
     "unknown": (
-        r"state is not an extra .*\['hidden', 'latent', 'value'\].*extras={'state': Box", [30], {"state": np.zeros(1)}
+        r"state is not an extra .*\['hidden', 'latent', 'value'\].*extras={'state': Box",
+        [30],
+        {"state": np.zeros(1)},
     ),
     "reward": ("reward is not an extra of this memory", [30], {"reward": np.zeros(1)}),
     "nothing": ("update was given no rows", [30], {}),
@@ -130,11 +144,12 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "too few": (r"hidden has shape \(1, 4\), expected \(2, 4\)", [30, 31], {"hidden": ROW}),
     "nest": ("latent has the keys", [30], {"latent": {"h": ROW}}),
     "deep": (
-        r"latent\['z\.1'\] has dtype int64", [30],
+        r"latent\['z\.1'\] has dtype int64",
+        [30],
         {"latent": {"h": ROW, "z": (np.zeros(1, np.int64), np.full((1, 3), -(2**40), np.int64))}},
     ),
     "masked": ("value is a masked array", [30], {"value": np.ma.array([1.0], mask=[True])}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -233,7 +248,9 @@ def test_a_snapshot_never_changes() -> None:
 def test_a_pickle_holds_the_moment_of_its_call() -> None:
     extras = {"hidden": spaces.Box(-9, 9, (100_000,), np.float32)}
     memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 2, extras=extras)
-    row, flag, state = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_), np.zeros((1, 100_000), np.float32)
+    row = np.zeros((1, 4), np.float32)
+    flag = np.zeros(1, np.bool_)
+    state = np.zeros((1, 100_000), np.float32)
     memory.add(row, np.zeros(1, np.int64), np.zeros(1), row, flag, flag, extras={"hidden": state})
 
     class UpdatingFile(io.BytesIO):
@@ -282,10 +299,12 @@ def test_both_columns_change_together_beside_readers() -> None:
     """No reader sees a row with one old and one new column, nor a batch with rows of two updates."""
     extras = {"a": STATE, "b": STATE}
     memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 64, extras=extras, seed=0)
-    row, flag = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_)
+    row = np.zeros((1, 4), np.float32)
+    flag = np.zeros(1, np.bool_)
     for _ in range(64):
         memory.add(row, np.zeros(1, np.int64), np.zeros(1), row, flag, flag, extras={"a": row, "b": row})
-    done, wrong = threading.Event(), []
+    done = threading.Event()
+    wrong = []
 
     def look() -> None:
         while not done.is_set():

@@ -14,7 +14,8 @@ import holdall
 from holdall.errors import ArgumentError
 from holdall.testing import OracleMemory, assert_same_bits
 
-BOX, ACTION = spaces.Box(-9, 9, (3,), np.float32), spaces.Discrete(4)
+BOX = spaces.Box(-9, 9, (3,), np.float32)
+ACTION = spaces.Discrete(4)
 IMAGE = spaces.Box(0, 255, (3, 40, 40), np.uint8)
 
 
@@ -25,10 +26,13 @@ def step(space: Any, t: int, lanes: int, shape: tuple[int, ...], dtype: Any) -> 
         return np.random.default_rng(1000 + tick).integers(0, 9, (lanes, *space.shape)).astype(space.dtype)
 
     return {
-        "obs": shown(t), "action": generator.integers(0, 4, lanes),
-        "reward": generator.normal(size=(lanes, *shape)).astype(dtype), "next_obs": shown(t + 1),
-        "terminated": generator.random(lanes) < 0.2, "truncated": generator.random(lanes) < 0.1,
-    }  # fmt: skip
+        "obs": shown(t),
+        "action": generator.integers(0, 4, lanes),
+        "reward": generator.normal(size=(lanes, *shape)).astype(dtype),
+        "next_obs": shown(t + 1),
+        "terminated": generator.random(lanes) < 0.2,
+        "truncated": generator.random(lanes) < 0.1,
+    }
 
 
 def filled(
@@ -45,7 +49,7 @@ def filled(
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 3)])
 @pytest.mark.parametrize("space", [BOX, IMAGE], ids=["small", "image"])
 def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, tmp_path: Path) -> None:
-    """From the memory, a checkpoint and a pickle, from which it goes on."""
+    """From the memory, a checkpoint and a pickle, to which more is added."""
     memory, oracle = filled(shape, space, budget=None)
     ids = np.arange(memory.first_id, memory.next_id)
     with memory:
@@ -56,7 +60,8 @@ def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, t
         (reward,) = (field for field in memory.report().fields if field.name == "reward")
         assert reward.plain_bytes == len(ids) * int(np.prod(shape)) * 4
         memory.save(tmp_path).result(60)
-        loaded, unpickled = holdall.ReplayMemory.load(tmp_path), pickle.loads(pickle.dumps(memory))
+        loaded = holdall.ReplayMemory.load(tmp_path)
+        unpickled = pickle.loads(pickle.dumps(memory))
     for other in (loaded, unpickled):
         with other:
             again = OracleMemory(100, 2)

@@ -71,6 +71,7 @@ def test_a_script_is_planned_and_what_it_is_advised_fits(tmp_path: Path) -> None
     assert followed["buffer"]["plain_bytes"] == found["buffer"]["plain_bytes"]
 
 
+@pytest.mark.nightly  # in make test, the next test has a buffer that cannot be allocated
 def test_a_buffer_that_cannot_be_allocated_is_planned_with_its_real_size(tmp_path: Path) -> None:
     script = SAC.replace("BUFFER_SIZE", "10**10").replace("EXTRA", "")
     code, found = _plan_script(tmp_path, script)
@@ -171,6 +172,7 @@ def test_what_is_beyond_the_budget_of_a_loop_is_counted_on_the_disk(tmp_path: Pa
     assert memory["nbytes"] <= 128 * 2**20
 
 
+@pytest.mark.nightly  # in make test, probe/test_probe.py has the rule
 def test_the_probes_own_copies_are_no_part_of_a_plan(tmp_path: Path) -> None:
     script = """
 import gymnasium as gym, numpy as np, torch
@@ -250,6 +252,7 @@ def test_a_file_describes_a_run(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--capacitee", "5"), "capacitee"),
+        ((), "No run was named"),
         (("--algo", "sac"), "obs is missing"),
         (("train.py",), "holdall plan -- python train.py"),
         (("--set", "buffer_size", "--", "python"), "NAME=VALUE"),

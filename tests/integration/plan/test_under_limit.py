@@ -20,18 +20,22 @@ import pytest
 
 pytest.importorskip("stable_baselines3")
 
-from holdall.machine import _directories
+from holdall.machine import list_control_groups
 
 _PLANNER_BYTES = 128 * 2**20
 """The process that plans is in the group as well, and takes its share of the limit."""
 RUNS: dict[str, dict[str, Any]] = {
     "replay": {"algo": "dqn", "obs": "600", "action": "discrete(4)", "capacity": 60_000},
     "rollout": {
-        "algo": "ppo", "obs": "84x84x4:uint8", "action": "discrete(4)", "n_steps": 1024, "num_envs": 4,
+        "algo": "ppo",
+        "obs": "84x84x4:uint8",
+        "action": "discrete(4)",
+        "n_steps": 1024,
+        "num_envs": 4,
         "batch_size": 256,
     },
     "activations": {"algo": "dqn", "obs": "84x84x4:uint8", "action": "discrete(4)", "capacity": 600, "batch_size": 512},
-}  # fmt: skip
+}
 _RUN = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -51,7 +55,7 @@ else:
 @pytest.fixture
 def group() -> Iterator[Path]:
     """Make a memory control group below this process's own, or skip."""
-    found = next(iter(_directories(Path("/proc"))), None)
+    found = next(iter(list_control_groups(Path("/proc"))), None)
     if found is None:
         pytest.skip("no memory control group is mounted")
     made = found[0] / f"holdall-test-{os.getpid()}"
@@ -95,7 +99,8 @@ def test_a_run_that_is_said_to_fit_lives_and_one_far_beyond_the_limit_dies(name:
     settings = RUNS[name]
     plan = [sys.executable, "-m", "holdall", "plan", *_flags(settings), "--json"]
     free = json.loads(_inside(group, plan).stdout)
-    need, most = free["checks"][0]["need_bytes"], free["checks"][0]["most_bytes"]
+    need = free["checks"][0]["need_bytes"]
+    most = free["checks"][0]["most_bytes"]
     ends = {}
     for limit in (int(0.7 * need), (need + most) // 2, most + _PLANNER_BYTES):
         _limit(group, limit)

@@ -106,6 +106,7 @@ def test_rollouts_and_worker_processes_are_found_and_ended(tmp_path: Path) -> No
     assert not [process.pid for process in snapshot.processes if psutil.pid_exists(process.pid) and _runs(process.pid)]
 
 
+@pytest.mark.nightly
 def test_environments_of_the_script_itself_run_in_fresh_processes(tmp_path: Path) -> None:
     snapshot = run(
         tmp_path,
@@ -326,24 +327,34 @@ def test_a_command_that_ends_by_itself_is_no_error(tmp_path: Path) -> None:
     assert snapshot.output == "usage"
 
 
-def test_holdalls_own_memories_are_described(tmp_path: Path) -> None:
-    snapshot = run(
-        tmp_path,
-        """
+_ADD = """
+obs, _ = env.reset()
+for _ in range(10):
+    action = env.action_space.sample()
+    following, reward, terminated, truncated, _ = env.step(action)
+    memory.add(obs, action, reward, following, terminated, truncated)
+    obs = following
+"""
+_RECORD = """
+envs = gym.make_vec("Pendulum-v1", num_envs=1)
+recorder = holdall.Recorder(envs, memory)
+recorder.reset()
+for _ in range(10):
+    recorder.step(envs.action_space.sample())
+"""
+
+
+@pytest.mark.parametrize("loop", [_ADD, _RECORD], ids=["add", "recorder"])
+def test_holdalls_own_memories_are_described(loop: str, tmp_path: Path) -> None:
+    script = """
         import gymnasium as gym
         import holdall
 
         env = gym.make("Pendulum-v1")
         memory = holdall.ReplayMemory(env.observation_space, env.action_space, 1e6,
                                       budget="100MiB", prefer="memory", spill_dir="spill")
-        obs, _ = env.reset()
-        for _ in range(10):
-            action = env.action_space.sample()
-            following, reward, terminated, truncated, _ = env.step(action)
-            memory.add(obs, action, reward, following, terminated, truncated)
-            obs = following
-        """,
-    )
+        """
+    snapshot = run(tmp_path, textwrap.dedent(script) + loop)
     assert snapshot.trigger == "add"
     assert snapshot.buffers == ()
     (memory,) = snapshot.memories
@@ -373,6 +384,25 @@ model.learn(3000)
     assert memory.class_name == "holdall.sb3.replay.ReplayBuffer"
     assert memory.capacity == 20_000
     assert memory.budget == "200MiB"
+
+
+def test_holdalls_rollout_buffer_is_described(tmp_path: Path) -> None:
+    snapshot = run(
+        tmp_path,
+        """
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        from holdall.sb3 import RolloutBuffer
+
+        env = make_vec_env("CartPole-v1", n_envs=2)
+        PPO("MlpPolicy", env, n_steps=128, rollout_buffer_class=RolloutBuffer).learn(1_000)
+        """,
+    )
+    assert snapshot.trigger == "learn"
+    assert snapshot.buffers == ()
+    (memory,) = snapshot.memories
+    assert memory == snapshot.find_memory(snapshot.models[0])
+    assert (memory.class_name, memory.capacity, memory.n_envs) == ("holdall.sb3.rollout.RolloutBuffer", 256, 2)
 
 
 def test_processes_that_left_the_group_are_ended(tmp_path: Path) -> None:
@@ -501,6 +531,7 @@ def test_copies_that_the_probe_keeps_are_no_data_of_the_command(tmp_path: Path) 
     assert copied < snapshot.probe_bytes < copied * 1.05
 
 
+@pytest.mark.nightly
 def test_large_steps_are_copied_up_to_a_bound(tmp_path: Path) -> None:
     snapshot = run(
         tmp_path,

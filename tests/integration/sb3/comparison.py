@@ -83,7 +83,7 @@ class Task:
 
 
 def learn(steps: int, **how: Any) -> Action:
-    """Return the act of learning for so many steps."""
+    """Return a function that learns for `steps` steps."""
     return lambda model: model.learn(steps, **how)
 
 
@@ -108,7 +108,8 @@ def assert_same_training(task: Task, *acts: Action, **settings_of_ours: Any) -> 
 def assert_same_learning(plain: OffPolicyAlgorithm, ours: OffPolicyAlgorithm) -> None:
     """Compare every tensor of policy, optimizers and entropy coefficient, byte for byte."""
     assert plain.num_timesteps == ours.num_timesteps
-    expected, got = dict(learned(plain)), dict(learned(ours))
+    expected = dict(learned(plain))
+    got = dict(learned(ours))
     assert expected.keys() == got.keys()
     differing = [name for name, bits in expected.items() if got[name] != bits]
     assert not differing, f"{len(differing)} of {len(expected)} differ, {differing[:3]} among them"

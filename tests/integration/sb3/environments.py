@@ -74,7 +74,7 @@ class Stacked(Wander):
         newest = self.np_random.integers(0, 256, (FRAME_PX, FRAME_PX, 1), np.uint8)
         if self._steps == 0:
             self._frames = np.repeat(newest, STACK, axis=-1)
-        elif self.np_random.random() < 0.8:  # else the film stands still
+        elif self.np_random.random() < 0.8:  # Otherwise the frame is repeated.
             self._frames = np.concatenate([self._frames[..., 1:], newest], axis=-1)
         return self._frames
 

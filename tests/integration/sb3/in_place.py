@@ -21,7 +21,7 @@ import holdall.sb3.contrib
 
 
 class DictReplayBuffer(holdall.sb3.ReplayBuffer):
-    """One class for Box and Dict in holdall; their tests tell two apart."""
+    """One class for Box and Dict in holdall. Their tests tell two apart."""
 
 
 class NStepReplayBuffer(holdall.sb3.ReplayBuffer):

@@ -54,7 +54,7 @@ class Pair:
         self.steps = steps(case, np.random.default_rng(seed))
 
     def feed(self, ticks: int) -> None:
-        """Add the next steps to both; what is added is then overwritten, as environments do."""
+        """Add the next steps to both. What is added is then overwritten, as environments do."""
         for _ in range(ticks):
             step = next(self.steps)
             self.plain.add(*copy.deepcopy(step))
@@ -79,7 +79,8 @@ class Pair:
     def arrays(self) -> Iterator[tuple[str, Any, Any]]:
         """Name every array of slots, Stable-Baselines3's and holdall's."""
         for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
-            theirs, ours = getattr(self.plain, name), getattr(self.ours, name)
+            theirs = getattr(self.plain, name)
+            ours = getattr(self.ours, name)
             if isinstance(theirs, dict):
                 assert theirs.keys() == ours.keys()
                 yield from ((f"{name}[{key!r}]", theirs[key], ours[key]) for key in theirs)
@@ -88,7 +89,7 @@ class Pair:
 
 
 def steps(case: Case, rng: np.random.Generator) -> Iterator[Step]:
-    """Make steps that end in every way, and now and then begin anew without having ended."""
+    """Yield steps that end in every way, and that sometimes restart without an end."""
     first = [_look(case, rng, None) for _ in range(case.lanes)]
     while True:
         after = [_look(case, rng, seen) for seen in first]
@@ -106,7 +107,8 @@ def assert_same_batch(expected: Any, got: Any) -> None:
     """Compare two named tuples of tensors, or of dicts of them."""
     assert type(expected) is type(got)
     for name in expected._fields:
-        theirs, ours = getattr(expected, name), getattr(got, name)
+        theirs = getattr(expected, name)
+        ours = getattr(got, name)
         if theirs is None:
             assert ours is None
         elif isinstance(theirs, dict):
@@ -128,7 +130,8 @@ def assert_same_tensor(expected: torch.Tensor, got: torch.Tensor, name: str) -> 
 
 def assert_same_bits(expected: Any, got: Any, name: str) -> None:
     """Compare shape, dtype and every byte: NaN payloads and negative zeros are told apart."""
-    theirs, ours = np.asarray(expected), np.asarray(got)
+    theirs = np.asarray(expected)
+    ours = np.asarray(got)
     assert ours.shape == theirs.shape, name
     assert ours.dtype == theirs.dtype, name
     assert ours.tobytes() == theirs.tobytes(), name

@@ -1,4 +1,4 @@
-"""Trainings that can be stopped and resumed; also run as a program that is killed as soon as its checkpoint is safe."""
+"""Trainings that can be stopped and resumed, also run as a program that is killed as soon as its checkpoint is safe."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ VECTOR = spaces.Box(-np.inf, np.inf, (5,), np.float32)
 
 
 class DriftEnv(gym.Env[Any, Any]):
-    """A walk that ends now and then; what comes next depends on its place, its generator and the action."""
+    """A walk that ends now and then. What comes next depends on its place, its generator and the action."""
 
     def __init__(self, action_space: spaces.Space[Any] = ARM) -> None:
-        self.observation_space, self.action_space = VECTOR, action_space
+        self.observation_space = VECTOR
+        self.action_space = action_space
         self.place = np.zeros(5, np.float32)
         self.steps = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed, options=options)
-        self.place, self.steps = self.np_random.normal(size=5).astype(np.float32), 0
+        self.place = self.np_random.normal(size=5).astype(np.float32)
+        self.steps = 0
         return self.place.copy(), {}
 
     def step(self, action: Any) -> Any:
@@ -121,7 +123,7 @@ def _innermost(env: VecEnv) -> Any:
 
 
 def get_state(env: VecEnv) -> bytes:
-    """Say where the environments are; their generators are saved by holdall."""
+    """Return the positions of the environments. holdall saves their generators."""
     inner = _innermost(env)
     if isinstance(inner.envs[0].unwrapped, Reach):
         reaching = [one.unwrapped for one in inner.envs]
@@ -136,11 +138,13 @@ def set_state(env: VecEnv, state: bytes) -> None:
     if isinstance(inner.envs[0].unwrapped, Reach):
         for one, (at, goal, steps) in zip(inner.envs, json.loads(state), strict=True):
             reaching = one.unwrapped
-            reaching._at, reaching._goal = np.array(at, np.float32), np.array(goal, np.float32)
+            reaching._at = np.array(at, np.float32)
+            reaching._goal = np.array(goal, np.float32)
             reaching._steps = steps
         return
     for one, (place, steps) in zip(inner.envs, json.loads(state), strict=True):
-        one.unwrapped.place, one.unwrapped.steps = np.array(place, np.float32), steps
+        one.unwrapped.place = np.array(place, np.float32)
+        one.unwrapped.steps = steps
 
 
 ENV_STATE = (get_state, set_state)

@@ -143,7 +143,8 @@ def test_any_key_reads_what_the_plain_array_gives(data: Any) -> None:
     number = data.draw(st.sampled_from([0, 1]), "case")
     pair = filled(number, data.draw(st.sampled_from([9, 33]), "ticks"))
     name = data.draw(st.sampled_from(NAMES), "name")
-    theirs, ours = getattr(pair.plain, name), getattr(pair.ours, name)
+    theirs = getattr(pair.plain, name)
+    ours = getattr(pair.ours, name)
     assert_same_key(theirs, ours, data.draw(keys(theirs.shape), "key"))
 
 

@@ -46,7 +46,7 @@ def ticks(count: int) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("budget", [BUDGET, None])
 def test_with_a_disk_tier_every_slot_is_drawn_as_stable_baselines3_draws_it(tmp_path: Path, budget: str | None) -> None:
-    """Most of it lies in files, and no bit of a batch tells."""
+    """Most of it is in files, and batches have the same bits."""
     theirs = DictReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS)
     ours = ReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=budget, spill_dir=tmp_path, _tuning=TUNING)
     for tick in ticks(SLOTS + 150):
@@ -75,7 +75,8 @@ def test_without_one_the_newest_that_fit_are_drawn(kind: type[ReplayBuffer], n_s
         ours.add(*tick)
         if ours.pos % 50 == 49:
             ours.sample(16)
-    first, end = ours.memory.first_id // ENVS, ours.memory.next_id // ENVS
+    first = ours.memory.first_id // ENVS
+    end = ours.memory.next_id // ENVS
     assert 50 < first < end, "some of it has to leave early"
     assert ours.full
     assert ours.size() == end - first
@@ -106,8 +107,10 @@ def add_goal_step(buffer: her_replay_buffer.HerReplayBuffer, tick: int, *, is_la
         goals = obs["vector"][:, :3]
         return {"observation": obs["image"], "achieved_goal": goals, "desired_goal": goals}
 
-    action, reward = np.zeros((ENVS, 2), np.float32), np.zeros(ENVS, np.float32)
-    obs, next_obs = as_goals(observed(tick)), as_goals(observed(tick + 1))
+    action = np.zeros((ENVS, 2), np.float32)
+    reward = np.zeros(ENVS, np.float32)
+    obs = as_goals(observed(tick))
+    next_obs = as_goals(observed(tick + 1))
     buffer.add(obs, next_obs, action, reward, np.full(ENVS, is_last), [{}] * ENVS)
 
 
@@ -116,8 +119,22 @@ def drawn_ticks(buffer: HerReplayBuffer) -> set[int]:
     return set(np.concatenate(drawn).astype(int).tolist())
 
 
+def test_only_a_buffer_that_dropped_steps_early_advises_a_larger_budget() -> None:
+    """Before the end of the first episode, there is nothing to draw."""
+    ours = goal_buffer()
+    for tick in range(SLOTS + 50):
+        add_goal_step(ours, tick, is_last=False)
+        if tick in (5, SLOTS + 49):
+            has_dropped = tick > 5
+            assert (ours.memory.first_id > 0) is has_dropped
+            with pytest.raises(RuntimeError, match="first episode") as error:
+                ours.sample(4)
+            assert ("raise budget" in str(error.value)) is has_dropped
+    ours.memory.close()
+
+
 def test_hindsight_draws_no_episode_that_lost_a_step_early() -> None:
-    """An episode whose first steps left before their time has no goal to be told anew by."""
+    """An episode whose first steps were dropped early is not relabelled."""
     ours = goal_buffer()
     for tick in range(SLOTS + 50):
         add_goal_step(ours, tick, is_last=tick % 9 == 8)
@@ -148,7 +165,7 @@ def test_hindsight_draws_no_episode_that_lost_a_step_before_it_ended(is_truncate
 
 
 def test_hindsight_draws_no_episode_that_lost_a_step_when_it_was_copied() -> None:
-    """Stable-Baselines3's buffer holds whole episodes; a copy with a budget drops steps of them while it is made."""
+    """Stable-Baselines3's buffer holds whole episodes. A copy with a budget drops steps of them while it is made."""
     env: Any = GoalEnv()
     theirs = her_replay_buffer.HerReplayBuffer(SLOTS * ENVS, goal_space(), ACTIONS, env, "cpu", ENVS)
     for tick in range(SLOTS):

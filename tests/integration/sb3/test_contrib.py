@@ -19,7 +19,8 @@ from .environments import BUTTONS, VECTOR, Stacked, Wander, dict_space, each
 sb3_contrib = pytest.importorskip("sb3_contrib", reason="needs sb3-contrib, an extra of its own")
 contrib: Any = pytest.importorskip("holdall.sb3.contrib")
 
-STEPS, LANES = 32, 2
+STEPS = 32
+LANES = 2
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size of:UserWarning")
 
@@ -87,7 +88,8 @@ def test_recurrent_ppo_gives_the_same_weights(environment: Any, policy: str, com
         chosen["policy_kwargs"] |= {"lstm_hidden_size": 8}
         return sb3_contrib.RecurrentPPO(policy, DummyVecEnv(each(environment, LANES)), **chosen)
 
-    plain, ours = model(), contrib.equip(model(), compress)
+    plain = model()
+    ours = contrib.equip(model(), compress)
     assert isinstance(ours.rollout_buffer, contrib.RolloutBuffer)
     assert_same_learning(plain, ours)
 

@@ -31,7 +31,7 @@ HAS_STEPS = hasattr(buffers, "NStepReplayBuffer")
 @pytest.mark.parametrize("case", [Case(VECTOR, lanes=3), Case(dict_space((3, 40, 40)), BUTTONS, 2)], ids=str)
 @pytest.mark.parametrize("ticks", [0, 9, 23, 46, 61], ids=["empty", "begun", "just full", "full twice", "wrapped"])
 def test_a_copy_is_the_buffer_that_it_was_made_of(case: Case, ticks: int) -> None:
-    """In the same slots: it draws the same, and goes on the same."""
+    """In the same slots. The copy draws the same rows and continues in the same way."""
     pair = Pair(case, buffer_size=23 * case.lanes)
     pair.feed(ticks)
     pair.ours = ReplayBuffer.copy_of(pair.plain, budget=None)
@@ -61,9 +61,14 @@ def test_a_copy_keeps_episodes_and_infos(copy_info_dict: bool) -> None:
     env = DummyVecEnv([lambda: Reach(informed=True)] * 2)
     settings: dict[str, Any] = {"replay_buffer_kwargs": {"copy_info_dict": copy_info_dict}, "learning_starts": 1_000}
     model = SAC(
-        "MultiInputPolicy", env, replay_buffer_class=her_replay_buffer.HerReplayBuffer, buffer_size=80, seed=1,
-        device="cpu", **settings,
-    )  # fmt: skip
+        "MultiInputPolicy",
+        env,
+        replay_buffer_class=her_replay_buffer.HerReplayBuffer,
+        buffer_size=80,
+        seed=1,
+        device="cpu",
+        **settings,
+    )
     model.learn(130)
     plain: Any = model.replay_buffer
     ours = HerReplayBuffer.copy_of(plain)
@@ -71,10 +76,11 @@ def test_a_copy_keeps_episodes_and_infos(copy_info_dict: bool) -> None:
 
 
 def test_a_file_of_sb3s_buffer_is_taken_over(tmp_path: Path) -> None:
-    """`load_replay_buffer` gives a model whatever buffer the file holds; a checkpoint of it says what to write."""
+    """`load_replay_buffer` gives a model whatever buffer the file holds. A checkpoint of it says what to write."""
     task = Task(partial(Wander, VECTOR), "SAC", lanes=2, buffer_size=60)
     trained(task.model(None), learn(90)).save_replay_buffer(tmp_path / "buffer")
-    plain, ours = task.model(None), task.model(ReplayBuffer)
+    plain = task.model(None)
+    ours = task.model(ReplayBuffer)
     for model in (plain, ours):
         model.load_replay_buffer(tmp_path / "buffer")
     callback = CheckpointCallback(1, tmp_path / "run")

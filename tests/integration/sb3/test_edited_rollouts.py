@@ -27,7 +27,8 @@ from .environments import ARM, BUTTONS, VECTOR, Wander, each
 from .pair import assert_same_batch, assert_same_bits, seeded
 
 Edit = Callable[[Any], None]
-STEPS, LANES = 16, 3
+STEPS = 16
+LANES = 3
 KEYS = spaces.Dict({"state": spaces.Box(-1, 1, (4,), np.float32), "speed": spaces.Box(-1, 1, (2,), np.float32)})
 
 
@@ -36,7 +37,8 @@ class EditCallback(BaseCallback):
 
     def __init__(self, edit: Edit, step: int | None) -> None:
         super().__init__()
-        self._edit, self._step = edit, step
+        self._edit = edit
+        self._step = step
 
     def _on_step(self) -> bool:
         if self.model.rollout_buffer.pos == self._step:  # type: ignore[attr-defined]  # on-policy algorithms have one
@@ -108,15 +110,26 @@ def weights(
 ) -> dict[str, bytes]:
     vec_env = DummyVecEnv(each(partial(Wander, space, ARM), LANES))
     model = PPO(
-        policy, vec_env, n_steps=STEPS, batch_size=STEPS, n_epochs=2, rollout_buffer_class=kind, seed=5, device="cpu",
-        policy_kwargs={"net_arch": [8]}, learning_rate=0.01, normalize_advantage=False, clip_range_vf=0.2,
-    )  # fmt: skip
+        policy,
+        vec_env,
+        n_steps=STEPS,
+        batch_size=STEPS,
+        n_epochs=2,
+        rollout_buffer_class=kind,
+        seed=5,
+        device="cpu",
+        policy_kwargs={"net_arch": [8]},
+        learning_rate=0.01,
+        normalize_advantage=False,
+        clip_range_vf=0.2,
+    )
     model.learn(2 * STEPS * LANES, callback=EditCallback(edit, step))
     return dict(learned(model))  # type: ignore[arg-type]  # any algorithm's
 
 
 def assert_same_effect(edit: Edit, step: int | None, **task: Any) -> dict[str, bytes]:
-    expected, got = weights(None, edit, step, **task), weights(RolloutBuffer, edit, step, **task)
+    expected = weights(None, edit, step, **task)
+    got = weights(RolloutBuffer, edit, step, **task)
     assert [name for name in expected if got[name] != expected[name]] == []
     return got
 
@@ -124,7 +137,7 @@ def assert_same_effect(edit: Edit, step: int | None, **task: Any) -> dict[str, b
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("edit", END, ids=str)
 def test_an_edit_at_the_end_of_a_rollout_has_sb3s_effect(edit: str) -> None:
-    """The same weights; and other ones than without it, where Stable-Baselines3 still reads the array."""
+    """The same weights as there, and others than without it, where Stable-Baselines3 still reads the array."""
     got = assert_same_effect(END[edit], None)
     if edit.split(maxsplit=1)[0] not in {"rewards", "episode"}:
         assert got != weights(RolloutBuffer, lambda _: None, None)
@@ -186,7 +199,8 @@ def assert_same_rollout(expected: Any, got: Any) -> None:
     assert (got.pos, got.full, got.generator_ready) == (expected.pos, expected.full, expected.generator_ready)
     for name in ("actions", "rewards", "values", "log_probs", "advantages", "returns", "episode_starts"):
         assert_same_bits(getattr(expected, name), getattr(got, name), name)
-    theirs, ours = expected.observations, got.observations
+    theirs = expected.observations
+    ours = got.observations
     for key in theirs if isinstance(theirs, dict) else [None]:
         assert_same_bits(theirs if key is None else theirs[key], ours if key is None else ours[key], f"seen {key}")
     if got.full:
@@ -201,7 +215,7 @@ def assert_same_rollout(expected: Any, got: Any) -> None:
 @pytest.mark.parametrize("steps", [0, 9, STEPS])
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_copy_holds_the_rollout(how: str, space: Any, steps: int, drawn: bool) -> None:
-    """Empty, begun and full, before and after minibatches were drawn; it goes on, and is used for the next rollout."""
+    """Empty, begun and full, before and after minibatches were drawn. It can be used on, and for the next rollout."""
     plain = buffers.RolloutBuffer if space is VECTOR else buffers.DictRolloutBuffer
     sides = [filled(kind, space, steps) for kind in (plain, RolloutBuffer)]
     if drawn and steps == STEPS:

@@ -15,7 +15,6 @@ import pytest
 from stable_baselines3.common import base_class
 
 from holdall.tools.lint.check import check_run
-from holdall.tools.lint.described import describe_buffers, describe_models
 from holdall.tools.lint.finding import Finding
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Rule, RuleExample
@@ -74,22 +73,21 @@ def run(example: RuleExample, folder: Path) -> Snapshot:
 def check(example: RuleExample, folder: Path) -> list[Finding]:
     """Check an example, with the attributes of the machine and the model that its options name."""
     machine = MACHINE
-    changes: dict[str, Any] = {}
+    snapshot = run(example, folder)
     for name, text in example.machine.items():
         value: Any = text
         if name.endswith("_bytes"):
             value = parse_bytes(text)
         elif name == "cores":
             value = int(text)
-        elif name == "sb3_version":
-            value = tuple(map(int, text.split(".")))
         if name in MACHINE_NAMES:
             machine = replace(machine, **{name: value})
+        elif name == "sb3_version":
+            snapshot = replace(snapshot, versions={"stable_baselines3": text})
         else:
-            changes[name] = value
-    snapshot = run(example, folder)
-    models = [replace(model, **changes) for model in describe_models(snapshot)]
-    return check_run(models, describe_buffers(snapshot), RULES, machine)
+            changed = tuple(replace(model, **{name: value}) for model in snapshot.models)
+            snapshot = replace(snapshot, models=changed)
+    return check_run(snapshot, RULES, machine)
 
 
 RUN_RULES = [rule for rule in RULES.values() if rule.needs_run]
@@ -120,7 +118,7 @@ def test_figures_are_those_of_the_buffer(tmp_path: Path) -> None:
     pendulum_bytes = 2 * 3 * 4 + 4 + 3 * 4  # both observations, action, reward, done, timeout
     too_large = messages("M01", tmp_path)
     assert too_large.numbers == {"needed_bytes": 50_000 * pendulum_bytes, "limit_bytes": 10**6}
-    assert "2.00 MB (1.91 MiB)" in too_large.message
+    assert "1.9 MiB" in too_large.message
     fitting = int(0.8 * 10**6 // pendulum_bytes)
     assert f"a capacity of {fitting:,} would take 80 % of it" in too_large.message
 

@@ -38,7 +38,7 @@ class DeliveredPriorities(holdall.sb3.PrioritizedReplayBuffer):
 
 
 def filled(*made: Any, steps: int = 150) -> None:
-    """Add the same steps to all; some episodes end, and some are cut short."""
+    """Add the same steps to all. Some episodes end, and some are cut short."""
     draw = np.random.default_rng(0)
 
     def observed() -> dict[str, Any]:
@@ -49,8 +49,10 @@ def filled(*made: Any, steps: int = 150) -> None:
 
     obs = observed()
     for _ in range(steps):
-        following, action = observed(), draw.uniform(-1, 1, (2, 2)).astype(np.float32)
-        reward, done = draw.standard_normal(2, np.float32), draw.random(2) < 0.1
+        following = observed()
+        action = draw.uniform(-1, 1, (2, 2)).astype(np.float32)
+        reward = draw.standard_normal(2, np.float32)
+        done = draw.random(2) < 0.1
         infos = [{"TimeLimit.truncated": bool(ended and draw.random() < 0.5)} for ended in done]
         for buffer in made:
             buffer.add(obs, following, action, reward, done, infos)
@@ -59,7 +61,8 @@ def filled(*made: Any, steps: int = 150) -> None:
 
 def same(mine: Any, theirs: Any) -> None:
     for name in ("observations", "actions", "next_observations", "dones", "rewards"):
-        ours, other = getattr(mine, name), getattr(theirs, name)
+        ours = getattr(mine, name)
+        other = getattr(theirs, name)
         pairs = [(ours[key], other[key]) for key in other] if isinstance(other, dict) else [(ours, other)]
         for here, there in pairs:
             assert (here.dtype, here.shape) == (there.dtype, there.shape), name
@@ -91,7 +94,7 @@ def test_batches_made_ahead_are_those_of_earlier_draws() -> None:
 
 
 def test_what_is_added_later_is_not_in_a_batch_that_is_under_way() -> None:
-    """The next two were drawn before; the third is drawn of all that is held then."""
+    """The next two were drawn before. The third is drawn of all that is held then."""
     mine, theirs = two(prefetch=2)
     np.random.seed(0)  # noqa: NPY002  theirs
     expected = [theirs.sample(32) for _ in range(3)]

@@ -34,7 +34,8 @@ def filled(kind: Any = PrioritizedReplayBuffer, space: Any = VECTOR, lanes: int 
 @pytest.mark.parametrize("n_steps", [1, 3] if HAS_STEPS else [1])
 def test_rows_are_those_of_the_plain_buffer(space: Any, n_steps: int) -> None:
     """Only which rows are drawn differs."""
-    buffer, plain = filled(space=space, n_steps=n_steps), filled(ReplayBuffer, space, n_steps=n_steps)
+    buffer = filled(space=space, n_steps=n_steps)
+    plain = filled(ReplayBuffer, space, n_steps=n_steps)
     samples = buffer.sample(50)
     expected = plain._gather_samples(samples.ids, None)
     assert_same_batch(expected, type(expected)(*samples[: len(expected)]))

@@ -31,7 +31,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "MultiInputPolicy": partial(Wander, dict_space(), BUTTONS),
 }
 SEEDS = {"MlpPolicy": 5, "CnnPolicy": 7, "MultiInputPolicy": 5}
-"""With these a draw too many before the training changes it; with others a rejected number may make up for it."""
+"""With these a draw too many before the training changes it. With others a rejected number may make up for it."""
 
 
 def made(algorithm: Any, policy: str = "MlpPolicy", lanes: int = 1, **settings: Any) -> Any:
@@ -104,12 +104,13 @@ def test_with_alpha_0_the_weights_are_those_of_qr_dqn(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["MlpPolicy", "CnnPolicy"])
 @pytest.mark.parametrize("n_steps", [1, 3] if HAS_STEPS else [1])
 def test_priorities_weights_and_beta_are_those_of_the_update_that_is_written_out(policy: str, n_steps: int) -> None:
-    """Every bit of the weights and every priority; a batch of 16, whose mean rounds nothing."""
+    """Every bit of the weights and every priority. The mean of a batch of 16 rounds nothing."""
     kwargs = {"alpha": 0.7} | ({"n_steps": 3, "gamma": 0.99} if n_steps > 1 else {})
     ours = trained(PrioritizedDQN, policy, alpha=0.7, replay_buffer_kwargs={} if n_steps == 1 else kwargs)
     oracle = trained(WrittenOut, policy, replay_buffer_class=PrioritizedReplayBuffer, replay_buffer_kwargs=kwargs)
     assert_same_learning(oracle, ours)
-    mine, theirs = ours.replay_buffer.sampler.state(), oracle.replay_buffer.sampler.state()
+    mine = ours.replay_buffer.sampler.state()
+    theirs = oracle.replay_buffer.sampler.state()
     assert mine["scaled"].tobytes() == theirs["scaled"].tobytes()
     assert len(set(mine["scaled"].tolist())) > 40, "no errors came back"
     assert mine["beta"] == theirs["beta"] > 0.9
@@ -141,7 +142,7 @@ class WrittenOutQuantiles(QRDQN):
 
 
 def test_every_quantile_is_weighted() -> None:
-    """QR-DQN against its loss, row by row; sums over rows may round otherwise. The schedule is a function here."""
+    """QR-DQN against its loss, row by row. Sums over rows may round otherwise. The schedule is a function here."""
     ours = trained(PrioritizedQRDQN, beta=lambda remaining: 0.5)
     oracle = trained(WrittenOutQuantiles, replay_buffer_class=PrioritizedReplayBuffer)
     for mine, theirs in zip(ours.policy.parameters(), oracle.policy.parameters(), strict=True):
@@ -151,7 +152,7 @@ def test_every_quantile_is_weighted() -> None:
 
 
 def test_a_saved_model_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
-    """Model and buffer by Stable-Baselines3's own means; settings come back with them."""
+    """Model and buffer by Stable-Baselines3's own means. Settings come back with them."""
     settings = {"n_steps": 3} if HAS_STEPS else {}
     model = trained(PrioritizedDQN, alpha=0.5, beta=0.3, **settings)
     model.save(tmp_path / "model")
@@ -193,7 +194,8 @@ def test_a_buffer_without_priorities_is_refused(tmp_path: Path) -> None:
     """When it is asked for, and when one was loaded."""
     with pytest.raises(ArgumentError, match=r"replay_buffer_class \(holdall.sb3.replay.ReplayBuffer\)"):
         made(PrioritizedDQN, replay_buffer_class=ReplayBuffer)
-    plain, model = trained(DQN), made(PrioritizedDQN)
+    plain = trained(DQN)
+    model = made(PrioritizedDQN)
     plain.save_replay_buffer(tmp_path / "buffer")
     model.load_replay_buffer(tmp_path / "buffer")
     with pytest.raises(
@@ -237,10 +239,21 @@ def test_the_mix_in_takes_an_algorithm_of_a_users_own() -> None:
 def test_it_learns_to_balance_a_pole(algorithm: Any) -> None:
     """CartPole, with rl-zoo's hyperparameters for DQN: a random policy gets 20, a good one 500."""
     model = algorithm(
-        "MlpPolicy", "CartPole-v1", learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1_000,
-        target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16,
-        exploration_final_eps=0.04, policy_kwargs={"net_arch": [256, 256]}, seed=1, device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        "CartPole-v1",
+        learning_rate=2.3e-3,
+        batch_size=64,
+        buffer_size=100_000,
+        learning_starts=1_000,
+        target_update_interval=10,
+        train_freq=256,
+        gradient_steps=128,
+        exploration_fraction=0.16,
+        exploration_final_eps=0.04,
+        policy_kwargs={"net_arch": [256, 256]},
+        seed=1,
+        device="cpu",
+    )
     before: Any = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
     model.learn(30_000)
     after: Any = evaluate_policy(model, model.get_env(), n_eval_episodes=10)

@@ -73,7 +73,7 @@ def test_a_resumed_training_is_one_that_reset_its_environments(kind: str, tmp_pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_training_is_one_that_was_never_interrupted(kind: str, tmp_path: Path) -> None:
-    """Where the environments can say where they are; in the middle of episodes and of updates."""
+    """With environments that return their state, in the middle of episodes and of updates."""
     whole = new_model(kind)
     callback = CheckpointCallback(30, tmp_path, keep=1, env_state=ENV_STATE)
     whole.learn(STEPS + 60, callback=callback)
@@ -145,7 +145,7 @@ def test_on_policy_models_are_saved_without_a_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["an Env", "a Monitor"])
 def test_a_plain_environment_is_enough(tmp_path: Path, wrapped: bool) -> None:
-    """As for Stable-Baselines3's own `load`: one that is not vectorised stands for one."""
+    """As for Stable-Baselines3's own `load`: an environment that is not vectorised is accepted."""
     model = new_model("SAC", lanes=1)
     model.learn(60, callback=CheckpointCallback(30, tmp_path))
     model.get_env().seed(SECOND_SEED)  # type: ignore[union-attr]
@@ -159,7 +159,7 @@ def test_a_plain_environment_is_enough(tmp_path: Path, wrapped: bool) -> None:
 
 
 def test_environments_may_be_set_later(tmp_path: Path) -> None:
-    """`load(env=None)`, and `set_env` before training goes on."""
+    """`load(env=None)`, and `set_env` before training continues."""
     new_model("SAC").learn(60, callback=CheckpointCallback(30, tmp_path))
     again = resume(tmp_path, None, device="cpu")
     again.set_env(environments("SAC"))
@@ -168,10 +168,12 @@ def test_environments_may_be_set_later(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_its_limits(tmp_path: Path) -> None:
-    """Budget, preference and disk tier are those of the saved run, unless they are given; and so from run to run."""
-    spill, other = tmp_path / "spilled", tmp_path / "other"
+    """Budget, preference and disk tier are those of the saved run, unless they are given."""
+    spill = tmp_path / "spilled"
+    other = tmp_path / "other"
     limits: dict[str, Any] = {"budget": "64MiB", "prefer": "memory", "spill_dir": spill}
-    model = new_model("SAC", replay_buffer_kwargs=limits)
+    further = {"handle_timeout_termination": False}
+    model = new_model("SAC", replay_buffer_kwargs=limits | further)
     model.learn(60, callback=CheckpointCallback(30, tmp_path / "run"))
     again = resume(tmp_path / "run", environments("SAC"), device="cpu")
     assert again.replay_buffer.tiers == limits | {"spill_dir": str(spill)}
@@ -182,7 +184,7 @@ def test_a_resumed_run_keeps_its_limits(tmp_path: Path) -> None:
     again = resume(tmp_path / "run", environments("SAC"), device="cpu", budget=None, spill_dir=other)
     asked = {"budget": None, "prefer": "memory", "spill_dir": other}
     assert again.replay_buffer.tiers == asked
-    assert again.replay_buffer_kwargs == asked
+    assert again.replay_buffer_kwargs == asked | further
     again.learn(60, reset_num_timesteps=False, callback=CheckpointCallback(30, tmp_path / "run"))
     third = resume(tmp_path / "run", environments("SAC"), device="cpu")
     assert third.replay_buffer.tiers == asked | {"spill_dir": str(other)}
@@ -206,7 +208,7 @@ def _limits_of(buffer: Any) -> Any:
 
 
 def test_priorities_and_episodes_of_other_buffers_come_back(tmp_path: Path) -> None:
-    """A prioritized buffer goes on with its priorities."""
+    """A prioritized buffer continues with its priorities."""
     model: Any = new_model("DQN")
     model.replay_buffer = PrioritizedReplayBuffer(150, model.observation_space, model.action_space, "cpu", 2)
     model.replay_buffer_class = PrioritizedReplayBuffer
@@ -225,7 +227,7 @@ def test_priorities_and_episodes_of_other_buffers_come_back(tmp_path: Path) -> N
 
 
 def test_a_plain_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """Its arrays are none of holdall's."""
+    """Its arrays are not holdall's."""
     model: Any = new_model("SAC")
     model.replay_buffer = PlainReplayBuffer(50, model.observation_space, model.action_space, "cpu", 2)
     callback = CheckpointCallback(1, tmp_path)
@@ -235,7 +237,7 @@ def test_a_plain_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_environments_that_are_wrapped_otherwise_are_refused(tmp_path: Path) -> None:
-    """Averages without a VecNormalize have no place."""
+    """Averages need a VecNormalize."""
     model = new_model("SAC normalized")
     model.learn(40, callback=CheckpointCallback(10, tmp_path))
     with pytest.raises(ArgumentError, match=r"saved with VecNormalize, but env is not wrapped in it\. Wrap env"):

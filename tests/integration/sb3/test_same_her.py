@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The last trajectory in the repla
 
 
 class Reach(gym.Env[Any, Any]):
-    """Walk towards a point that is drawn anew in every episode; rewards depend on the infos too."""
+    """Walk towards a point that differs in every episode. Rewards also depend on the infos."""
 
     def __init__(self, discrete: bool = False, informed: bool = False) -> None:
         point = spaces.Box(-9, 9, (2,), np.float32)
@@ -170,7 +170,8 @@ def test_the_arrays_are_sb3s() -> None:
     assert isinstance(ours, HerReplayBuffer)
     assert ours.ep_start.tolist() == plain.ep_start.tolist()
     assert ours.ep_length.tolist() == plain.ep_length.tolist()
-    slots, lanes = np.array([3, 17, 30]), np.array([0, 1, 1])
+    slots = np.array([3, 17, 30])
+    lanes = np.array([0, 1, 1])
     for theirs, mine in zip(plain.infos[slots, lanes], ours.infos[slots, lanes], strict=True):
         assert mine["wind"] == theirs["wind"]
         assert type(mine["wind"]) is np.float64
@@ -193,7 +194,7 @@ def test_the_arrays_are_sb3s() -> None:
     ids=str,
 )
 def test_infos_come_back_as_they_were(info: dict[str, Any]) -> None:
-    """Values, types, dtypes and shapes; a new copy every time."""
+    """Values, types, dtypes and shapes, a new copy every time."""
     packed = pack_info(info)
     restored = unpack_info(packed)
     np.testing.assert_equal(restored, info)

@@ -32,7 +32,7 @@ HOW: dict[str, Any] = {"n_steps": 3, "gamma": 0.97}
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("handle_timeout_termination", [True, False])
 def test_every_sample_is_sb3s(n_steps: int, lanes: int, handle_timeout_termination: bool) -> None:
-    """Filling, just full and wrapped; every tensor, the discounts too."""
+    """Filling, just full and wrapped. Every tensor is the same, the discounts too."""
     case = Case(VECTOR, lanes=lanes)
     how: dict[str, Any] = {"n_envs": lanes, "n_steps": n_steps, "gamma": 0.9, "device": "cpu"}
     how["handle_timeout_termination"] = handle_timeout_termination

@@ -72,7 +72,8 @@ def assert_same_training(task: Task, **buffer: Any) -> Any:
     ours, curve = task.learn(RolloutBuffer, **buffer)
     assert type(plain.rollout_buffer) in {buffers.RolloutBuffer, buffers.DictRolloutBuffer}
     assert type(ours.rollout_buffer) is RolloutBuffer
-    weights, our_weights = dict(learned(plain)), dict(learned(ours))
+    weights = dict(learned(plain))
+    our_weights = dict(learned(ours))
     differing = [name for name, bits in weights.items() if our_weights[name] != bits]
     assert not differing, f"{len(differing)} of {len(weights)} differ, {differing[:3]} among them"
     assert any("train/explained_variance" in logged for logged in expected)
@@ -88,7 +89,7 @@ def test_vectors_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorit
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
 def test_dicts_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorithm]) -> None:
-    """An image that Stable-Baselines3 transposes, a vector and a discrete key; truncated and terminated."""
+    """An image that Stable-Baselines3 transposes, a vector and a discrete key. Episodes end in both ways."""
     assert_same_training(Task(partial(Wander, dict_space(), BUTTONS), algorithm, "MultiInputPolicy"))
 
 
@@ -159,7 +160,8 @@ def test_advantages_have_the_bits_of_sb3s_own(gamma: Any) -> None:
         for side in sides:
             action = np.zeros((7, 2), np.float32)
             side.add(obs, action, reward, start, torch.from_numpy(value), torch.from_numpy(log_prob))
-    last, dones = torch.from_numpy(generator.standard_normal(7, np.float32)), generator.random(7) < 0.5
+    last = torch.from_numpy(generator.standard_normal(7, np.float32))
+    dones = generator.random(7) < 0.5
     for side in sides:
         side.compute_returns_and_advantage(last, dones)
     plain, ours = sides

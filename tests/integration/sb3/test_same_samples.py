@@ -112,14 +112,15 @@ def test_odd_bits_come_back() -> None:
     odd = np.array([[0x7FC01234, 0xFFC00001, 0x80000000, 0x7F800000, 0x00000001, 0xFF800000]], np.uint32)
     for buffer in (pair.plain, pair.ours):
         one = np.ones((1, 2), np.float32)
-        obs, next_obs = odd.view(np.float32), np.roll(odd, 1, axis=1).view(np.float32)
+        obs = odd.view(np.float32)
+        next_obs = np.roll(odd, 1, axis=1).view(np.float32)
         buffer.add(obs, next_obs, one, np.array([-0.0], np.float32), np.array([False]), [{}])
     pair.assert_same_samples(batch=2)
 
 
 @pytest.mark.parametrize("case", [Case(FRAMES, stacked=True), Case(DICT, lanes=3)], ids=str)
 def test_get_samples_returns_the_slots_that_it_is_given(case: Case) -> None:
-    """Slots chosen by the caller; the environments are drawn, in Stable-Baselines3's order."""
+    """Slots chosen by the caller. The environments are drawn, in Stable-Baselines3's order."""
     pair = Pair(case)
     pair.feed(90)
     slots = np.array([0, 5, 5, pair.ours.size() - 1, 1])

@@ -76,7 +76,7 @@ def test_every_action_space_gives_the_same_weights(space: spaces.Space[Any]) -> 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy"])
 def test_four_environments_give_the_same_weights(policy: str) -> None:
-    """Four lanes whose episodes end at different steps; the size is no multiple of four."""
+    """Four lanes whose episodes end at different steps. The size is no multiple of four."""
     space = VECTOR if policy == "MlpPolicy" else dict_space()
     assert_same_training(Task(partial(Wander, space), "TD3", policy, lanes=4, buffer_size=203), learn(320))
 
@@ -113,7 +113,7 @@ def test_observations_in_another_dtype_are_cast_as_sb3_casts_them() -> None:
 
 @pytest.mark.parametrize("reset_num_timesteps", [True, False])
 def test_learning_twice_gives_the_same_weights(reset_num_timesteps: bool) -> None:
-    """The second call begins a new episode, or goes on in the last one."""
+    """The second call begins a new episode, or continues the last one."""
     again = learn(60, reset_num_timesteps=reset_num_timesteps)
     assert_same_training(Task(partial(Wander, dict_space()), policy="MultiInputPolicy"), learn(73), again)
 
@@ -134,7 +134,7 @@ def test_optimize_memory_usage_changes_nothing(policy: str) -> None:
 
 
 def test_optimize_memory_usage_lets_sb3_end_the_last_episode() -> None:
-    """Stable-Baselines3 writes to `dones` before it learns anew; with its plain buffer this is done by hand."""
+    """Stable-Baselines3 writes to `dones` before it learns again. The test does so for its plain buffer."""
     task = Task(Wander, lanes=2, buffer_size=50)
 
     def end_last_episode(model: OffPolicyAlgorithm) -> None:
@@ -156,6 +156,7 @@ def test_one_wrong_reward_would_be_noticed() -> None:
                 self.rewards[14] = np.nextafter(self.rewards[14], np.float32(9))
 
     task = Task(Wander)
-    plain, wrong = trained(task.model(None), learn(75)), trained(task.model(Wrong), learn(75))
+    plain = trained(task.model(None), learn(75))
+    wrong = trained(task.model(Wrong), learn(75))
     with pytest.raises(AssertionError, match="differ"):
         assert_same_learning(plain, wrong)

@@ -35,7 +35,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ticks", [0, 1, 13, 70, 190], ids=lambda ticks: f"{ticks} ticks")
 def test_a_loaded_buffer_is_the_one_that_was_saved(case: Case, ticks: int, tmp_path: Path) -> None:
-    """Empty, begun, full and wrapped; and it goes on as the saved one does."""
+    """Empty, begun, full and wrapped. The loaded buffer continues as the saved one does."""
     pair = Pair(case)
     pair.feed(ticks)
     saved = pair.ours
@@ -48,7 +48,7 @@ def test_a_loaded_buffer_is_the_one_that_was_saved(case: Case, ticks: int, tmp_p
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
-    """The buffer that was saved goes on as if it had not been."""
+    """The buffer that was saved continues as if it had not been saved."""
     pair = Pair(CASES[1])
     for ticks in (13, 70, 100):
         pair.feed(ticks)
@@ -143,6 +143,7 @@ print(json.dumps({"held": held, "file": path.stat().st_size, "saving": saving, "
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
 @pytest.mark.parametrize("form", ["raw", "compressed"])
 def test_saving_and_loading_take_no_second_copy(form: str, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ticks", [9, 40])
 def test_every_array_reads_as_sb3s(case: Case, ticks: int) -> None:
-    """Under every kind of key; slots that were never written to read as zeros."""
+    """Under every kind of key. Slots that were never written to read as zeros."""
     pair = Pair(case)
     pair.feed(ticks)
     for name, theirs, ours in pair.arrays():
@@ -103,7 +103,7 @@ def test_the_last_step_may_be_declared_an_end(pair: Pair) -> None:
 
 
 def test_the_last_step_may_be_declared_a_time_limit(pair: Pair) -> None:
-    """`truncate_last_trajectory` writes `dones[pos - 1]`, then `timeouts[pos - 1]`; -1 is the last slot."""
+    """`truncate_last_trajectory` writes `dones[pos - 1]`, then `timeouts[pos - 1]`. -1 is the last slot."""
     for buffer in (pair.plain, pair.ours):
         buffer.dones[buffer.pos - 1] = True
         buffer.timeouts[buffer.pos - 1] = True
@@ -134,7 +134,7 @@ def test_flags_of_one_lane_or_several_slots_may_be_written(pair: Pair) -> None:
 
 
 def test_a_time_limit_that_ended_nothing_is_kept_as_said() -> None:
-    """An environment may report a time limit without being done; Stable-Baselines3 stores both as they are."""
+    """An environment may report a time limit without being done. Stable-Baselines3 stores both as they are."""
     pair = Pair(Case(VECTOR))
     for buffer in (pair.plain, pair.ours):
         one = np.ones((1, 5), np.float32)

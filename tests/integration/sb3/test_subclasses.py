@@ -93,7 +93,7 @@ def pair_of(subclass: Subclass, case: Case) -> Pair:
 @pytest.mark.parametrize("subclass", SUBCLASSES)
 @pytest.mark.parametrize("case", [Case(VECTOR, lanes=2), Case(dict_space((3, 40, 40)), lanes=2)], ids=str)
 def test_methods_that_a_subclass_overrides_are_called(subclass: Subclass, case: Case) -> None:
-    """Whatever Stable-Baselines3 calls between a draw and its tensors; and `size`, which it does not draw by."""
+    """Whatever Stable-Baselines3 calls between a draw and its tensors, and `size`, which it does not draw by."""
     pair = pair_of(subclass, case)
     for ticks in (9, 60):
         pair.feed(ticks)
@@ -137,14 +137,15 @@ def test_pos_and_full_that_are_set_back_forget_all_steps(ticks: int) -> None:
     pair = Pair(Case(VECTOR, lanes=2), buffer_size=70)
     pair.feed(ticks)
     for buffer in (pair.plain, pair.ours):
-        buffer.pos, buffer.full = 0, False
+        buffer.pos = 0
+        buffer.full = False
     pair.feed(4)
     assert (pair.ours.pos, pair.ours.full, len(pair.ours.memory)) == (4, False, 8)
     pair.assert_same_samples()
 
 
 def test_pos_that_is_moved_is_refused_with_the_next_step() -> None:
-    """The next step would go elsewhere than there; nothing is added."""
+    """The next step would go elsewhere than there. Nothing is added."""
     pair = Pair(Case(VECTOR, lanes=2))
     pair.feed(9)
     pair.ours.pos -= 3
@@ -173,7 +174,7 @@ LAYOUTS: dict[str, tuple[Case, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_observations_in_another_layout_are_refused(layout: str) -> None:
-    """Stable-Baselines3 refuses them, too; as many numbers in another order would be another observation."""
+    """Stable-Baselines3 refuses them, too. As many numbers in another order would be another observation."""
     case, rearranged = LAYOUTS[layout]
     pair = Pair(case)
     pair.feed(2)
@@ -247,7 +248,8 @@ def rollouts(subclass: Subclass, observed: spaces.Space[Any]) -> list[Any]:
     made = []
     for kind in (buffers.DictRolloutBuffer if is_dict else buffers.RolloutBuffer, RolloutBuffer):
         rollout = subclass(kind)(6, observed, VECTOR, device="cpu", n_envs=2)
-        rng, stream = np.random.default_rng(2), steps(Case(observed, VECTOR, lanes=2), np.random.default_rng(1))
+        rng = np.random.default_rng(2)
+        stream = steps(Case(observed, VECTOR, lanes=2), np.random.default_rng(1))
         for _ in range(6):
             obs, _, action, reward, done, _ = next(stream)
             value, log_prob = (torch.from_numpy(rng.normal(size=2).astype(np.float32)) for _ in range(2))
@@ -268,7 +270,7 @@ def test_methods_that_a_subclass_of_rollouts_overrides_are_called(subclass: Subc
 
 
 def test_values_in_double_precision_are_computed_with_as_they_are() -> None:
-    """A policy of float64 gives such values for what follows a rollout; NumPy goes on in that precision."""
+    """A policy of float64 gives float64 values for the end of a rollout, and NumPy continues in that precision."""
     theirs, ours = rollouts(lambda base: base, VECTOR)
     for rollout in (theirs, ours):
         rollout.compute_returns_and_advantage(
@@ -296,7 +298,8 @@ def test_arrays_that_are_exchanged_between_epochs_are_used() -> None:
 
 def test_a_rollout_that_is_full_takes_no_more() -> None:
     _, ours = rollouts(lambda base: base, VECTOR)
-    row, number = np.zeros((2, 5), np.float32), torch.zeros(2)
+    row = np.zeros((2, 5), np.float32)
+    number = torch.zeros(2)
     with pytest.raises(ArgumentError, match=r"all 6 steps.*reset\(\)"):
         ours.add(row, row, np.zeros(2), np.zeros(2), number, number)
     for size in (0, -1, 2.0):

@@ -57,7 +57,8 @@ def python(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("project", CANNOT_APPLY)
 def test_their_own_tests_pass_with_holdalls_buffers(project: str, tmp_path: Path) -> None:
     """All but those listed above, each of which exists."""
-    folder, results = fetched(project), tmp_path / "results.xml"
+    folder = fetched(project)
+    results = tmp_path / "results.xml"
     left_out = list(CANNOT_APPLY[project] | ELSEWHERE[project])
     plugin = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.integration.sb3.in_place"]
     done = python([*plugin, f"--junitxml={results}", *(f"--deselect={test}" for test in left_out), "tests"], folder)

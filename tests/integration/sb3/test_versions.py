@@ -1,4 +1,4 @@
-"""The drop-ins with the oldest version of Stable-Baselines3 that is declared, and with 2.7; the rest has the newest."""
+"""The drop-ins with the oldest version of Stable-Baselines3 that is declared, and with 2.7. The rest has the newest."""
 
 from __future__ import annotations
 
@@ -25,16 +25,28 @@ FEW = [
     "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_qr_dqn[MlpPolicy]",
 ]
 ALL = [
-    "test_arrays.py", "test_budget.py", "test_contrib.py", "test_copies.py", "test_edited_rollouts.py",
-    "test_prioritized.py", "test_prioritized_dqn.py", "test_resume.py", "test_same_her.py", "test_same_nstep.py",
-    "test_same_rollouts.py", "test_same_samples.py", "test_same_weights.py", "test_saving.py", "test_slots.py",
-]  # fmt: skip
+    "test_arrays.py",
+    "test_budget.py",
+    "test_contrib.py",
+    "test_copies.py",
+    "test_edited_rollouts.py",
+    "test_prioritized.py",
+    "test_prioritized_dqn.py",
+    "test_resume.py",
+    "test_same_her.py",
+    "test_same_nstep.py",
+    "test_same_rollouts.py",
+    "test_same_samples.py",
+    "test_same_weights.py",
+    "test_saving.py",
+    "test_slots.py",
+]
 
 
 def run_with(version: str, tests: list[str]) -> str:
     """Run tests in a process that imports another version, and return what pytest printed last."""
     if not (FETCHED / ".stamp").exists():
-        pytest.skip("needs older versions of Stable-Baselines3, which `make check` fetches where there is a network")
+        pytest.skip("needs older versions of Stable-Baselines3, which `make nightly` fetches where there is a network")
     places = [str(ROOT / "src"), str(FETCHED / version), str(FETCHED / "plots")]
     surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(places), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     chosen = [f"{HERE}/{test}" for test in tests]
@@ -54,9 +66,8 @@ def test_the_oldest_version_that_is_declared_is_one_of_them() -> None:
 
 
 @pytest.mark.timeout(900)  # it imports another Stable-Baselines3, matplotlib and pandas
-@pytest.mark.parametrize(
-    "version", [VERSIONS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in VERSIONS[1:])]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_drop_ins_work_with_an_older_version(version: str) -> None:
     """One training of each kind, compared with that version's own buffers."""
     assert " passed" in run_with(version, FEW)

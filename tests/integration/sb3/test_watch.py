@@ -81,7 +81,7 @@ def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path) -> Non
     lines = _lines(tmp_path / "run.jsonl")
     readings = [line for line in lines if line["kind"] == "reading"]
     names = {part["name"] for part in readings[-1]["parts"]}
-    assert {"rollout.observations", "rollout.advantages", "parameters", "optimizer state", "objects"} <= names
+    assert {"rollout.observations", "rollout.advantages", "parameters", "optimizer state"} <= names
     assert max(line["step"] for line in readings) > 256
     phases = {line["name"]: line for line in lines if line["kind"] == "phase"}
     assert set(phases) == {"collect", "train"}

@@ -1,4 +1,4 @@
-"""How likely it is that counts differ so much from what was expected of them."""
+"""The probability that counts differ as much from the expected counts as they do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def chi_square_p(counts: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
-    """Return the p-value of counts under chances, by Wilson and Hilferty's approximation; thousands of degrees."""
+    """Return the p-value of counts under chances, for thousands of degrees of freedom, after Wilson and Hilferty."""
     expected = counts.sum() * chances / chances.sum()
     assert expected.min() > 20, "too few draws for so many kinds"
     degrees = len(counts) - 1

@@ -31,9 +31,17 @@ from ..nodes import Nodes, settings
 from .telling import ROOT
 
 KINDS = {
-    "kill shard": 5, "kill writer": 3, "kill learner": 2, "kill driver": 1, "kill machine": 1, "freeze shard": 3,
-    "full disk": 2, "overlapping saves": 2, "kill while saving": 3, "kill roster": 2,
-}  # fmt: skip
+    "kill shard": 5,
+    "kill writer": 3,
+    "kill learner": 2,
+    "kill driver": 1,
+    "kill machine": 1,
+    "freeze shard": 3,
+    "full disk": 2,
+    "overlapping saves": 2,
+    "kill while saving": 3,
+    "kill roster": 2,
+}
 """Weights with which faults are chosen."""
 _DISK_BYTES = 256 * 2**20
 _PATIENCE_S = 300.0
@@ -102,10 +110,11 @@ class FaultInjector:
     """Chooses faults and injects them."""
 
     def __init__(self, nodes: Nodes, folder: Path, seed: int) -> None:
-        self._nodes, self._folder = nodes, folder
+        self._nodes = nodes
+        self._folder = folder
         self._generator = np.random.default_rng(seed)
         self._disk = Disk(folder / "journals")
-        for name in ("ledger", "errors", "saved"):
+        for name in ("ledger", "drawn", "errors", "saved"):
             (folder / name).mkdir()
         self._lives = 0
         self.done: Counter[str] = Counter()
@@ -219,9 +228,11 @@ def inject_faults(faults: int, seed: int) -> dict[str, Any]:
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         played = subprocess.run(
             [*command, "--faults", str(faults), "--seed", str(seed)],
-            cwd=ROOT, env=os.environ | settings(Path(folder)) | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | settings(Path(folder)) | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
             check=False,
-        )  # fmt: skip
+        )
     if played.returncode:
         raise RuntimeError(f"{faults} faults of seed {seed}: see above")
     found: dict[str, Any] = json.loads(played.stdout.splitlines()[-1])

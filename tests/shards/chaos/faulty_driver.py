@@ -23,19 +23,21 @@ import holdall.ray
 from holdall import ArgumentError, CheckpointError, FencedError, ShardError
 from holdall.ray import ReplayMemory
 
-from .ledger import ACTION, EXTRAS, MOST_OF_ONE, OBSERVATION, acknowledged, checked, held, settle, step, written
+from .ledger import ACTION, EXTRAS, MOST_OF_ONE, OBSERVATION, checked, held, read_counts, settle, step, written
 
-SHARDS, WRITERS = 3, 2
+SHARDS = 3
+WRITERS = 2
 CAPACITY = 3_000_000
 _PATIENCE_S = 240.0
 _AWAY = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ShardError)
 
 
 class WriterProcess:
-    """Adds transitions, and writes down after every flush how many were acknowledged; adds again what raised."""
+    """Adds transitions, and writes down after every flush how many were acknowledged. Adds again what raised."""
 
     def __init__(self, memory: str, feeder: int, folder: Path) -> None:
-        self._folder, self._over = folder, threading.Event()
+        self._folder = folder
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(memory, feeder), daemon=True)
         self._thread.start()
 
@@ -46,12 +48,13 @@ class WriterProcess:
                 self._feed(writer, feeder, page)
         except FencedError:  # the driver was killed, and the next one was quicker than the end of this process
             pass
-        except BaseException:
-            if not self._over.is_set():
+        except BaseException as error:
+            if not (self._over.is_set() or _is_ending(error)):
                 (self._folder / "errors" / f"writer {feeder}").write_text(traceback.format_exc())
 
     def _feed(self, writer: Any, feeder: int, page: Any) -> None:
-        generator, added = np.random.default_rng(feeder), 0
+        generator = np.random.default_rng(feeder)
+        added = 0
         while not self._over.is_set():
             for _ in range(int(generator.integers(1, 200))):
                 _until_done(partial(writer.add, *step(feeder * MOST_OF_ONE + added)))
@@ -62,46 +65,54 @@ class WriterProcess:
             time.sleep(0.05)
 
     def process(self) -> int:
-        """Say which process this is."""
+        """Return the id of this process."""
         return os.getpid()
 
     def end(self) -> None:
-        """Have the rest acknowledged."""
+        """Wait until all rows are acknowledged."""
         self._over.set()
         self._thread.join()
 
 
 class LearnerProcess:
-    """Draws, and checks every bit."""
+    """Draws, checks every bit, and writes down after every batch how many rows it has drawn."""
 
     def __init__(self, memory: str, number: int, folder: Path) -> None:
-        self._over, self.drawn = threading.Event(), 0
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(memory, number, folder), daemon=True)
         self._thread.start()
 
     def _run(self, memory: str, number: int, folder: Path) -> None:
+        drawn = 0
         try:
             handle = holdall.ray.attach(memory)
-            while not self._over.is_set():
-                try:
-                    checked(handle.sample(64))
-                    self.drawn += 64
-                except (ArgumentError, ShardError):  # nothing is held yet, or no shard answers
-                    time.sleep(0.1)
-        except FencedError:  # likewise
+            with (folder / "drawn" / str(number)).open("a") as page:
+                while not self._over.is_set():
+                    try:
+                        drawn += len(checked(handle.sample(64)))
+                    except (ArgumentError, ShardError):  # Nothing is held yet, or no shard answers.
+                        time.sleep(0.1)
+                    page.write(f"{drawn}\n")
+                    page.flush()
+        except FencedError:  # Likewise.
             pass
-        except BaseException:
-            (folder / "errors" / f"learner {number}").write_text(traceback.format_exc())
+        except BaseException as error:
+            if not _is_ending(error):
+                (folder / "errors" / f"learner {number}").write_text(traceback.format_exc())
 
     def process(self) -> int:
-        """Say which process this is."""
+        """Return the id of this process."""
         return os.getpid()
 
-    def end(self) -> int:
-        """Stop, and say how many rows were drawn."""
+    def end(self) -> None:
+        """Stop."""
         self._over.set()
         self._thread.join()
-        return self.drawn
+
+
+def _is_ending(error: BaseException) -> bool:
+    """Return whether Ray is ending this process, because its machine or the driver was killed."""
+    return isinstance(error, SystemExit) or not ray.is_initialized()
 
 
 def _until_done(act: Any) -> None:
@@ -122,7 +133,9 @@ class Life:
     """What one driver does until it ends or is killed."""
 
     def __init__(self, folder: Path, life: int) -> None:
-        self._folder, self._life, self._started = folder, life, 0
+        self._folder = folder
+        self._life = life
+        self._started = 0
         self._name = f"faults-{life}"
         settings: dict[str, Any] = {"durability": "segment", "url": folder / "journals", "extras": EXTRAS}
         self._memory = ReplayMemory(
@@ -137,7 +150,7 @@ class Life:
     def _settle(self) -> dict[int, Any]:
         self._wait_for_shards()
         found = held(self._memory)
-        settle(found, acknowledged(self._folder / "ledger"))
+        settle(found, read_counts(self._folder / "ledger"))
         return found
 
     def _wait_for_shards(self) -> None:
@@ -158,15 +171,15 @@ class Life:
         return {}
 
     def processes(self) -> dict[str, Any]:
-        """Say which processes there are to kill."""
+        """Return the processes that may be killed."""
         shards = [self._memory._members.handle(number) for number in self._memory._members.numbers]
         rosters = [self._memory._fleet.roster]
         asked = {"shards": shards, "rosters": rosters, "writers": self._writers, "learners": self._learners}
         return {kind: [pid for pid in map(_pid, actors) if pid] for kind, actors in asked.items()}
 
     def save(self) -> dict[str, Any]:
-        """Begin a save; what was acknowledged before is in it, if it is reported as complete."""
-        promised = acknowledged(self._folder / "ledger")
+        """Begin a save. What was acknowledged before is in it, if it is reported as complete."""
+        promised = read_counts(self._folder / "ledger")
         try:
             handle = self._memory.save(self._folder / "saved")
         except (CheckpointError, *_AWAY):
@@ -188,15 +201,14 @@ class Life:
         """End everything, and settle."""
         for thread in self._saves:
             thread.join()
-        ray.get([writer.end.remote() for writer in self._writers], timeout=_PATIENCE_S)
-        drawn = sum(ray.get([learner.end.remote() for learner in self._learners], timeout=_PATIENCE_S))
+        ray.get([actor.end.remote() for actor in self._writers + self._learners], timeout=_PATIENCE_S)
         found = self._settle()
         _until_done(lambda: self._memory.save(self._folder / "saved").result())
         self._memory.close()
         for shard, numbers in found.items():
             assert np.array_equal(written(self._folder / "journals", shard), numbers)
         complete = sorted(self._folder.glob("complete *"))
-        last = acknowledged(self._folder / "ledger")
+        last = read_counts(self._folder / "ledger")
         with holdall.ReplayMemory.load(self._folder / "saved") as loaded:
             rows = [loaded.gather(ids) for ids in np.array_split(_valid_ids(loaded), 200)]
             settle_saved(np.concatenate([checked(batch, is_whole=False) for batch in rows]), last)
@@ -205,7 +217,7 @@ class Life:
             "transitions": len(everything),
             "acknowledged": sum(last.values()),
             "saves": len(complete),
-            "drawn": drawn,
+            "drawn": sum(read_counts(self._folder / "drawn").values()),
         }
 
 
@@ -223,7 +235,7 @@ def settle_saved(numbers: Any, promised: dict[int, int]) -> None:
 
 
 def _pid(actor: Any) -> int:
-    """Return the process of an actor; 0 if it does not answer."""
+    """Return the process of an actor, or 0 if it does not answer."""
     try:
         return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=5.0))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -242,9 +254,11 @@ def _check_saved(folder: Path) -> None:
 
 def main() -> None:
     """Do what is asked, line by line."""
-    address, folder, life = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    address = sys.argv[1]
+    folder = Path(sys.argv[2])
+    life = int(sys.argv[3])
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints is no answer
+    os.dup2(2, 1)  # Output of Ray is not an answer.
     ray.init(address, _node_ip_address=address.partition(":")[0], log_to_driver=False, configure_logging=False)
     now: Life | None = None
     for line in sys.stdin:

@@ -74,8 +74,8 @@ def feed(
     os.close(page)
 
 
-def acknowledged(ledger: Path) -> dict[int, int]:
-    """Return how many transitions every feeder was told to be safe."""
+def read_counts(ledger: Path) -> dict[int, int]:
+    """Return the last number in the file of each process: how many transitions were acknowledged, or drawn."""
     return {int(page.name): max(map(int, page.read_text().split()), default=0) for page in ledger.iterdir()}
 
 
@@ -90,7 +90,7 @@ def held(memory: ReplayMemory) -> dict[int, Numbers]:
 
 
 def written(url: Path, shard: int) -> Numbers:
-    """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
+    """Return the numbers of everything in a shard's journal, in its order. Whoever had the journal has it no more."""
     journal = open_journal(str(url), shard, ClusterTuning())
     columns = Columns(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
     numbers = [np.empty(0, np.int64)]

@@ -26,10 +26,10 @@ from .ledger import (
     ACTION,
     EXTRAS,
     OBSERVATION,
-    acknowledged,
     checked,
     feed,
     held,
+    read_counts,
     settle,
     written,
 )
@@ -39,7 +39,7 @@ SHARDS = 3
 
 
 def tell(kind: str) -> dict[str, Any]:
-    """Play one story from beginning to end; one that could not begin is set up once more."""
+    """Play one story from beginning to end. One that could not begin is set up once more."""
     try:
         return _told(kind)
     except NothingToLoseError:
@@ -71,7 +71,7 @@ def _play(kind: str, nodes: Nodes, folder: Path) -> dict[str, Any]:
         draw(memory, 4.0)  # the old shard is alive for a while, with blocks that it was sent
         load.end()
         found = held(memory)
-        settle(found, acknowledged(folder / "ledger"))
+        settle(found, read_counts(folder / "ledger"))
     for shard, numbers in found.items():
         assert np.array_equal(written(folder / "journals", shard), numbers), (
             f"shard {shard} is not what its journal says"
@@ -106,7 +106,7 @@ class Load:
             self._failure = error
 
     def end(self) -> None:
-        """Have the rest acknowledged."""
+        """Wait until all rows are acknowledged."""
         self._over.set()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the feeder hangs"
@@ -123,8 +123,9 @@ def draw(memory: ReplayMemory, seconds: float) -> None:
 
 
 def _until_drawn(memory: ReplayMemory, shards: set[int]) -> float:
-    """Draw until rows of some shards are among what is drawn; return the seconds that took."""
-    start, left = time.monotonic(), set(shards)
+    """Draw until rows of some shards are among what is drawn. Return the seconds that took."""
+    start = time.monotonic()
+    left = set(shards)
     while True:
         batch = memory.sample(64)
         checked(batch)

@@ -17,7 +17,7 @@ STORIES = ("lost", "frozen", "cut")
 
 
 def told(story: str) -> dict[str, Any]:
-    """Play a story, see story.py, and return how long it took; RuntimeError if it does not end well."""
+    """Play a story, see story.py, and return how long it took. Raise RuntimeError if it does not end well."""
     with tempfile.TemporaryDirectory(prefix="hr", dir="/tmp") as folder:  # names of sockets must be short
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         played = subprocess.run(

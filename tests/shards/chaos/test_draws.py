@@ -47,9 +47,11 @@ class BareShard:
 
     def fill(self, rows: int) -> None:
         builder = SegmentBuilder(SCHEMA, rows, "balanced", Tuning())
-        nothing, no = np.zeros((1, 2), np.float32), np.zeros(1, np.bool_)
+        nothing = np.zeros((1, 2), np.float32)
+        no = np.zeros(1, np.bool_)
         for row in range(rows):
-            action, reward = np.zeros(1, np.int64), np.array([row], np.float64)
+            action = np.zeros(1, np.int64)
+            reward = np.array([row], np.float64)
             assert builder.append((nothing, action, reward, nothing, no, no, None, None))
         self.data.accept(Entry(b"w" * 16, 0, builder.close()))
 
@@ -67,7 +69,8 @@ class BareShard:
 
     @property
     def counters(self) -> ShardCounters:
-        store, mass = self.data.store, float(self.chances.sum())
+        store = self.data.store
+        mass = float(self.chances.sum())
         rows = (store.first_row, store.next_row, len(store))
         return ShardCounters(0, *rows, inserted=store.next_row, changes=0, backlog=0, mass=mass)
 
@@ -77,12 +80,13 @@ class BareShard:
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
-    """Draw a million rows; return how often each was drawn, and the sum of its weights, shard after shard."""
+    """Draw a million rows. Return how often each was drawn, and the sum of its weights, shard after shard."""
     where = assign_rows(masses, DRAWS, np.random.default_rng(3))
     answers = {shard: shards[shard].answer(len(rows)) for shard, rows in where.items()}
     believed = [masses[shard] for shard in answers]
     weights = compute_weights(list(answers.values()), list(where.values()), believed, beta=1.0)
-    counts, sums = [], []
+    counts = []
+    sums = []
     for number, shard in shards.items():
         held = shard.held.next_id - shard.held.first_id
         place = answers[number].ids - shard.held.first_id

@@ -19,14 +19,16 @@ from .chi_square import chi_square_p
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-SPACE, ACTION = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+SPACE = spaces.Box(-1, 1, (2,), np.float32)
+ACTION = spaces.Discrete(2)
 DRAWS = 1_000_000
 
 
 def add(memory: ReplayMemory, first: int, end: int) -> None:
     """Add transitions whose reward tells which one they are."""
     count = end - first
-    row, no = np.zeros((count, 1, 2), np.float32), np.zeros((count, 1), np.bool_)
+    row = np.zeros((count, 1, 2), np.float32)
+    no = np.zeros((count, 1), np.bool_)
     rewards = np.arange(first, end, dtype=np.float64)[:, None]
     memory.extend(row, np.zeros((count, 1), np.int64), rewards, row, no, no)
     memory.flush()

@@ -13,9 +13,13 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(EXAMPLES.parent / "src"),
-}  # fmt: skip
-KILLED_AFTER, IN_ALL, LEARNED = {"ape_x": 400, "r2d2": 200}, {"ape_x": 1_200, "r2d2": 800}, 95
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": str(EXAMPLES.parent / "src"),
+}
+KILLED_AFTER = {"ape_x": 400, "r2d2": 200}
+IN_ALL = {"ape_x": 1_200, "r2d2": 800}
+LEARNED = 95
 
 
 def started(name: str, folder: Path) -> subprocess.Popen[str]:
@@ -25,9 +29,12 @@ def started(name: str, folder: Path) -> subprocess.Popen[str]:
     token.write_text("a" * 40)
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / f"{name}.py"), str(IN_ALL[name]), str(folder / "run")],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
         env=ENVIRONMENT | {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token"},
-    )  # fmt: skip
+    )
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:

@@ -1,4 +1,4 @@
-"""Random faults, see faults.py; two hundred: `python -m tests.shards.chaos.faults --faults 200`."""
+"""Random faults, see faults.py. To run two hundred: `python -m tests.shards.chaos.faults --faults 200`."""
 
 from __future__ import annotations
 
@@ -19,3 +19,4 @@ def test_what_was_acknowledged_outlives_random_faults(seed: int, capsys: pytest.
     assert sum(said["kinds"].values()) == 50
     assert set(said["kinds"]) <= set(KINDS)
     assert said["transitions"] >= said["acknowledged"] > 0
+    assert said["drawn"] > 0

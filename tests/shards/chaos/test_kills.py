@@ -23,14 +23,15 @@ from holdall.ray import ReplayMemory
 
 from ..processes import process_of, wait_until
 from . import ledger as ledger_module
-from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, held, settle, step, written
+from .ledger import ACTION, EXTRAS, OBSERVATION, checked, feed, held, read_counts, settle, step, written
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
 for module in (sys.modules[__name__], ledger_module):
     ray.cloudpickle.register_pickle_by_value(module)
 
-SHARDS, FEEDERS = 2, 2
+SHARDS = 2
+FEEDERS = 2
 PATIENCE_S = 90.0
 
 
@@ -52,7 +53,8 @@ class Arena:
             self.start_feeder()
 
     def start_feeder(self) -> None:
-        feeder, self._started = self._started, self._started + 1
+        feeder = self._started
+        self._started = self._started + 1
         remote: Any = ray.remote
         actor = remote(num_cpus=0, max_restarts=0, concurrency_groups={"work": 1})(Feeder).remote()
         arguments = (self.memory.writer(), feeder, self._transitions, self._seed, self.ledger)
@@ -107,7 +109,7 @@ class Arena:
 
 
 class Feeder:
-    """An actor of a user's; it has one thread to feed and one to say which process it is."""
+    """An actor of a user's. It has one thread to feed and one to say which process it is."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -133,7 +135,7 @@ def torment(seed: int, shard_kills: int, feeder_kills: int, transitions: int, fo
             (arena.kill_shard if act == "shard" else arena.kill_feeder)(generator)
         arena.wait_for_all()
         found = held(memory)
-        settle(found, acknowledged(folder / "ledger"))
+        settle(found, read_counts(folder / "ledger"))
     for shard, numbers in found.items():
         assert np.array_equal(written(folder / "journals", shard), numbers)
     return arena
@@ -146,6 +148,7 @@ def tell(seed: int, arena: Arena, capsys: pytest.CaptureFixture[str]) -> None:
         sys.stdout.write(f"\n{told}{arena.longest_wait_s:.2f} s\n")
 
 
+@pytest.mark.nightly  # in make test, test_losses.py kills shards
 @pytest.mark.parametrize("seed", [0])
 def test_what_was_acknowledged_outlives_shards_and_writers(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.cluster.limiter import _LEASE_S as LEASE_S
-from holdall.cluster.limiter import Limiter, RateLimit
+from holdall.cluster.limiter import LEASE_S, Limiter, RateLimit
 
-BLOCK, BATCH, WRITERS = 128, 64, 4
+BLOCK = 128
+BATCH = 64
+WRITERS = 4
 
 
 class LimiterModel(RuleBasedStateMachine):
@@ -41,7 +42,7 @@ class LimiterModel(RuleBasedStateMachine):
 
     @rule(writer=st.integers(0, WRITERS - 1), is_heard=st.booleans())
     def insert(self, writer: int, is_heard: bool) -> None:
-        """A shard takes a block; the limiter hears of it now, or when the shards are asked."""
+        """A shard takes a block. The limiter hears of it now, or when the shards are asked."""
         if writer in self.granted:
             lease, until = self.granted.pop(writer)
             self.taken += BLOCK
@@ -69,7 +70,7 @@ class LimiterModel(RuleBasedStateMachine):
 
     @rule(told=st.integers(0, 3))
     def lose_a_shard(self, told: int) -> None:
-        """A shard that restarts says less than it did; what was taken was taken."""
+        """A shard that restarts says less than it did. What was taken was taken."""
         self.limiter.observe(self.taken * told // 4)
 
     @rule(rows=st.sampled_from([1, BATCH]))

@@ -49,7 +49,8 @@ def insert(shard: Any, first: int, payloads: list[bytes]) -> Any:
 
 
 def test_a_call_that_is_executed_twice_or_late_is_accepted_once(tmp_path: Path) -> None:
-    shard, sent = begun(tmp_path), payloads(4)
+    shard = begun(tmp_path)
+    sent = payloads(4)
     assert insert(shard, 0, sent[:2]).expected == 2
     assert insert(shard, 0, sent[:3]).expected == 3
     assert insert(shard, 0, sent[:2]).expected == 3
@@ -58,7 +59,8 @@ def test_a_call_that_is_executed_twice_or_late_is_accepted_once(tmp_path: Path) 
 
 
 def test_a_shard_that_lost_its_rows_continues_with_the_oldest_segment_that_is_left(tmp_path: Path) -> None:
-    shard, sent = begun(tmp_path), payloads(7)
+    shard = begun(tmp_path)
+    sent = payloads(7)
     assert insert(shard, 5, sent[5:]).expected == 7
     assert insert(shard, 5, sent[5:6]).expected == 7
     assert numbers_held(shard) == list(range(5 * ROWS, 7 * ROWS))
@@ -78,13 +80,15 @@ class FaultyLine:
     """Brings calls to a shard in threads, late or never, and loses some answers."""
 
     def __init__(self, shard: Any, seed: int) -> None:
-        self._shard, self._generator = shard, np.random.default_rng(seed)
+        self._shard = shard
+        self._generator = np.random.default_rng(seed)
         self._threads = ThreadPoolExecutor(16)
         self.insert = SimpleNamespace(remote=self._call)
         self.calls = 0
 
     def _call(self, request: InsertRequest) -> Future[Any]:
-        fate, late_s = self._generator.random(), 0.004 * self._generator.random()
+        fate = self._generator.random()
+        late_s = 0.004 * self._generator.random()
         self.calls += 1
 
         def run() -> Any:
@@ -110,7 +114,8 @@ def test_what_a_stream_sends_is_held_once_and_in_order(
     faulty = SimpleNamespace(wait=waited, exceptions=ray.exceptions, is_initialized=ray.is_initialized)
     monkeypatch.setattr("holdall.cluster.stream.ray", faulty)
     monkeypatch.setattr("holdall.cluster.stream.get_result", lambda call: call.result())
-    shard, sent = begun(tmp_path), payloads(60)
+    shard = begun(tmp_path)
+    sent = payloads(60)
     sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # which is refused
     line = FaultyLine(shard, seed)
     tuning = ClusterTuning(pause_s=0.001)

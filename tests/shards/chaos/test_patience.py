@@ -64,6 +64,7 @@ def is_gone(actor: Any) -> bool:
     return False
 
 
+@pytest.mark.nightly
 def test_a_block_that_finds_no_shard_stays_with_its_writer(cluster: None) -> None:
     with ReplayMemory(OBSERVATION, ACTION, 1_000, shards=1, extras=EXTRAS, patience_s=1.0) as closed:
         writer = closed.writer()

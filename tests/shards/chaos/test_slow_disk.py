@@ -37,7 +37,8 @@ def segment(numbers: range) -> bytes:
 def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, create = threading.Event(), DirectoryBlobs.create
+    disk = threading.Event()
+    create = DirectoryBlobs.create
 
     def create_slowly(blobs: DirectoryBlobs, name: str, content: bytes) -> bool:
         disk.wait()

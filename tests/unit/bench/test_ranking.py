@@ -12,9 +12,15 @@ from holdall.tools.report.results import Interval, TrainingRun, summaries
 
 def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> TrainingRun:
     values: dict[str, Any] = {
-        "status": "done", "size": 1_000, "batch_size": 32, "steps": 100, "filled": 1.0, "steps_per_second": 50.0,
-        "peaks": {"train": 1_000_000}, "rewards": (0.0, 1.0),
-    }  # fmt: skip
+        "status": "done",
+        "size": 1_000,
+        "batch_size": 32,
+        "steps": 100,
+        "filled": 1.0,
+        "steps_per_second": 50.0,
+        "peaks": {"train": 1_000_000},
+        "rewards": (0.0, 1.0),
+    }
     return TrainingRun(profile, buffer, seed, **values | changes)
 
 

@@ -35,9 +35,9 @@ def test_what_is_done_is_not_announced_again() -> None:
     assert expected_seconds(settings(), calibration, done) == 110.0
 
 
-def trial(fill_per_second: float | None = 100.0, **changes: Any) -> Trial:
+def trial(fill_per_second: float | None = 100.0, saved_bytes: int = 4 * 10**8, **changes: Any) -> Trial:
     figures = {"steps": 120, "fill_per_second": fill_per_second, "steps_per_second": 20.0}
-    figures["checkpoint"] = {"seconds": 1.0, "bytes": 10**6}  # type: ignore[assignment]
+    figures["checkpoint"] = {"seconds": 1.0, "bytes": saved_bytes}  # type: ignore[assignment]
     given: dict[str, Any] = {"size": 500, "buffer_bytes": 500 * 1000, "peak_bytes": 200_500_000, "figures": figures}
     return Trial(**given | {"whole_seconds": 5 + 5 + 6 + 1.0} | changes)
 
@@ -45,6 +45,8 @@ def trial(fill_per_second: float | None = 100.0, **changes: Any) -> Trial:
 def test_a_run_takes_its_start_its_filling_its_steps_and_its_saving() -> None:
     assert trial().predict_seconds(1_000, 400, fills=True) == pytest.approx(5 + 10 + 20 + 2)
     assert trial().predict_seconds(1_000, 400, fills=False) == pytest.approx(5 + 20 + 2)
+    # A small file takes mostly a fixed time.
+    assert trial(saved_bytes=10**5).predict_seconds(1_000, 400, fills=False) == pytest.approx(5 + 20 + 1, rel=1e-3)
     on_policy = trial(None, whole_seconds=5 + 6 + 1.0)
     assert on_policy.predict_seconds(1_000, 1_400, fills=True) == pytest.approx(5 + 2_000 / 20 + 1)  # Whole rollouts.
 
@@ -86,4 +88,4 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], said: str)
 
 def test_the_shipped_environment_is_scaled_down_and_says_so() -> None:
     assert settings(limit=None).limit_bytes == 2 * 2**30
-    assert "scaled down" in settings(limit=None).limit_source
+    assert "default of this environment" in settings(limit=None).limit_source

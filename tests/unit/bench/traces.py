@@ -20,7 +20,8 @@ def frame(number: int, *, is_dict: bool) -> Any:
 
 def write(file: Path, *, is_dict: bool = True, stack: int = 1, lengths: tuple[int, ...] = LENGTHS) -> None:
     """Episodes of given lengths, every second one truncated."""
-    recorder, number = TraceRecorder(stack), 0
+    recorder = TraceRecorder(stack)
+    number = 0
     for episode, length in enumerate(lengths):
         recorder.begin(frame(number, is_dict=is_dict))
         for step in range(length):

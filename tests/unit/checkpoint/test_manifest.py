@@ -128,5 +128,5 @@ def test_a_manifest_is_read_again_if_its_bytes_change(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_not_known_are_passed_over() -> None:
-    """A later writer may say more; what must be understood is listed as a feature."""
+    """A later writer may say more. What must be understood is listed as a feature."""
     assert decode(signed(words() | {"mood": "fine"}), "m") == MANIFEST

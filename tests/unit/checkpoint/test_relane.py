@@ -38,7 +38,7 @@ def saved(path: Path, lanes: int, ticks: int, capacity: int = 10_000, **settings
 
 @pytest.mark.parametrize(("lanes", "new_lanes"), [(4, 1), (4, 2), (1, 4), (3, 2), (2, 3), (6, 4)])
 def test_every_transition_comes_once_and_as_it_was(tmp_path: Path, lanes: int, new_lanes: int) -> None:
-    """Bit for bit, but for the flag where a stream was cut; those that were none stay none."""
+    """Bit for bit, except the flag where a stream was cut. Entries added with `valid=False` stay invalid."""
     saved(tmp_path, lanes, 101)
     with ReplayMemory.load(tmp_path, num_envs=new_lanes) as memory, ReplayMemory.load(tmp_path) as old:
         assert memory.num_envs == new_lanes
@@ -48,7 +48,8 @@ def test_every_transition_comes_once_and_as_it_was(tmp_path: Path, lanes: int, n
         mine = memory.gather(ids[memory.are_valid(ids)])
         ids = np.arange(old.first_id, old.next_id)
         theirs = old.gather(ids[old.are_valid(ids)])
-        order, expected = np.argsort(mine.reward), np.argsort(theirs.reward)
+        order = np.argsort(mine.reward)
+        expected = np.argsort(theirs.reward)
         for key in SPACE:
             assert np.array_equal(mine.obs[key][order], theirs.obs[key][expected])
             assert np.array_equal(mine.next_obs[key][order], theirs.next_obs[key][expected])
@@ -89,7 +90,7 @@ def test_the_newest_are_kept_where_fewer_fit(tmp_path: Path) -> None:
 
 
 def test_priorities_belong_to_the_lanes_that_they_were_saved_with(tmp_path: Path) -> None:
-    """It is said so, and they can be started anew."""
+    """The error says so, and they can be started again."""
     saved(tmp_path, 2, 30, sampler=Prioritized())
     with pytest.raises(ArgumentError, match="sampler was not given"):
         ReplayMemory.load(tmp_path, num_envs=1)

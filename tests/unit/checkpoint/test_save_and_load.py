@@ -23,17 +23,21 @@ from holdall import (
     ArgumentError,
     CheckpointError,
     ClosedError,
+    DamageError,
     FencedError,
     Prioritized,
     ReplayMemory,
     Uniform,
 )
 from holdall._native import Block, Coded, Raw, decode
-from holdall.checkpoint import MemorySnapshot, Savers, open_reader
-from holdall.checkpoint.directory_blobs import FileSystem
+from holdall.checkpoint import CheckpointReader, Manifest, MemorySnapshot, Savers, load_newest, open_reader
+from holdall.checkpoint.data_file import DataFile
+from holdall.checkpoint.directory_blobs import DirectoryBlobs, DiskEntry, FileSystem
 from holdall.checkpoint.manifest import signed
+from holdall.checkpoint.retention import choose
 from holdall.checkpoint.urls import is_remote, normalized_url
 from holdall.codec.codec import Codec
+from holdall.errors import BlobMissingError, LockedError
 from holdall.schema_json import schema_to_json
 from holdall.store.format import list_blocks
 from holdall.store.store import Store
@@ -108,7 +112,8 @@ def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
         memory.save(tmp_path).result()
         with ReplayMemory.load(tmp_path, sampler=Prioritized()) as loaded:
             for _ in range(20):
-                mine, theirs = loaded.sample(64), memory.sample(64)
+                mine = loaded.sample(64)
+                theirs = memory.sample(64)
                 assert_same_bits(mine, theirs)
         with ReplayMemory.load(tmp_path, sampler=Uniform()) as anew:
             assert (anew.sample(10).weights == 1).all()
@@ -244,6 +249,53 @@ def test_a_load_beside_frequent_saves_always_succeeds(tmp_path: Path, trainer: T
         thread.join()
 
 
+def test_a_batch_that_needs_damaged_bytes_names_the_file_and_the_remedy(tmp_path: Path, trainer: Trainer) -> None:
+    trainer.add(400)
+    trainer.memory.save(tmp_path).result()
+    block = open_reader(tmp_path).manifest(1).blocks[0]
+    victim = tmp_path / "segments" / block.ref.file
+    content = bytearray(victim.read_bytes())
+    content[block.ref.start + block.index_bytes] ^= 1  # The first byte of the first unit.
+    victim.write_bytes(content)
+    with ReplayMemory.load(tmp_path) as loaded, pytest.raises(DamageError, match=r"pass recover=True\.") as caught:
+        loaded.gather(trainer.oracle.ids)
+    assert f"in file '{victim}' is damaged: Unit" in str(caught.value)
+
+
+def test_recovering_beside_saves_loses_nothing(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that a save has removed are not damage: there is a newer checkpoint."""
+    trainer.add(600)
+    trainer.memory.save(tmp_path, keep=1).result()
+    reader = open_reader(tmp_path)
+    manifest = reader.manifest(1)
+    open_file = CheckpointReader.open
+
+    def replace_and_open(reader: CheckpointReader, name: str, nbytes: int) -> DataFile:
+        if name != manifest.state.file:
+            monkeypatch.undo()
+            trainer.add(1300)  # Evicts every block of the first checkpoint.
+            trainer.memory.save(tmp_path, keep=1).result()
+        return open_file(reader, name, nbytes)
+
+    monkeypatch.setattr(CheckpointReader, "open", replace_and_open)
+    with ReplayMemory.load(tmp_path, recover=True) as loaded:
+        trainer.require_same(loaded)
+
+
+def test_a_load_says_that_every_checkpoint_was_removed_while_it_was_read(tmp_path: Path, trainer: Trainer) -> None:
+    trainer.add(1)
+    trainer.memory.save(tmp_path, keep=1).result()
+
+    def replace(manifest: Manifest) -> None:
+        trainer.memory.save(tmp_path, keep=1).result()
+        raise BlobMissingError(f"Checkpoint {manifest.number} was removed.")
+
+    with pytest.raises(CheckpointError, match="Save less often, or pass a larger keep"):
+        load_newest(open_reader(tmp_path), replace)
+
+
 def test_evicted_transitions_are_not_kept_alive_by_a_save(tmp_path: Path) -> None:
     """What was saved is recognised by its number, so that a saver holds no reference to it."""
     trainer = Trainer(capacity=400)
@@ -265,6 +317,34 @@ def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: T
     named = {name for number in reader.numbers() for name in reader.manifest(number).files}
     assert set(reader.file_sizes()) == named
     assert {path.name for path in tmp_path.iterdir()} == {"LOCK", "segments", "manifests"}
+
+
+def test_choosing_among_many_checkpoints_lists_them_once(tmp_path: Path, trainer: Trainer) -> None:
+    """Otherwise a save with keep=400 takes most of a second."""
+    for _ in range(20):
+        trainer.add(1)
+        trainer.memory.save(tmp_path, keep=20).result()
+    listed: list[Path] = []
+
+    class CountingDisk(FileSystem):
+        def list(self, path: Path) -> list[DiskEntry]:
+            listed.append(path)
+            return super().list(path)
+
+    kept, stale = choose(CheckpointReader(DirectoryBlobs(tmp_path, CountingDisk())), 15)
+    assert [manifest.number for manifest in kept] == list(range(20, 5, -1))
+    assert stale == [5, 4, 3, 2, 1]
+    assert listed.count(tmp_path / "manifests") == 1
+
+
+def test_the_error_of_a_second_writer_says_if_it_is_in_the_same_process(tmp_path: Path, trainer: Trainer) -> None:
+    trainer.add(1)
+    trainer.memory.save(tmp_path).result()
+    with (
+        ReplayMemory.load(tmp_path) as other,
+        pytest.raises(LockedError, match=rf"process {os.getpid()} on .* \(another memory of this process\)"),
+    ):
+        other.save(tmp_path).result()
 
 
 def _fail_for_manifests(_disk: FileSystem, old: Path, new: Path) -> None:
@@ -455,7 +535,7 @@ def test_progress_is_told_and_may_fail(tmp_path: Path, trainer: Trainer, caplog:
 
 
 def test_a_memory_saves_itself_every_so_often(tmp_path: Path, trainer: Trainer) -> None:
-    """Until it is closed; what was added before the last save is there."""
+    """Until it is closed. What was added before the last save is there."""
     trainer.memory.save_every(tmp_path, 0.02, keep=1)
     trainer.add(60)
     while not list((tmp_path / "manifests").glob("*.json")):
@@ -517,7 +597,7 @@ def test_seconds_is_a_positive_number(tmp_path: Path, trainer: Trainer, seconds:
 def test_old_checkpoints_are_removed_without_parsing_the_rest(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What this memory saved is known; parsing thousands of records again would keep Python's lock from training."""
+    """What this memory saved is known. Parsing thousands of records again would keep Python's lock from training."""
     trainer.memory.save(tmp_path, keep=2).result()
     with monkeypatch.context() as patch:
         patch.setattr("holdall.checkpoint.manifest.parse_json", pytest.fail)
@@ -555,7 +635,7 @@ def test_keep_is_a_count(tmp_path: Path, trainer: Trainer, keep: Any) -> None:
 
 
 def test_a_save_that_fails_says_so_and_the_next_one_may_succeed(tmp_path: Path, trainer: Trainer) -> None:
-    """Here a file stands where a directory should."""
+    """Here a file has the name of a directory."""
     trainer.add(20)
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(CheckpointError, match="could not be"):
@@ -569,7 +649,7 @@ def test_a_save_that_fails_says_so_and_the_next_one_may_succeed(tmp_path: Path, 
 def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such rows lie lane beside lane; an episode's end takes a lane further than the others, which catch up later."""
+    """Such rows lie lane beside lane. An episode's end takes a lane further than the others, which catch up later."""
     space = spaces.Box(-np.inf, np.inf, (64, 4), np.float32)
 
     def seen(numbers: Any) -> Any:
@@ -591,6 +671,7 @@ def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
 @pytest.mark.parametrize(
     ("url", "said"),
     [
+        ("", "url is an empty text. Pass a path"),
         ("s3://", "names no bucket. Pass a URL like s3://bucket/run."),
         ("S3:///", "names no bucket. Pass a URL like s3://bucket/run."),
         ("s3:///run", "names no bucket. Pass a URL like s3://bucket/run."),
@@ -653,10 +734,11 @@ def test_a_scheme_is_known_in_any_case() -> None:
 
 
 def test_progress_has_a_total(tmp_path: Path, trainer: Trainer) -> None:
-    """If it wants one; it never shrinks below what was written, and both are the same in the end."""
+    """If it wants one. It is reported before anything is written, and never shrinks below what was written."""
     told: list[tuple[str, int, int]] = []
     trainer.add(200)
     checkpoint = trainer.memory.save(tmp_path, progress=lambda *all_of_it: told.append(all_of_it)).result()
+    assert told[0][:2] == ("segments", 0)
     assert told[-1] == ("commit", checkpoint.bytes_written, checkpoint.bytes_written)
     assert all(0 <= done <= total for _, done, total in told)
     assert abs(told[0][2] - checkpoint.bytes_written) < 0.3 * checkpoint.bytes_written

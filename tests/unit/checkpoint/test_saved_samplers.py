@@ -21,8 +21,10 @@ LANES = 2
 
 def add(memory: ReplayMemory) -> None:
     tick = memory.next_id // LANES
-    rows, numbers = np.full((LANES, 3), tick, np.float32), np.full(LANES, tick, np.float32)
-    ends, flags = np.full(LANES, tick % 9 == 8), np.zeros(LANES, np.bool_)
+    rows = np.full((LANES, 3), tick, np.float32)
+    numbers = np.full(LANES, tick, np.float32)
+    ends = np.full(LANES, tick % 9 == 8)
+    flags = np.zeros(LANES, np.bool_)
     memory.add(rows, np.zeros(LANES, np.int64), numbers, rows + 1, ends, flags)
 
 
@@ -44,6 +46,19 @@ OWN_SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "NStep by Prioritized": (lambda: NStep(2, 0.9, by=Prioritized(0.5)), ["n", "gamma", "by.alpha", "by.beta"]),
     "Sequence": (lambda: Sequence(5, 2, 3, crossing=True), ["length", "burn_in", "stride", "crossing"]),
 }
+
+
+@pytest.mark.parametrize("capacity", [90, 300, 1000])
+def test_priorities_are_those_of_the_same_transitions_with_another_capacity(capacity: int, tmp_path: Path) -> None:
+    with filled(Prioritized(1.0), 200) as memory:  # 400 transitions, of which 300 are held.
+        ids = np.arange(memory.first_id, memory.next_id)
+        memory.update_priorities(ids, np.where(ids % 7 == 0, 5.0, 0.0))
+        memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path, capacity=capacity) as loaded:
+        assert loaded.next_id == 400
+        drawn = loaded.batch_source.draw(20_000).ids
+        held = np.arange(loaded.first_id, loaded.next_id)
+        assert np.array_equal(np.unique(drawn), held[held % 7 == 0])
 
 
 @pytest.mark.parametrize("name", OWN_SETTINGS)
@@ -93,7 +108,7 @@ def test_a_sampler_whose_settings_are_not_saved_has_to_be_passed(sampler: Any, t
     ids=str,
 )
 def test_settings_that_make_no_sense_are_damage(wrong: dict[str, Any]) -> None:
-    """Whoever wrote them; and no class but holdall's own is ever made of a name."""
+    """Whoever wrote them. Only classes of holdall are made from a name."""
     with pytest.raises(DamageError), refuse_malformed("a checkpoint"):
         choose_sampler(None, wrong, has_same_ids=True)
 

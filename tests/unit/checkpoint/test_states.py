@@ -32,7 +32,7 @@ def test_numbers_and_text_come_back(value: Any) -> None:
 
 
 def test_nan_comes_back() -> None:
-    """JSON has none."""
+    """JSON has no such numbers."""
     assert np.isnan(there_and_back(float("nan")))
 
 

@@ -38,7 +38,7 @@ def test_every_figure_is_whole(width: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 60])
 def test_a_narrow_terminal_shows_fewer_figures_and_cuts_none(width: int) -> None:
-    """What is resident, and how full it is; a figure that is cut is a wrong one."""
+    """What is resident, and how full it is. A figure that is cut is a wrong one."""
     lines = view(width)
     assert max(map(len, lines)) <= width
     (row,) = (line.split() for line in lines if "replay.obs" in line)
@@ -54,7 +54,7 @@ def test_a_long_name_is_cut_only_where_there_is_no_room() -> None:
 
 
 def test_a_name_with_brackets_or_escapes_is_shown_as_it_is() -> None:
-    """It is no markup of the table's, and moves no cursor: any process chooses its names."""
+    """It is neither markup nor a control sequence of the terminal, because any process chooses its names."""
     shown = "\n".join(view(80, (AttributedPart("buffers", "camera[/left]\x1b[2J", 700 * MIB, 900 * MIB, 0.75),)))
     assert "camera[/left]?[2J" in shown
     assert "\x1b" not in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from holdall._native import Block, Coded, Raw, decode
 from holdall.codec.choice import FieldCodec
 from holdall.codec.codec import Codec, Method
+from holdall.codec.presets import Kind, find_kind, list_codecs, list_kinds
 from holdall.schema import Leaf
 from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
@@ -52,6 +54,7 @@ def floats(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 FIELDS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "grey image": (moving_square, (84, 84)),
     "colour image": (moving_square, (32, 32, 3)),
+    "colours and opacity": (moving_square, (32, 32, 4)),
     "planes": (moving_square, (3, 32, 32)),
     "camera": (smooth_noise, (3, 24, 24)),
     "few floats": (few_floats, (40, 30)),
@@ -116,6 +119,37 @@ def test_the_same_data_gets_the_same_bytes(name: str) -> None:
     assert one.data is not None
     assert other.data is not None
     assert one.data.tobytes() == other.data.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("grey image", Kind.GREY),
+        ("colour image", Kind.FEW_COLOURS),
+        ("colours and opacity", Kind.COLOURS),
+        ("planes", Kind.FEW_COLOURS),
+        ("camera", Kind.COLOURS),
+        ("few floats", Kind.FEW_WORDS),
+        ("floats", Kind.WORDS),
+        ("noise", Kind.GREY),
+        ("constant", Kind.BYTES),
+        ("one byte", Kind.BYTES),
+    ],
+)
+def test_presets_are_those_of_the_kind_of_the_slices(name: str, kind: Kind) -> None:
+    leaf, window, slices = field(name)
+    assert find_kind(leaf, window, slices) is kind
+    chosen = FieldCodec(leaf, window, "balanced", Tuning()).encode(block_of(slices), is_behind=False).codec
+    presets = list(list_codecs(kind, leaf, window))
+    assert replace(chosen, dictionary=None) in [*presets, Codec(slices.shape[1])]
+
+
+def test_every_kind_has_a_preset_of_single_slices_for_blocks_of_few_large_slices() -> None:
+    for shape, dtype in (((2000, 2000), "u1"), ((2000, 2000, 3), "u1"), ((1000, 1000), "f4"), ((6_000_000,), "u1")):
+        leaf = Leaf("large", shape, np.dtype(dtype))
+        window = Window.whole(leaf)
+        for kind in list_kinds(leaf, window):
+            assert any(codec.group == 1 for codec in list_codecs(kind, leaf, window)), kind
 
 
 def test_a_fast_codec_is_used_while_the_worker_is_behind() -> None:

@@ -13,7 +13,8 @@ from holdall._native import Block, decode, encode
 from holdall.codec.codec import Codec, Method, Transform
 
 Bytes = NDArray[np.uint8]
-HEIGHT, WIDTH = 8, 12
+HEIGHT = 8
+WIDTH = 12
 IMAGE = HEIGHT * WIDTH * 3
 RNG = np.random.default_rng(0)
 

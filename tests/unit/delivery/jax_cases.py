@@ -27,7 +27,8 @@ def memory(device: str | None, space: Any = SPACE, reward: Any = np.float32, **s
 
     obs = observation()
     for _ in range(60):
-        following, ended = observation(), draw.random(2) < 0.2
+        following = observation()
+        ended = draw.random(2) < 0.2
         made.add(obs, draw.integers(0, 4, 2), draw.random(2).astype(reward), following, ended, np.zeros(2, np.bool_))
         obs = following
     return made
@@ -40,9 +41,11 @@ def leaves(batch: holdall.Batch) -> list[Any]:
 
 @pytest.mark.parametrize("sampler", [None, holdall.NStep(3, 0.9), holdall.Sequence(4)])
 def test_the_same_rows_as_arrays_of_jax(sampler: Any) -> None:
-    on_jax, plain = memory("jax", sampler=sampler), memory(None, sampler=sampler)
+    on_jax = memory("jax", sampler=sampler)
+    plain = memory(None, sampler=sampler)
     for _ in range(3):
-        got, expected = on_jax.sample(16), plain.sample(16)
+        got = on_jax.sample(16)
+        expected = plain.sample(16)
         for mine, theirs in zip(leaves(got), leaves(expected), strict=True):
             assert isinstance(mine, jax.Array)
             assert mine.devices() == {jax.devices()[0]}
@@ -84,7 +87,7 @@ def test_what_jax_would_round_is_refused() -> None:
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("dtype", ["i8", "u8"])
 def test_whole_numbers_of_64_bits_are_taken_if_they_fit(device: str | None, dtype: str) -> None:
-    """Tensors as well as arrays; signed or not, as they were."""
+    """Tensors as well as arrays, signed or not, as they were."""
     top = np.iinfo(f"{dtype[0]}4").max
     box = spaces.Box(0, np.iinfo(dtype).max, (2,), np.dtype(dtype))
     held = holdall.ReplayMemory(box, spaces.Discrete(2), 10, device=device)

@@ -81,8 +81,9 @@ def _copied(batch: Any) -> dict[str, Any]:
 
 
 def test_tensors_have_the_bytes_and_dtypes_of_the_arrays() -> None:
-    """A batch on the CPU is the NumPy batch, leaf by leaf; ids stay NumPy's."""
-    arrays, tensors = filled_memory(), filled_memory(device="cpu")
+    """A batch on the CPU is the NumPy batch, leaf by leaf. Ids stay NumPy's."""
+    arrays = filled_memory()
+    tensors = filled_memory(device="cpu")
     ids = np.arange(0, 200, 3)
     batch = tensors.gather(ids)
     assert_same_bits(batch, arrays.gather(ids))
@@ -131,7 +132,7 @@ def test_a_device_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_a_missing_torch_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are an extra; the error says what to install."""
+    """Tensors are an extra. The error says what to install."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
         MissingPackageError, match=r"^device is given, but torch is not installed. Run .*holdall\[torch\]"

@@ -202,9 +202,53 @@ def test_windows_have_the_bits_of_arrays(
         slices = view.read_windows(np.arange(900, 903), 0, np.empty(6 * 8 * int(np.prod(shape)), np.uint8))
         assert slices is not None
         delivery = DeviceDelivery(memory.schema, device)
-        for ids in (np.arange(700, 1200), np.arange(1200), np.arange(1199, 1200), np.arange(0)):
+        for ids in (np.arange(700, 1200), np.arange(1200), np.arange(1199, 1200), np.arange(0), *make_sequences(1200)):
             draw = Draw(ids, np.ones(len(ids), np.float32))
             assert_same_bits(delivery.deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view))
+
+
+def make_sequences(end: int) -> list[np.ndarray[Any, Any]]:
+    """Return ids below `end` of sequences of steps of two lanes: forwards, with repeated steps, and in any order."""
+    draw = np.random.default_rng(0)
+    steps = draw.integers(0, end - 40, (30, 1)) + LANES * np.arange(20)
+    return [steps, np.sort(np.concatenate([steps, steps[:, :7]], axis=1), axis=1), draw.permuted(steps, axis=1)]
+
+
+def feed_images_and_stacks(budget: str | None, mishaps: Mishaps) -> holdall.ReplayMemory:
+    space = spaces.Dict(image=box((3, 60, 60), "u1"), stack=box((4, 40, 40), "u1"))
+    stream = Stream(space, spaces.Discrete(3), LANES, plans=[LeafPlan(), LeafPlan(axis=0)], mishaps=mishaps)
+    memory = holdall.ReplayMemory(space, spaces.Discrete(3), 4000, LANES, seed=4, budget=budget)
+    for _ in range(600):
+        memory.add(**stream.tick().arguments())
+    memory.store.wait_idle()
+    return memory
+
+
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_large_batches_of_sequences_have_the_bits_of_arrays(device: str, budget: str | None) -> None:
+    """Images are sent as slices, too, because steps share them."""
+    mishaps = Mishaps(ends=0.02, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
+    with feed_images_and_stacks(budget, mishaps) as memory:
+        view = memory.store.view()
+        delivery = DeviceDelivery(memory.schema, device)
+        for ids in make_sequences(1200):
+            draw = Draw(np.concatenate([ids, ids]), np.ones(2 * len(ids), np.float32))
+            assert_same_bits(delivery.deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view))
+
+
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_steps_of_a_sequence_share_slices(budget: str | None) -> None:
+    """Also if a step is repeated. Observations of one slice are slices only if that is asked for."""
+    with feed_images_and_stacks(budget, Mishaps(ends=0)) as memory:
+        view = memory.store.view()
+        for first in range(600, 608):
+            steps = first + LANES * np.sort(np.append(np.arange(10), [0, 4, 4]))
+            into = np.empty(2 * len(steps) * 3 * 60 * 60, np.uint8)
+            assert view.read_windows(steps, 0, into) is None
+            for leaf, expected in ((0, 10 + 1), (1, 10 + 4)):
+                found = view.read_windows(steps, leaf, into, True)
+                assert found is not None
+                assert found.slice_count == expected
 
 
 def test_batches_larger_than_a_piece_have_the_bits_of_arrays(device: str) -> None:
@@ -222,7 +266,7 @@ def test_batches_larger_than_a_piece_have_the_bits_of_arrays(device: str) -> Non
 
 @pytest.mark.parametrize("slot_bytes", [1_000, 1 << 20])
 def test_arrays_of_any_size_and_dtype_reach_the_device(device: str, slot_bytes: int) -> None:
-    """Several in one piece, and one in several pieces; arrays may change as soon as they were sent."""
+    """Several in one piece, and one in several pieces. Arrays may change as soon as they were sent."""
     draw = np.random.default_rng(0)
     staging = Staging(torch.device(device), slot_bytes)
     for _ in range(5):

@@ -9,10 +9,27 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parents[2]
+CASES = {"a memory": TESTS / "unit" / "delivery" / "jax_cases.py", "shards": TESTS / "shards" / "jax_answers.py"}
+
 
 @pytest.mark.skipif(find_spec("jax") is None, reason="needs the extra jax")
-def test_batches_for_jax() -> None:
-    cases = Path(__file__).with_name("jax_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)]
+@pytest.mark.parametrize("source", CASES)
+def test_batches_for_jax(source: str) -> None:
+    if source == "shards":
+        pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:benchmark",
+        str(CASES[source]),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

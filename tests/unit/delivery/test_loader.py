@@ -116,7 +116,7 @@ def test_an_error_is_raised_in_the_consumer(prefetch: int) -> None:
 
 
 def test_a_closed_memory_ends_its_loaders() -> None:
-    """Batches that were drawn are still handed out; the next draw says what happened."""
+    """Batches that were drawn are still handed out. The next draw says what happened."""
     memory, _ = fed()
     with memory.loader(8, prefetch=1) as loader:
         next(loader)
@@ -141,9 +141,11 @@ def test_a_closed_loader_says_so() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_threads_may_share_a_loader(prefetch: int) -> None:
-    """Each batch goes to one of them; one that is waiting when the loader is closed hears so."""
+    """Each batch goes to one of them. One that is waiting when the loader is closed hears so."""
     (memory, _), (same, _) = fed(), fed()
-    loader, got, errors = memory.loader(8, prefetch), list[Any](), list[Exception]()
+    loader = memory.loader(8, prefetch)
+    got = list[Any]()
+    errors = list[Exception]()
 
     def consume() -> None:
         try:

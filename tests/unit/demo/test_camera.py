@@ -33,7 +33,8 @@ def test_one_seed_gives_one_stream() -> None:
 
 
 def test_two_seeds_give_two_streams() -> None:
-    first, second = drive(3, 5), drive(4, 5)
+    first = drive(3, 5)
+    second = drive(4, 5)
     assert any(a[0]["state"].tobytes() != b[0]["state"].tobytes() for a, b in zip(first, second, strict=True))
 
 
@@ -73,7 +74,8 @@ def test_an_observation_does_not_change_after_it_was_given() -> None:
 
 
 def test_a_rover_that_was_put_where_another_is_drives_on_as_it_does() -> None:
-    first, second = CameraRover(), CameraRover()
+    first = CameraRover()
+    second = CameraRover()
     first.reset(seed=3)
     second.reset(seed=4)
     for _ in range(7):

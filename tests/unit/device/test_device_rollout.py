@@ -151,6 +151,15 @@ def test_arguments_that_do_not_fit_are_refused(device: str, argument: str, chang
         rollout.add(1, **row | {argument: change(row[argument])})
 
 
+def test_a_rollout_without_room_on_the_device_names_its_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory.")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(holdall.ArgumentError, match=rf"^num_steps \({STEPS}\) .* needs more memory than {device}"):
+        new_rollout(device)
+
+
 def test_a_truncated_episode_without_its_final_observation_is_refused_at_the_end(device: str) -> None:
     rollout = new_rollout(device)
     row = there(steps(0, cuts=1.0)[0], device) | {"final_obs": None}

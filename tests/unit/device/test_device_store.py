@@ -18,9 +18,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch._subclasses import FakeTensorMode
 
 import holdall
+from holdall.delivery.device import find_device
+from holdall.device.arguments import TensorCheck
 from holdall.sampling import Held
+from holdall.schema import Schema
 from holdall.testing.oracle import map_leaves
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -44,7 +48,9 @@ class World:
         ends: float = 0.1,
         seed: int = 0,
     ) -> None:
-        self.device, self.lanes, self.ends = device, lanes, ends
+        self.device = device
+        self.lanes = lanes
+        self.ends = ends
         self.generator = np.random.default_rng(seed)
         low, high = (-9, 9) if dtype == np.float32 else (0, 255)
         self.space = spaces.Dict(
@@ -74,8 +80,10 @@ class World:
 
     def step(self, *, some_invalid: bool = False, reward_dtype: str = "f4") -> dict[str, Any]:
         """Make the next step of all lanes, and remember it."""
-        lanes, draw = self.lanes, self.generator
-        terminated, truncated = draw.random(lanes) < self.ends, draw.random(lanes) < self.ends / 2
+        lanes = self.lanes
+        draw = self.generator
+        terminated = draw.random(lanes) < self.ends
+        truncated = draw.random(lanes) < self.ends / 2
         row: dict[str, Any] = {
             "obs": self._obs,
             "action": draw.random((lanes, 2)).astype(np.float32),
@@ -86,7 +94,8 @@ class World:
             "extras": {"goal": draw.integers(0, 7, lanes)},
             "valid": draw.random(lanes) > 0.2 if some_invalid else None,
         }
-        first, ended = self._observation(), terminated | truncated
+        first = self._observation()
+        ended = terminated | truncated
         self._obs = {
             name: np.where(ended.reshape(-1, *[1] * (value.ndim - 1)), first[name], value)
             for name, value in row["next_obs"].items()
@@ -95,7 +104,7 @@ class World:
         return row
 
     def there(self, row: Any) -> Any:
-        """Bring nested arrays to the device."""
+        """Copy nested arrays to the device."""
         if isinstance(row, dict):
             return {name: self.there(value) for name, value in row.items()}
         return None if row is None else torch.from_numpy(np.ascontiguousarray(row)).to(self.device)
@@ -256,7 +265,7 @@ def test_rows_that_do_not_lie_in_one_piece_are_taken(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 def test_a_field_may_have_no_elements(device: str, dtype: Any, tmp_path: Path) -> None:
-    """A space of a robot without such a sensor, say; it is saved and loaded, too."""
+    """A space of a robot without such a sensor, say. It is saved and loaded, too."""
     world = World(device, 4, (0, 3), dtype)
     memory = world.memory(5)
     for _ in range(12):
@@ -278,12 +287,15 @@ def test_returns_over_n_steps_are_those_of_the_host(device: str) -> None:
 def check_returns(world: World, batch: Any, next_id: int) -> None:
     """Compare returns over 3 steps of 4 lanes with those of the plain list."""
     for i, first in enumerate(here(batch.ids)):
-        total, last, steps = np.float32(0), int(first), 0
+        total = np.float32(0)
+        last = int(first)
+        steps = 0
         for k in range(3):
             step = int(first) + 4 * k
             if step >= next_id:
                 break
-            last, steps = step, k + 1
+            last = step
+            steps = k + 1
             row = world.rows[step // 4]
             term = row["reward"][step % 4] * np.float32(0.9**k)
             total = term if k == 0 else total + term
@@ -323,7 +335,8 @@ def test_sequences_stay_in_their_episode(device: str) -> None:
     for _ in range(30):
         world.add(memory)
     batch = memory.sample(100)
-    ids, mask = here(batch.ids), here(batch.mask)
+    ids = here(batch.ids)
+    mask = here(batch.mask)
     assert ids.shape == mask.shape == (100, 6)
     assert mask[:, 2].all()
     for row in range(100):
@@ -480,7 +493,7 @@ def test_nothing_to_draw_is_an_error(device: str, sampler: Any) -> None:
 def test_priorities_of_the_host_are_refused_as_there(
     device: str, ids: Any, priorities: Any, error: Any, message: str
 ) -> None:
-    """They can be looked at without waiting for the device; none at all are fine."""
+    """They can be checked without a wait for the device. An empty array is accepted."""
     world = World(device, 2)
     memory = world.memory(5, sampler=holdall.Prioritized())
     world.add(memory)
@@ -511,7 +524,8 @@ def test_a_save_holds_the_moment_whatever_is_added_meanwhile(device: str, tmp_pa
     for _ in range(450):
         world.add(memory)
     saved = memory.save(tmp_path)
-    first, end = memory.first_id, memory.next_id
+    first = memory.first_id
+    end = memory.next_id
     for _ in range(300):
         world.add(memory)
     saved.result()
@@ -605,7 +619,7 @@ def test_a_budget_that_is_too_small_names_the_capacity_that_fits(device: str) ->
 
 
 def test_extras_can_be_written_again(device: str, tmp_path: Path) -> None:
-    """With tensors of the device or arrays of the host; what is saved is what was written last."""
+    """With tensors of the device or arrays of the host. What is saved is what was written last."""
     world = World(device, 3)
     memory = world.memory(100)
     for _ in range(90):
@@ -656,8 +670,10 @@ def test_flags_can_be_set_again(device: str) -> None:
     for _ in range(4):
         world.add(memory)
     memory.set_flags([1, 5], [True, False], [False, True])
-    world.rows[0]["terminated"][1], world.rows[0]["truncated"][1] = True, False
-    world.rows[1]["terminated"][2], world.rows[1]["truncated"][2] = False, True
+    world.rows[0]["terminated"][1] = True
+    world.rows[0]["truncated"][1] = False
+    world.rows[1]["terminated"][2] = False
+    world.rows[1]["truncated"][2] = True
     world.check_all(memory)
 
 
@@ -836,6 +852,42 @@ def test_a_tensor_on_another_device_is_refused(device: str, argument: str) -> No
     world.check_all(memory)
 
 
+@pytest.mark.parametrize("name", ["cuda", "mps", "xpu", "cpu"])
+def test_tensors_are_accepted_on_a_device_that_was_named_without_a_number(name: str) -> None:
+    """torch calls their device "mps:0", which is not equal to "mps". Fake tensors need no such device."""
+    box = spaces.Box(-1, 1, (3,), np.float32)
+    with FakeTensorMode():
+        device = find_device(name)
+    check = TensorCheck(Schema.of(box, box, None, 2), device)
+    with FakeTensorMode():
+        rows = torch.zeros((2, 3), device=name)
+        flags = torch.zeros(2, dtype=torch.bool, device=name)
+        rewards = torch.zeros(2, device=name)
+        step = check.check_tick(np.dtype(np.float32), (rows, rows, rewards, rows, flags, flags, None, None))
+        assert step.obs[0] is rows
+
+
+@pytest.mark.parametrize(
+    ("owner", "operation"), [(torch, "rand"), (torch.Tensor, "index_select")], ids=["drawing", "reading"]
+)
+def test_a_batch_without_room_on_the_device_names_its_size(
+    device: str, owner: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory can still be used."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory.")
+
+    world = World(device, 2)
+    memory = world.memory(4, sampler=holdall.Prioritized())
+    world.add(memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, operation, fail)
+        with pytest.raises(holdall.ArgumentError, match=rf"^batch_size \(3\) needs more memory than {device}"):
+            memory.sample(3)
+    world.check(memory.sample(3))
+
+
 @on_cuda
 def test_tensors_of_the_host_are_refused_beside_those_of_the_device() -> None:
     world = World("cuda", 2)
@@ -869,7 +921,8 @@ def test_goals_are_relabelled_as_on_the_host(device: str) -> None:
         )
 
     draw = np.random.default_rng(0)
-    there, plain = make(device), make(None)
+    there = make(device)
+    plain = make(None)
     obs = {name: draw.standard_normal((2, 2)).astype(np.float32) for name in keys}
     for step in range(40):
         following = {name: draw.standard_normal((2, 2)).astype(np.float32) for name in keys}
@@ -878,7 +931,8 @@ def test_goals_are_relabelled_as_on_the_host(device: str) -> None:
             memory.add(obs, np.zeros(2, np.int64), np.zeros(2), following, ended, np.zeros(2, np.bool_))
         obs = following
     for _ in range(3):
-        batch, expected = there.sample(30), plain.sample(30)
+        batch = there.sample(30)
+        expected = plain.sample(30)
         same(batch.ids, expected.ids)
         same(batch.reward, expected.reward)
         for name in keys:

@@ -204,7 +204,7 @@ def test_a_budget_counts_slices_and_not_whole_observations(device: str) -> None:
 
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.nightly)])
 def test_an_interrupt_leaves_a_tick_written_or_not(step: int, interrupted: Any) -> None:
-    """At every line, in turn; or at some of them. The tick is the one with which the windows are applied."""
+    """At every line in turn, or at some of them. The tick is the one with which the windows are applied."""
     for line in itertools.count(0, step):
         fed = Fed("cpu", "frames first", 3, 6, ends=0.4)
         fed.add(4)

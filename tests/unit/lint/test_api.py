@@ -12,13 +12,42 @@ from holdall.errors import ArgumentError
 DUMP = "import pickle\npickle.dump(replay_buffer, file, 4)\n"
 WORDS = st.sampled_from(
     [
-        "import torch", "import pickle", "x", "=", "(", ")", "[", "]", ".", ",", ":", "\n", "\n    ", "for x in y:",
-        "if x:", "def f(x):", "class A:", "deque(maxlen=5000)", "x.append((a, b, c, next_a))", "loss.backward()",
-        "model.learn(5)", "SAC('M', env)", "pickle.dump(buffer, x)", "lambda", "**", "1e9", "f'{x / 1024**3} GB'",
-        "self.x", "# holdall: ignore[S03]", "from stable_baselines3 import SAC", "SubprocVecEnv([f])", "env.step(x)",
-        "é", "\x00",
+        "import torch",
+        "import pickle",
+        "x",
+        "=",
+        "(",
+        ")",
+        "[",
+        "]",
+        ".",
+        ",",
+        ":",
+        "\n",
+        "\n    ",
+        "for x in y:",
+        "if x:",
+        "def f(x):",
+        "class A:",
+        "deque(maxlen=5000)",
+        "x.append((a, b, c, next_a))",
+        "loss.backward()",
+        "model.learn(5)",
+        "SAC('M', env)",
+        "pickle.dump(buffer, x)",
+        "lambda",
+        "**",
+        "1e9",
+        "f'{x / 1024**3} GB'",
+        "self.x",
+        "# holdall: ignore[S03]",
+        "from stable_baselines3 import SAC",
+        "SubprocVecEnv([f])",
+        "env.step(x)",
+        "é",
+        "\x00",
     ]
-)  # fmt: skip
+)
 
 
 def test_text_and_files_say_the_same(tmp_path: Path) -> None:

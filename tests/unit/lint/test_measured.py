@@ -1,4 +1,4 @@
-"""The figures of docs/lint.md about public scripts are those of benchmarks/results."""
+"""The figures of docs/benchmarks.md about public scripts are those of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8").replace("\n", " ")
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").replace("\n", " ")
 
 
 def _read_results(name: str) -> dict[str, Any]:

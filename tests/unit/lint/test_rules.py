@@ -15,7 +15,7 @@ from holdall.tools.lint.check import check_text
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Rule, RuleDoc, RuleExample
-from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.rules import RULES, collect_rules
 
 MACHINE = Machine(cores=8, ram_bytes=32 * 2**30, limit_bytes=32 * 2**30, limit_name="RAM", python=(3, 11))
 FILE = Path(__file__).with_name("rule_cases.txt").read_text(encoding="utf-8")
@@ -76,3 +76,15 @@ def test_a_rule_is_explained_and_shown(rule: Rule) -> None:
 def test_no_two_rules_share_a_name_and_further_cases_have_a_rule() -> None:
     assert len({rule.name for rule in RULES.values()}) == len(RULES)
     assert FURTHER.keys() <= {code for code, rule in RULES.items() if not rule.needs_run}
+
+
+def test_two_rules_cannot_have_one_code() -> None:
+    class First(Rule):
+        code = "X01"
+
+    class Second(Rule):
+        code = "X01"
+
+    assert [type(rule) for rule in collect_rules([First, First, int, 1]).values()] == [First]
+    with pytest.raises(ValueError, match="First and Second have the code X01"):
+        collect_rules([First, Second])

@@ -11,7 +11,7 @@ def assignment(text: str) -> str | None:
     """Return the last assignment of the name in the only call `show(name)`."""
     source = Source("a.py", text)
     (call,) = [call for call in source.calls if getattr(call.func, "id", "") == "show"]
-    value = source.last_assignment(call.args[0])
+    value = source.find_last_assignment(call.args[0])
     return None if value is None else ast.unparse(value)
 
 
@@ -58,10 +58,10 @@ def test_the_last_assignment_in_scope_is_found(text: str, expected: str | None) 
 )
 def test_constants_are_computed_and_nothing_else(expression: str, value: object) -> None:
     source = Source("a.py", f"N = 10\nresult = {expression}\nshow(result)")
-    assert source.constant(source.calls[-1].args[0]) == value
+    assert source.evaluate(source.calls[-1].args[0]) == value
 
 
 def test_a_long_chain_of_names_ends() -> None:
     text = "N0 = 1\n" + "".join(f"N{i} = N{i - 1}\n" for i in range(1, 2000)) + "show(N1999)"
     source = Source("a.py", text)
-    assert source.constant(source.calls[-1].args[0]) is None
+    assert source.evaluate(source.calls[-1].args[0]) is None

@@ -47,7 +47,7 @@ def test_a_real_recording_adds_up() -> None:
     assert sum(found["groups"].values()) == found["last_bytes"]
     assert {phase["name"] for phase in found["phases"]} == {"collect", "train"}
     assert "leak" in {verdict["name"] for verdict in found["verdicts"]}
-    assert report.page().count("<svg") > 5
+    assert report.page().count('"kind":"plot"') == 3
 
 
 def test_the_last_phase_of_a_name_and_the_last_verdict_count(tmp_path: Path) -> None:
@@ -96,12 +96,6 @@ def test_a_page_is_named_after_the_script(tmp_path: Path, command: list[str], ti
     page = read_report(_file(tmp_path, HEADER | {"command": command}, _reading(0))).page()
     assert f"<title>{title}</title>" in page
     assert all(word in page for word in command)
-
-
-def test_axes_say_what_they_count(tmp_path: Path) -> None:
-    page = read_report(_file(tmp_path, HEADER, _reading(0, steps_per_second=5.0), _reading(3))).page()
-    for title in ("memory", "time since the first reading", "steps a second"):
-        assert f">{title}</div>" in page
 
 
 @pytest.mark.parametrize(
@@ -160,3 +154,10 @@ def test_times_that_go_back_do_not_break_the_axis(tmp_path: Path) -> None:
     assert (np.diff(recording.times) >= 0).all()
     assert "after 2 s" in write_recording_page(recording)
     assert summarize_recording(recording)["seconds"] == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_speed_is_drawn_from_two_points_on(tmp_path: Path, count: int) -> None:
+    readings = [_reading(second, steps_per_second=9.0 if second < count else None) for second in range(3)]
+    text = read_report(_file(tmp_path, HEADER, *readings)).page()
+    assert ("Steps a second" in text) == (count == 2)

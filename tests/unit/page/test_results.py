@@ -57,7 +57,8 @@ def test_a_run_that_is_there_twice_counts_once_and_the_last_one(tmp_path: Path) 
 
 
 def test_what_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
-    one, other = ["fast", "sb3"], ["fast", "holdall"]
+    one = ["fast", "sb3"]
+    other = ["fast", "holdall"]
     ranking = {"kind": "ranking", "by": "memory", "order": [one, other], "refused": None, "same": [[one, other]]}
     text = _report(tmp_path, BENCH, _run("fast", "sb3", 0), _run("fast", "holdall", 0), ranking).page()
     assert text.count("no clear difference to the next") == 1
@@ -75,7 +76,7 @@ def test_a_refused_ranking_says_why_and_ranks_nothing(tmp_path: Path) -> None:
     text = _report(tmp_path, BENCH, _run("fast", "sb3", 0), refused).page()
     assert "Not ranked" in text
     assert "Fast held 5 of 100 transitions." in text
-    assert "<ol" not in text
+    assert "Ranking by" not in text
 
 
 def test_what_did_not_end_well_is_listed_with_its_reason(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_whether_data_came_back_right_is_said_in_words(tmp_path: Path) -> None:
         tmp_path, BUFFERS, *lines, {"kind": "absent", "case": "atari", "library": "fourth", "reason": "not installed"}
     )
     text = report.page()
-    assert all(word in text for word in (" yes", " no", "not compared", "fourth on atari: not installed"))
+    assert all(word in text for word in ('"yes"', '"no"', "not compared", "fourth on atari: not installed"))
     assert [one["bytes_per_transition"] for one in report.summary()["buffers"]] == [50, 50, 50]
 
 

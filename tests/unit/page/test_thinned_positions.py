@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.tools.report.charts import thinned_positions
+from holdall.tools.report.page import thinned_positions
 
 
 @given(st.lists(st.floats(-1e12, 1e12), max_size=3_000), st.integers(4, 200))

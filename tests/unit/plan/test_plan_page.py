@@ -1,4 +1,4 @@
-"""The figures of docs/plan.md are those of benchmarks/results/plan.json and probe_scripts.json."""
+"""The figures of docs/benchmarks.md are those of benchmarks/results/plan.json and probe_scripts.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def results() -> dict[str, Any]:
 
 
 def test_the_table_of_the_page_is_that_of_the_results(script: dict[str, Any], results: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert script["write_page"](page, results) == page, "run `python benchmarks/plan.py --docs`"
 
 
@@ -45,6 +45,6 @@ def test_the_public_scripts_of_the_page_are_those_of_the_results(monkeypatch: py
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     script = runpy.run_path(str(ROOT / "benchmarks" / "probe_scripts.py"))
     results = json.loads((ROOT / "benchmarks" / "results" / "probe_scripts.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert script["summarize"](results["scripts"]) == results["summary"]
     assert script["write_page"](page, results) == page, "run `python benchmarks/probe_scripts.py --docs`"

@@ -1,4 +1,4 @@
-"""A memory and its oracle, fed alike, for every sampler's tests; and the sequences that the oracle holds."""
+"""A memory and its oracle, fed alike, for every sampler's tests, and the sequences that the oracle holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fed(
     seed: int = 0,
     **options: Any,
 ) -> tuple[ReplayMemory, OracleMemory]:
-    """Feed frame stacks and a vector whose episodes end in every way; `capacity` below the ticks wraps around."""
+    """Feed frame stacks and a vector whose episodes end in every way. `capacity` below the ticks wraps around."""
     space = spaces.Dict(image=box((4, 36, 36), "u1"), state=box((3,), "f4"))
     stream = Stream(
         space,
@@ -56,8 +56,9 @@ def fed(
 def sequence_batch(
     oracle: OracleMemory, starts: NDArray[np.int64], length: int, burn_in: int = 0, crossing: bool = False
 ) -> Batch:
-    """Return what `Sequence(length, burn_in)` has to give for first steps `starts`; weights are ones."""
-    ids, mask = [], []
+    """Return what `Sequence(length, burn_in)` has to give for first steps `starts`. Weights are ones."""
+    ids = []
+    mask = []
     for start in starts.tolist():
         if crossing:
             steps = [start + oracle.num_envs * k for k in range(-burn_in, length)]

@@ -36,7 +36,8 @@ def fed(
     strategy: Any, k: float = 4, space: spaces.Dict = GOALS, valid_share: float = 1.0, **options: Any
 ) -> tuple[ReplayMemory, OracleMemory]:
     """Three lanes, wrapped around."""
-    lanes, capacity = 3, 240
+    lanes = 3
+    capacity = 240
     stream = Stream(
         space,
         spaces.Discrete(3),
@@ -75,7 +76,7 @@ def outcomes(oracle: OracleMemory, number: int, strategy: str) -> list[int]:
 def test_every_row_is_the_oracles_with_a_goal_of_its_episode(
     strategy: str, space: spaces.Dict, valid_share: float
 ) -> None:
-    """Goals in obs and next_obs alike, rewards from them; the other rows as they were stored."""
+    """Goals are the same in obs and next_obs, rewards follow from them, and other rows are as they were stored."""
     memory, oracle = fed(strategy, space=space, valid_share=valid_share)
     batch = memory.sample(40)
     plain = oracle.gather(batch.ids)
@@ -85,7 +86,8 @@ def test_every_row_is_the_oracles_with_a_goal_of_its_episode(
             candidates = oracle.gather(outcomes(oracle, number, strategy)).next_obs["achieved_goal"]
             assert goal.tobytes() in [candidate.tobytes() for candidate in candidates]
             plain.obs["desired_goal"][row] = plain.next_obs["desired_goal"][row] = goal
-            achieved, info = plain.next_obs["achieved_goal"][row : row + 1], plain.extras["log_prob"][row : row + 1]
+            achieved = plain.next_obs["achieved_goal"][row : row + 1]
+            info = plain.extras["log_prob"][row : row + 1]
             plain.reward[row] = nearness(achieved, goal[None], {"log_prob": info})[0]
     assert_same_bits(batch, plain)
 

@@ -68,7 +68,8 @@ def test_a_reward_of_another_episode_never_counts() -> None:
     """Not even an infinite one."""
     memory = ReplayMemory(box((1,), "f4"), spaces.Discrete(2), 10, sampler=NStep(3, 0.5))
     for t, reward in enumerate([1.0, 2.0, np.inf, np.nan]):
-        obs, flag = np.full((1, 1), t, np.float32), np.array([t == 1])
+        obs = np.full((1, 1), t, np.float32)
+        flag = np.array([t == 1])
         memory.add(obs, np.zeros(1, np.int64), np.array([reward], np.float32), obs + 1, flag, ~flag & False)
     batch = memory.sample(4)
     rewards = {int(number): float(reward) for number, reward in zip(batch.ids, batch.reward, strict=True)}
@@ -128,7 +129,7 @@ def test_priorities_without_a_prioritized_sampler_are_refused() -> None:
 
 
 def test_a_batch_of_returns_owns_its_memory() -> None:
-    """First and last observations lie apart, and later batches touch neither."""
+    """First and last observations share no memory, and later batches change neither."""
     memory, _ = fed(NStep(3, 0.9))
     batch = memory.sample(50)
     copies = map_leaves(np.copy, (batch.obs, batch.next_obs))

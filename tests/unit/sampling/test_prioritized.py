@@ -29,7 +29,7 @@ def drawn_from(memory: ReplayMemory) -> Any:
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("valid_share", [1.0, 0.7])
 def test_a_million_draws_are_in_proportion_to_the_priorities(alpha: float, valid_share: float) -> None:
-    """Wrapped around, with some lanes that made no transition; priorities differ by a factor of ten."""
+    """Wrapped around, with some lanes that made no transition. Priorities differ by a factor of ten."""
     memory, oracle = fed(Prioritized(alpha), valid_share=valid_share)
     priorities = 0.5 + 5 * np.random.default_rng(0).random(len(oracle.ids))
     memory.update_priorities(oracle.ids, priorities)
@@ -53,7 +53,7 @@ def test_rows_and_weights_are_those_of_the_ids() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
 @pytest.mark.parametrize(("alpha", "floor"), [(0.5, 1e-6), (1.0, 1e-3), (2.0, 1e-6), (3.0, 1e-12)])
 def test_priorities_of_any_dtype_are_scaled_as_those_of_float64(dtype: Any, alpha: float, floor: float) -> None:
-    """A network in half precision has such errors; there the floor is nothing, and a power too large."""
+    """A network in half precision has such errors. There the floor is nothing, and a power too large."""
     sampler = Prioritized(alpha, floor=floor)
     memory, oracle = fed(sampler)
     largest = 1e20 if dtype in (np.float32, np.float64) else 60_000
@@ -82,7 +82,7 @@ def test_new_transitions_have_the_highest_priority_seen() -> None:
 
 
 def test_evicted_ids_are_passed_over() -> None:
-    """A batch may be old by the time its errors are known; whoever took its place is left alone."""
+    """A batch may be old by the time its errors are known. Whoever took its place is left alone."""
     memory, oracle = fed(Prioritized(1.0))
     memory.sample(1)
     memory.update_priorities(np.arange(0, oracle.first_id), np.full(oracle.first_id, 1e6))
@@ -98,6 +98,7 @@ def test_evicted_ids_are_passed_over() -> None:
         ([200], [np.inf], ArgumentError, "priorities holds inf"),
         ([200, 201], [1.0], ArgumentError, r"priorities has shape \(1,\) for ids of shape \(2,\)"),
         ([200], [1e300], ArgumentError, r"priorities holds 1e\+300, which to the power of alpha \(1.0\) is beyond"),
+        ([200, 201], [1e280, 1e281], ArgumentError, r"priorities holds 1e\+281, which .* is beyond 1e\+280"),
         ([200], [True], ArgumentError, "priorities has dtype bool"),
         ([2.5], [1.0], ArgumentError, "ids has shape"),
     ],
@@ -134,7 +135,8 @@ def test_a_restored_sampler_draws_as_the_saved_one() -> None:
     restored.sampler.restore(state)
     restored.batch_source.generator.bit_generator.state = saved.batch_source.generator.bit_generator.state
     for _ in range(20):
-        batch, expected = restored.sample(32), saved.sample(32)
+        batch = restored.sample(32)
+        expected = saved.sample(32)
         assert_same_bits(batch, expected)
         for memory in (restored, saved):
             memory.update_priorities(expected.ids, np.arange(32.0))
@@ -218,7 +220,7 @@ def test_numbers_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
 
 
 def test_beta_may_be_annealed() -> None:
-    """Set again between draws; it changes the weights and not what is drawn."""
+    """Set again between draws. It changes the weights and not what is drawn."""
     memory, oracle = fed(Prioritized(1.0, 0.0))
     memory.update_priorities(oracle.ids, 1.0 + oracle.ids % 5)
     assert set(memory.sample(50).weights.tolist()) == {1.0}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
 from holdall.testing import OracleMemory, assert_same_bits
@@ -70,7 +71,7 @@ def test_priorities_are_one_a_sequence() -> None:
 
 
 def drawn_starts(memory: ReplayMemory) -> list[int]:
-    """List the steps that sequences begin with; so many draws miss none."""
+    """Return the steps that sequences begin with. There are enough draws to find all of them."""
     return sorted(set(memory.batch_source.draw(20_000).ids[:, 2].tolist()))
 
 
@@ -104,7 +105,7 @@ def test_starts_follow_eviction_and_flags_that_are_set_again(by: Any, valid_shar
 
 
 def test_priorities_of_steps_that_are_no_starts_are_refused() -> None:
-    """The message names one, and no priority changes; a start that was lost since the draw is ignored."""
+    """The message names one, and no priority changes. A start that was lost since the draw is ignored."""
     memory, oracle = fed(Sequence(4, 2, 7, by=Prioritized(1.0)), 2, 40, 60, ends=0.2)
     allowed = starts(oracle, 7)
     wrong = next(i for i in oracle.ids[2:].tolist() if i not in allowed)
@@ -119,6 +120,28 @@ def test_priorities_of_steps_that_are_no_starts_are_refused() -> None:
     assert starts(oracle, 7) != allowed
     memory.update_priorities(batch.ids, np.ones(60))
     assert drawn_starts(memory) == starts(oracle, 7)
+
+
+def test_the_oldest_step_no_longer_begins_a_sequence_when_the_end_before_it_is_evicted() -> None:
+    """Its priority is ignored, although the step itself is still held."""
+    memory = ReplayMemory(
+        spaces.Box(-np.inf, np.inf, (1,)), spaces.Discrete(3), 8, sampler=Sequence(4, 2, 7, by=Prioritized(1.0))
+    )
+
+    def add(tick: int) -> None:
+        done = np.array([tick == 4])
+        row = np.full((1, 1), tick, np.float32)
+        memory.add(row, np.zeros(1, np.int64), np.zeros(1), row + 1, done, np.zeros(1, np.bool_))
+
+    for tick in range(8):
+        add(tick)
+    assert drawn_starts(memory) == [0, 5, 7]
+    for tick in range(8, 13):
+        add(tick)
+    assert memory.first_id == 5
+    assert drawn_starts(memory) == [7]
+    memory.update_priorities(np.array([5, 7]), np.array([1e6, 1.0]))
+    assert drawn_starts(memory) == [7]
 
 
 def test_stride_with_nothing_to_begin_with_is_an_error() -> None:

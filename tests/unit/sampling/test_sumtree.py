@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,3 +130,16 @@ def test_a_tree_has_at_least_one_slot() -> None:
         SumTree(0)
     with pytest.raises((MemoryError, ValueError)):
         SumTree(1 << 47)
+
+
+def test_numbers_are_copied_to_a_contiguous_array_only() -> None:
+    tree = SumTree(8)
+    tree.put(np.arange(8), 3.0)
+    refused: list[Any] = [np.zeros(8)[::2], np.zeros((2, 2)), np.zeros(4, np.float32)]
+    for out in refused:
+        with pytest.raises(TypeError, match="contiguous and writable one-dimensional float64"):
+            tree.copy_to(out)
+        assert not out.any()
+    copied = np.zeros(4)
+    tree.copy_to(copied)
+    assert copied.tolist() == [3.0] * 4

@@ -36,7 +36,7 @@ def evenly(ids: NDArray[np.int64]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize(("ticks", "capacity"), [(30, 1000), (30, 60), (77, 60)], ids=["filling", "full", "wrapped"])
 def test_every_transition_held_is_equally_likely(ticks: int, capacity: int) -> None:
-    """A chi-square test over all ids; those evicted are never drawn."""
+    """A chi-square test over all ids. Those evicted are never drawn."""
     memory = memory_of(ticks, capacity, 2)
     ids = drawn_from(memory)
     allowed = np.arange(memory.first_id, memory.next_id)
@@ -45,7 +45,7 @@ def test_every_transition_held_is_equally_likely(ticks: int, capacity: int) -> N
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_lanes_that_made_no_transition_are_never_drawn_and_skew_nothing(share: float) -> None:
-    """The others are drawn as often as each other, however many lanes made none."""
+    """All transitions are drawn equally often, however many entries are not transitions."""
     valid = np.random.default_rng(0).random((77, 3)) < share
     memory = memory_of(77, 150, 3, valid)
     held = np.arange(memory.first_id, memory.next_id)
@@ -63,8 +63,9 @@ def test_draws_do_not_depend_on_each_other() -> None:
 
 
 def test_one_seed_gives_one_sequence_of_batches() -> None:
-    """Ids, and with them all rows, repeat; another seed gives others."""
-    one, same = memory_of(50, 1000, 2), memory_of(50, 1000, 2)
+    """Ids, and with them all rows, repeat. Another seed gives others."""
+    one = memory_of(50, 1000, 2)
+    same = memory_of(50, 1000, 2)
     other = ReplayMemory(box((2,), "f4"), spaces.Discrete(2), 1000, 2, seed=8)
     other.extend(**Stream(box((2,), "f4"), spaces.Discrete(2), 2).ticks(50).arguments())
     for _ in range(5):
@@ -75,7 +76,8 @@ def test_one_seed_gives_one_sequence_of_batches() -> None:
 
 def test_gathering_and_adding_do_not_move_the_generator() -> None:
     """Only draws draw: what is read in between changes no later batch."""
-    one, same = memory_of(50, 1000, 2), memory_of(50, 1000, 2)
+    one = memory_of(50, 1000, 2)
+    same = memory_of(50, 1000, 2)
     one.gather([3, 4])
     one.report()
     assert one.sample(16).ids.tolist() == same.sample(16).ids.tolist()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +19,10 @@ from holdall.store.compactor import Compactor, Job
 from holdall.store.tuning import Tuning
 
 SLICES = np.arange(64, dtype=np.uint8).repeat(32).reshape(32, 64)
+
+
+class Interrupt(BaseException):
+    """Raised in place of KeyboardInterrupt, which would end the tests."""
 
 
 def new_block() -> Block:
@@ -77,7 +84,9 @@ def test_an_offered_form_saves_the_work_of_a_queued_block() -> None:
         assert is_offered.wait(60)
         return compress(block, is_behind)
 
-    working, queued, other = new_block(), new_block(), new_block()
+    working = new_block()
+    queued = new_block()
+    other = new_block()
     offered = compress(queued, False)
     compactor.submit([Job(working, wait, 2048), Job(queued, fail, 2048)])
     for block in (working, queued, other):
@@ -148,6 +157,22 @@ def test_nothing_that_fails_after_the_end_is_reported(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.timeout(20)
+def test_jobs_of_an_interrupted_submit_are_run_for_whoever_waits() -> None:
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    block = new_block()
+
+    def list_jobs() -> Iterator[Job]:
+        yield Job(block, compress, 2048)
+        raise Interrupt
+
+    with pytest.raises(Interrupt):
+        compactor.submit(list_jobs())
+    compactor.wait_idle()
+    assert isinstance(block.form, Coded)
+    compactor.close()
+
+
+@pytest.mark.timeout(20)
 def test_waiting_for_room_ends_when_the_queue_is_short_and_when_it_is_closed() -> None:
     may_go_on = threading.Event()
     has_begun = threading.Event()
@@ -195,6 +220,30 @@ def test_a_worker_that_is_behind_hurries_unless_everybody_waits_for_it() -> None
     compactor.close()
 
 
+def test_a_stopped_compactor_frees_its_blocks_although_jobs_are_queued() -> None:
+    """A memory that is dropped without `close` stops its compactor. Its blocks and files must go then."""
+    is_begun = threading.Event()
+    may_end = threading.Event()
+
+    def wait(block: Block, is_behind: bool) -> Coded:
+        is_begun.set()
+        may_end.wait()
+        return compress(block, is_behind)
+
+    compactor = Compactor(Tuning(), max_queued_bytes=10**6)
+    compactor.submit([Job(new_block(), wait, 2048) for _ in range(3)])
+    is_begun.wait()
+    reference = weakref.ref(compactor)
+    threads = [thread for thread in threading.enumerate() if thread.name == "holdall compactor"]
+    compactor.stop()
+    del compactor
+    may_end.set()
+    while threads:
+        threads.pop().join()
+    gc.collect()
+    assert reference() is None
+
+
 def test_a_withdrawn_block_is_not_compressed() -> None:
     may_go_on = threading.Event()
 
@@ -213,13 +262,10 @@ def test_a_withdrawn_block_is_not_compressed() -> None:
     compactor.close()
 
 
-class Interrupt(BaseException):
-    """Raised by the signal handler of a test."""
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Some interrupts hit a finalizer.
-def test_an_interrupt_at_any_moment_leaves_the_compactor_usable() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_an_interrupt_at_any_moment_leaves_the_compactor_usable(count: int) -> None:
     compactor = Compactor(Tuning(poll_s=0.01), max_queued_bytes=2048)
 
     def interrupt(*_: object) -> None:
@@ -228,7 +274,7 @@ def test_an_interrupt_at_any_moment_leaves_the_compactor_usable() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     blocks = []
     try:
-        for i in range(300):
+        for i in range(count):
             blocks.append(new_block())
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + i % 100))

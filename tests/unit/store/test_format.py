@@ -24,9 +24,11 @@ from holdall.store.format import (
     mark_invalid,
     name_dictionary,
     pack_block,
+    pack_dictionary,
     pack_parts,
     pack_segment,
     read_block,
+    read_dictionary,
     read_parts,
     segments_from_arrays,
     segments_to_arrays,
@@ -34,7 +36,8 @@ from holdall.store.format import (
 )
 from holdall.store.records import pack_record, read_record, reader_of, split_records
 
-LANES, TICKS = 2, 12
+LANES = 2
+TICKS = 12
 REWARD = np.dtype(np.float64)
 SPACE = spaces.Dict(
     {
@@ -184,6 +187,24 @@ def test_every_changed_byte_and_every_cut_is_noticed() -> None:
     for end in range(0, len(data), 97):
         with pytest.raises(DamageError):
             unpack_segment(data[:end], COLUMNS)
+
+
+def test_a_record_of_another_kind_is_refused_with_both_kinds() -> None:
+    segment = make_segment()
+    parts = b"".join(pack_parts(segment))
+    with pytest.raises(DamageError, match="'segment' instead of 'block'"):
+        read_block(split_records(parts)[0], reader_of(parts), {})
+    dictionary = b"".join(pack_dictionary(Dictionary(bytes(64))))
+    with pytest.raises(DamageError, match="'dictionary' instead of 'segment'"):
+        read_parts(split_records(dictionary)[0], reader_of(dictionary), COLUMNS, list_blocks(segment), REWARD)
+
+
+def test_a_dictionary_above_16_mib_is_refused() -> None:
+    for nbytes, message in ((2**24, "another content than its name"), (2**24 + 1, "16777217 bytes")):
+        arrays = {"content": np.zeros(nbytes, np.uint8), "palette": np.zeros(0, np.uint8)}
+        record = b"".join(pack_record("dictionary", {"name": ""}, arrays, is_compressed=False))
+        with pytest.raises(DamageError, match=message):
+            read_dictionary(split_records(record)[0], reader_of(record))
 
 
 def test_a_later_version_is_named() -> None:

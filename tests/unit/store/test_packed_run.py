@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from holdall._native import PackedRun
 
-TICKS, LANES = 60, 2
+TICKS = 60
+LANES = 2
 
 
 @dataclass(frozen=True)

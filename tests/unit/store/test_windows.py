@@ -126,11 +126,21 @@ def test_a_window_is_restored_from_json(window: Window) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        0, [], "axis", {}, {"axis": 0}, {"axis": 0, "step": 1, "more": 1}, {"axis": 0, "step": 1.0},
-        {"axis": True, "step": 1}, {"axis": -1, "step": 1}, {"axis": 2, "step": 1}, {"axis": 0, "step": 0},
-        {"axis": 0, "step": 6}, {"axis": 1, "step": -1},
+        0,
+        [],
+        "axis",
+        {},
+        {"axis": 0},
+        {"axis": 0, "step": 1, "more": 1},
+        {"axis": 0, "step": 1.0},
+        {"axis": True, "step": 1},
+        {"axis": -1, "step": 1},
+        {"axis": 2, "step": 1},
+        {"axis": 0, "step": 0},
+        {"axis": 0, "step": 6},
+        {"axis": 1, "step": -1},
     ],
-)  # fmt: skip
+)
 def test_a_corrupt_window_is_refused(value: object) -> None:
     with pytest.raises(DamageError, match="Corrupt window"):
         Window.from_json(value, make_leaf((6, 3)))

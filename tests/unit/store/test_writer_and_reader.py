@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,18 @@ def closed_block(part: Part) -> Block | None:
     return Block(part.block.slice_bytes, part.slice_count, part.block.read(0, part.slice_count))
 
 
+def test_an_adopted_segment_replaces_the_open_one() -> None:
+    """Nothing but the caller refers to the earlier open segment afterwards."""
+    world = World(2, seed=0)
+    writer = new_writer(2, 40)
+    write(world, writer)
+    writer.roll()
+    earlier = writer.catalog.last_segment
+    writer.adopt(rebuilt(writer.catalog.segments[0]))
+    alone = object()
+    assert sys.getrefcount(earlier) == sys.getrefcount(alone)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lanes=st.sampled_from([1, 2, 5]),
@@ -282,6 +295,18 @@ def test_an_id_that_is_not_held_is_an_index_error() -> None:
             Reader().gather(writer.catalog, np.array([wrong]), OUTPUTS)
         with pytest.raises(IndexError, match="is not held"):
             writer.rewrite(np.array([wrong]), (EXTRA,), (np.zeros((1, 2), "f4"),))
+
+
+def test_ids_are_a_contiguous_array_of_one_dimension() -> None:
+    world = World(2, 3)
+    writer = new_writer(2, 4)
+    for _ in range(9):
+        write(world, writer)
+    ids = writer.first_tick * 2 + np.arange(8)
+    refused: list[Any] = [ids[::2], ids.reshape(2, 4), ids.astype(np.int32)]
+    for wrong in refused:
+        with pytest.raises(TypeError, match="contiguous array of int64"):
+            Reader().gather(writer.catalog, wrong, OUTPUTS)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def filled(ticks: int, capacity: int = 6, lanes: int = 2, **options: Any) -> tup
 
 
 def test_the_oracle_holds_whole_ticks_and_counts_ids() -> None:
-    """Ids are ticks times lanes plus lane; the oldest tick leaves."""
+    """Ids are ticks times lanes plus lane. The oldest tick leaves."""
     oracle, _ = filled(5, capacity=7)
     assert (len(oracle), oracle.first_id, oracle.next_id) == (6, 4, 10)
     assert oracle.ids.tolist() == [4, 5, 6, 7, 8, 9]
@@ -34,7 +34,8 @@ def test_the_oracle_holds_whole_ticks_and_counts_ids() -> None:
 
 def test_the_oracle_gives_back_what_was_added() -> None:
     """Row by row, with the nesting of the space."""
-    oracle, stream = OracleMemory(20, 2), Stream(SPACE, spaces.Discrete(3), 2)
+    oracle = OracleMemory(20, 2)
+    stream = Stream(SPACE, spaces.Discrete(3), 2)
     steps = stream.ticks(4)
     oracle.extend(**steps.arguments())
     batch = oracle.gather([5, 0])

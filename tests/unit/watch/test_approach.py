@@ -52,7 +52,7 @@ def test_what_comes_fast_or_is_close_is_looked_at_often() -> None:
 
 
 def test_two_looks_at_nearly_the_same_moment_give_no_rate_of_their_own() -> None:
-    """A page that is taken between them would be gigabytes a second; it counts in the next rate."""
+    """A page that is taken between them would be gigabytes a second. It counts in the next rate."""
     approach = LimitTracker(0.9)
     approach.follow([limit(400)], 0.0)
     assert choose_nearest(approach.follow([limit(390)], 1.0)).bytes_per_second == 10 * MIB

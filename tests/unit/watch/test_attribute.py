@@ -28,7 +28,7 @@ big = np.zeros(64 * 2**20, np.uint8)           # a mapping of its own
 big[: 20 * 2**20] = 1
 small = np.ones(3000, np.float64)              # somewhere in the heap
 unnamed = np.ones(32 * 2**20, np.uint8)
-objects = [bytes(100) for _ in range(300_000)]
+objects = [bytes(48) for _ in range(300_000)]  # 96 bytes each, about the mean
 held = [threading.Event() for _ in range(1)]
 threads = [threading.Thread(target=held[0].wait, daemon=True) for _ in range(20)]
 for thread in threads:
@@ -87,10 +87,10 @@ def test_a_named_array_takes_what_was_touched_of_it(reading: MemoryReading) -> N
     assert part(reading, "small")[1] == 24_000
 
 
-def test_python_objects_and_blocks_without_a_name_are_told_by_their_allocators(
+def test_python_objects_are_estimated_and_large_blocks_are_told_by_their_allocator(
     reading: MemoryReading, trainer: tuple[int, dict[str, Any]]
 ) -> None:
-    group, resident, _ = part(reading, "objects")
+    group, resident, _ = part(reading, "objects, estimated from their number")
     assert group == "python"
     assert resident >= trainer[1]["objects"]
     group, resident, _ = part(reading, "large blocks of malloc, at most")

@@ -28,8 +28,10 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 
 def filled(memory: ReplayMemory, count: int) -> int:
-    """Add frames that compress well; return the most that the process held, without what it shares with others."""
-    frame, no, most = np.zeros((1, 3, 128, 128), np.uint8), np.zeros(1, np.bool_), 0
+    """Add frames that compress well. Return the most that the process held, without what it shares with others."""
+    frame = np.zeros((1, 3, 128, 128), np.uint8)
+    no = np.zeros(1, np.bool_)
+    most = 0
     for number in range(count):
         frame[0, :, number % 128] = number % 251
         after = frame.copy()

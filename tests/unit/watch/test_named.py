@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +14,9 @@ from gymnasium import spaces
 from holdall import ReplayMemory, RolloutMemory
 from holdall._native import get_heap_bytes
 from holdall.memory_registry import MEMORIES
-from holdall.tools.watch.agent import (
-    array_regions,
-    buffer_regions,
-    measure_memories,
-    network_regions,
-)
+from holdall.tools.watch.agent import Agent
 from holdall.tools.watch.exchange import Region
+from holdall.tools.watch.held import array_regions, buffer_regions, measure_memories, network_regions
 
 CAMERA = spaces.Dict({"camera": spaces.Box(0, 255, (3, 64, 64), np.uint8), "state": spaces.Box(-1, 1, (8,))})
 
@@ -111,7 +110,33 @@ def test_modules_and_optimizers_are_told_by_what_they_hold() -> None:
     assert sizes["optimizer state"] == 2 * sizes["parameters"] + 2 * 4  # and a count of steps for each
 
 
+def test_the_thread_of_the_agent_does_not_read_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch replaces gradients without the GIL, so a thread that reads them can crash the training."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
+    readers = set()
+
+    class Parameter(torch.nn.Parameter):  # type: ignore[name-defined,misc]
+        @property
+        def grad(self) -> None:
+            readers.add(threading.current_thread().name)
+
+    module = torch.nn.Module()
+    module.weight = Parameter(torch.ones(10))
+    agent = Agent(interval_s=0.01, networks_interval_s=0.0)
+    try:
+        agent.follow_network(module)
+        published = agent.next_publish
+        while agent.next_publish == published:  # Until the thread has published.
+            time.sleep(0.01)
+        assert readers == set()
+        agent.publish()
+        assert readers == {threading.current_thread().name}
+    finally:
+        agent.stop()
+
+
 def test_a_view_is_named_by_the_memory_that_it_looks_into() -> None:
     whole = np.zeros(1000)
-    (region,) = array_regions("part", whole[100:200], None)
+    (region,) = array_regions("buffers", "part", whole[100:200])
     assert (region.address, region.nbytes) == (whole.ctypes.data, whole.nbytes)

@@ -33,7 +33,8 @@ def test_few_points_give_no_slope() -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_noise_is_no_growth(seed: int) -> None:
     rng = random.Random(seed)
-    level, ys = 0.0, []
+    level = 0.0
+    ys = []
     for _ in range(300):  # neighbours depend on each other, as readings do
         level = 0.9 * level + rng.gauss(0, 1)
         ys.append(level)

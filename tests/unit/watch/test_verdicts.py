@@ -16,10 +16,17 @@ STEPS = 100  # between two readings
 
 def reading(number: int, parts: list[AttributedPart], **changed: Any) -> MemoryReading:
     words: dict[str, Any] = {
-        "time": 1000.0 + number, "pss": sum(part.resident for part in parts), "peak": 0, "parts": tuple(parts),
-        "step": number * STEPS, "goal": 10**9, "steps_per_second": float(STEPS), "threads": 4, "cores": 4,
+        "time": 1000.0 + number,
+        "pss": sum(part.resident for part in parts),
+        "peak": 0,
+        "parts": tuple(parts),
+        "step": number * STEPS,
+        "goal": 10**9,
+        "steps_per_second": float(STEPS),
+        "threads": 4,
+        "cores": 4,
         "headroom": {"free memory of this machine": 10**12},
-    }  # fmt: skip
+    }
     return MemoryReading(**(words | changed))
 
 
@@ -54,6 +61,7 @@ def test_a_buffer_that_fills_is_told_with_its_end_and_its_size() -> None:
     assert verdict.evidence["left"] == pytest.approx(61 * STEPS, rel=0.01)
     assert verdict.evidence["final"] == pytest.approx(1000 * MIB, rel=0.01)
     assert verdict.evidence["final_pss"] == pytest.approx(1300 * MIB, rel=0.01)
+    assert verdict.evidence["unit"] == "B a step"
     assert "leak" not in names(judge(history))
 
 
@@ -102,7 +110,7 @@ def leaking(history: ReadingHistory, slope: float, noise: float, seed: int = 0, 
     for i in range(count):
         step = i * STEPS // 4
         history.add_live(
-            LiveObjects(1000.0 + i / 4, step, None, int(200 * MIB + slope * step + rng.gauss(0, noise)), 50 * MIB)
+            LiveObjects(1000.0 + i / 4, step, None, int(200 * MIB + slope * step + rng.gauss(0, noise)), 600_000)
         )
 
 
@@ -116,6 +124,25 @@ def test_a_leak_is_found_while_a_buffer_fills(slope: float) -> None:
     assert verdict.evidence["slope"] == pytest.approx(slope, rel=0.15)
     assert 0 < verdict.evidence["low"] <= slope <= verdict.evidence["high"]
     assert "filling" in names(judge(history))
+
+
+def test_small_objects_that_are_kept_are_counted() -> None:
+    history = history_of(200, lambda _: [base()])
+    for i in range(800):  # One object for every step, in the noise of objects that come and go.
+        step = i * STEPS // 4
+        history.add_live(LiveObjects(1000.0 + i / 4, step, None, 200 * MIB, 600_000 + step + i % 7 * 50))
+    verdict = named(judge(history), "leak")
+    assert verdict.evidence["slope"] == pytest.approx(1.0, rel=0.02)
+    assert verdict.evidence["unit"] == "objects a step"
+    assert verdict.text.startswith("Python keeps 1.0 more objects a step")
+
+
+def test_the_returns_of_episodes_are_no_leak() -> None:
+    history = history_of(200, lambda _: [base()])
+    for i in range(800):  # Three objects for every episode of ten steps.
+        step = i * STEPS // 4
+        history.add_live(LiveObjects(1000.0 + i / 4, step, None, 200 * MIB, 600_000 + 3 * step // 10))
+    assert "leak" not in names(judge(history))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -147,7 +174,7 @@ def test_a_process_that_tells_no_steps_is_judged_by_time() -> None:
         100, lambda i: [base(), AttributedPart("python", "C heap, in use and kept", i * MIB, 0)], step=None, goal=None
     )
     verdict = named(judge(history), "leak")
-    assert verdict.evidence["unit"] == "a second"
+    assert verdict.evidence["unit"] == "B a second"
     assert verdict.evidence["slope"] == pytest.approx(MIB, rel=0.01)
 
 
@@ -164,11 +191,11 @@ def test_nothing_is_a_leak_before_the_first_step() -> None:
 def test_imports_are_no_leak() -> None:
     history = history_of(200, lambda _: [base()], step=None, goal=None)
     for i in range(400):
-        phase = None if i % 5 == 0 else "import"  # between two imports there is none
-        history.add_live(LiveObjects(1000.0 + i / 2, None, phase, (200 + i) * MIB, i * MIB))
+        phase = None if i % 5 == 0 else "import"  # There is no phase between two imports.
+        history.add_live(LiveObjects(1000.0 + i / 2, None, phase, (200 + i) * MIB, 10_000 * i))
     assert "leak" not in names(judge(history))
     for i in range(200):  # and then something grows
-        history.add_live(LiveObjects(1200.0 + i / 2, None, None, (600 + i) * MIB, i * MIB))
+        history.add_live(LiveObjects(1200.0 + i / 2, None, None, (600 + i) * MIB, 10_000 * i))
     assert named(judge(history), "leak").evidence["from"] >= 1200.0
 
 

@@ -26,7 +26,8 @@ def stream_of(shape: tuple[int, ...], plan: LeafPlan, mishaps: Mishaps = QUIET, 
 
 def test_one_seed_gives_one_stream() -> None:
     """A failure can be run again."""
-    plan, mishaps = LeafPlan(axis=0, repeats=0.2), Mishaps(0.1, 0.1, 0.1, 0.1)
+    plan = LeafPlan(axis=0, repeats=0.2)
+    mishaps = Mishaps(0.1, 0.1, 0.1, 0.1)
     one, same, other = (stream_of((4, 5), plan, mishaps, seed=seed).ticks(30).arguments() for seed in (1, 1, 2))
     assert_same_bits(one, same)
     with pytest.raises(AssertionError):
@@ -35,7 +36,7 @@ def test_one_seed_gives_one_stream() -> None:
 
 @pytest.mark.parametrize(("axis", "step"), [(0, 1), (1, 1), (2, 3), (0, 2)])
 def test_a_sliding_leaf_slides_along_its_axis(axis: int, step: int) -> None:
-    """What next_obs shows is obs, moved by the step; what is new is at the end."""
+    """What next_obs shows is obs, moved by the step. What is new is at the end."""
     steps = stream_of((4, 5, 6), LeafPlan(axis=axis, step=step)).ticks(20)
     old = np.moveaxis(steps.obs, axis + 2, 0)[step:]
     new = np.moveaxis(steps.next_obs, axis + 2, 0)
@@ -44,7 +45,7 @@ def test_a_sliding_leaf_slides_along_its_axis(axis: int, step: int) -> None:
 
 
 def test_without_mishaps_next_obs_is_the_next_obs() -> None:
-    """As in an environment that goes on and on."""
+    """As in an environment whose episodes never end."""
     steps = stream_of((7,), LeafPlan()).ticks(20)
     assert np.array_equal(steps.obs[1:], steps.next_obs[:-1])
     assert not steps.terminated.any()
@@ -52,7 +53,7 @@ def test_without_mishaps_next_obs_is_the_next_obs() -> None:
 
 
 def test_an_episodes_end_is_flagged_and_followed_by_a_reset() -> None:
-    """Both kinds of ending come; after each, the next obs is another one."""
+    """Both kinds of ending come. After each, the next obs is another one."""
     steps = stream_of((7,), LeafPlan(), Mishaps(ends=0.3)).ticks(100)
     ended = (steps.terminated | steps.truncated)[:-1, 0]
     differs = (steps.obs[1:] != steps.next_obs[:-1]).any(axis=(1, 2))
@@ -84,7 +85,7 @@ def test_a_reset_pads_as_the_plan_says(padding: Any, kept: Any) -> None:
 
 
 def test_a_table_repeats_its_rows_and_a_constant_never_changes() -> None:
-    """Market days come again in every episode; a static screen stays."""
+    """Market days come again in every episode. A static screen stays."""
     table = stream_of((30, 8), LeafPlan(axis=0, content="table", padding="fresh"), Mishaps(ends=0.1)).ticks(200).obs
     assert len(np.unique(table.reshape(-1, 8), axis=0)) <= 40
     constant = stream_of((30, 8), LeafPlan(content="constant")).ticks(50).obs
@@ -92,7 +93,7 @@ def test_a_table_repeats_its_rows_and_a_constant_never_changes() -> None:
 
 
 def test_a_wrapper_changes_its_mind_when_the_plan_says() -> None:
-    """Before, the stack is on one axis; from then on, on another."""
+    """First, the stack is on one axis, and later on another."""
     steps = stream_of((4, 9, 4), LeafPlan(axis=0, later=LeafPlan(axis=2), later_from=10)).ticks(20)
     first = (steps.obs[:, 0, 1:] == steps.next_obs[:, 0, :-1]).all(axis=(1, 2, 3))
     last = (steps.obs[:, 0, ..., 1:] == steps.next_obs[:, 0, ..., :-1]).all(axis=(1, 2, 3))
