@@ -18,10 +18,11 @@ from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from streams import Step, Stream
 
 SideName = Literal["sb3", "holdall", "core"]
-SIDES: tuple[SideName, ...] = ("sb3", "holdall", "core")
+SIDES: tuple[SideName, ...] = ("sb3", "holdall")
+"""The sides that are compared. "core" is `ReplayMemory` without Stable-Baselines3's interface."""
 BATCH = 256
 SB3_MOST_BYTES = 6_000_000_000
-"""Most that Stable-Baselines3's buffer may take here; where all would be more, it holds the newest."""
+"""Most that Stable-Baselines3's buffer may take here. Where all would be more, it holds the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload: where it comes from, and what is asked of holdall on it."""
+    """One workload: the source of its data, and the settings of holdall."""
 
     name: str
     module: str  # of streams
     lanes: int
     full: Sizes
-    quick: Sizes
+    short: Sizes
     bytes_bar: float | None = None  # absolute
     bytes_ratio_bar: float | None = None  # of Stable-Baselines3's
     add_bar: float = 1.0
@@ -75,21 +76,41 @@ class Case:
             opened = importlib.import_module(f"streams.{self.module}").stream(seed, **self.options)
         return opened
 
-    def sizes(self, quick: bool) -> Sizes:
+    def sizes(self, is_short: bool) -> Sizes:
         """Return how much is measured."""
-        return self.quick if quick else self.full
+        return self.short if is_short else self.full
 
 
 _IMAGES = Sizes(20_000, 100_000, 500, held=20_000, wrapped=4_000, block=50, batches=60, in_a_row=5)
-_QUICK_IMAGES = Sizes(2_000, 8_000, 200, held=3_000, wrapped=1_000, block=50, batches=30, in_a_row=5)
+_SHORT_IMAGES = Sizes(
+    10_000,
+    40_000,
+    250,
+    held=8_000,
+    wrapped=1_000,
+    block=50,
+    batches=60,
+    in_a_row=5,
+    sb3_read_from=2_000,
+    sb3_read_to=8_000,
+    sb3_read_every=250,
+)
+
 _VECTORS = Sizes(20_000, 100_000, 500, held=100_000, wrapped=20_000, block=100, batches=300, in_a_row=10)
-_QUICK_VECTORS = Sizes(2_000, 20_000, 200, held=20_000, wrapped=4_000, block=100, batches=100, in_a_row=10)
 
 _GAMES = Sizes(
-    40_000, 200_000, 1_000, held=10_000, wrapped=2_000, block=50, batches=40, in_a_row=5,
-    sb3_read_from=10_000, sb3_read_to=50_000, sb3_read_every=500,
-)  # fmt: skip
-_MARKET_BYTES = 504 * 117 * 8 * 4
+    40_000,
+    200_000,
+    1_000,
+    held=10_000,
+    wrapped=2_000,
+    block=50,
+    batches=40,
+    in_a_row=5,
+    sb3_read_from=10_000,
+    sb3_read_to=50_000,
+    sb3_read_every=500,
+)
 
 CASES = {
     case.name: case
@@ -99,7 +120,7 @@ CASES = {
             "atari",
             1,
             _IMAGES,
-            _QUICK_IMAGES,
+            _SHORT_IMAGES,
             bytes_bar=7_300,
             compressed={"balanced": (330, 1.0), "memory": (240, 1.0)},
         ),
@@ -108,7 +129,7 @@ CASES = {
             "camera",
             1,
             _IMAGES,
-            _QUICK_IMAGES,
+            _SHORT_IMAGES,
             bytes_bar=21_700,
             compressed={"balanced": (3_800, 1.5), "memory": (2_900, 2.8)},
         ),
@@ -117,25 +138,8 @@ CASES = {
             "market",
             1,
             Sizes(1_000, 5_000, 50, 5_000, 300, 10, 30, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
-            Sizes(200, 1_000, 20, 600, 50, 10, 30, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
+            Sizes(1_000, 5_000, 50, 600, 50, 10, 30, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
             bytes_ratio_bar=1 / 200,
-        ),
-        Case(
-            "market20k",
-            "market",
-            1,
-            Sizes(4_000, 20_000, 200, 2_000, 100, 10, 20, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
-            Sizes(200, 1_000, 20, 600, 50, 10, 20, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
-            bytes_ratio_bar=1 / 1000,
-        ),
-        Case(
-            "market_noise",
-            "market",
-            1,
-            Sizes(100, 600, 10, 300, 30, 5, 20, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
-            Sizes(50, 200, 10, 100, 20, 5, 20, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
-            bytes_bar=1.03 * (_MARKET_BYTES + 4 * 117 + 10),
-            options={"noise": 1.0},
         ),
         *(
             Case(
@@ -143,21 +147,21 @@ CASES = {
                 "atari",
                 1,
                 _GAMES,
-                _QUICK_IMAGES,
+                _SHORT_IMAGES,
                 compressed={"balanced": (None, 1.0), "memory": (None, 1.0)},
                 bytes_ratio_bar=1 / 120,
                 options={"game": game},
             )
             for game in ("MontezumaRevenge", "MsPacman", "Pong", "Breakout")
         ),
-        Case("vector1", "vector", 1, _VECTORS, _QUICK_VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
-        Case("vector16", "vector", 16, _VECTORS, _QUICK_VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
+        Case("vector1", "vector", 1, _VECTORS, _VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
+        Case("vector16", "vector", 16, _VECTORS, _VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
     )
 }
 
 
 class Side:
-    """One way to keep experience, and its two verbs; arguments are arranged before time is taken.
+    """One way to keep experience, and its two verbs. Arguments are arranged before time is taken.
 
     Args:
         capacity: Transitions over all lanes.

@@ -1,7 +1,7 @@
 """What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--recording F]`.
 
-Out: one JSON line a measurement, and whether its limit is met; the exit status is 1 if one is not met. Linux only.
-`--docs` writes the table of docs/checkpoints.md from the results of `--json`.
+The script plays noise, which does not shrink, so it writes as much as the memory holds. Each measurement has a fresh
+process. The exit status is 1 if a bar is missed. Linux only.
 
 memory       the most that the process's USS grows while it saves, in a fresh process per size, reading every 2 ms
 incremental  bytes written after 1 % new data, over those of the first save
@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, show, store
 from streams import Step
 from streams.trace import stream
 
@@ -54,7 +55,6 @@ TRAINING_BATCH = 64
 TRAINING_S = 0.5
 """Seconds of a turn. Short turns, and many of them, because other processes disturb both sides."""
 TRAINING_ROUNDS = 61
-PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 
 
 def new_memory(capacity: int, **settings: Any) -> holdall.ReplayMemory:
@@ -74,7 +74,9 @@ class Player:
 
     def play(self, steps: int) -> None:
         """Add some transitions."""
-        flag, reward, action = np.zeros(1, np.bool_), np.ones(1, np.float32), np.zeros(1, np.int64)
+        flag = np.zeros(1, np.bool_)
+        reward = np.ones(1, np.float32)
+        action = np.zeros(1, np.int64)
         for _ in range(steps):
             following = np.roll(self._stack, -1, axis=1)
             following[0, -1] = self._generator.integers(0, 256, FRAME, np.uint8)
@@ -256,21 +258,25 @@ def remote(folder: Path, url: str) -> list[dict[str, Any]]:
         Player(memory).play(steps)
         memory.store.wait_idle()
         for place in (str(folder), url):
-            before, watch = held_bytes().unique, Watch()
+            before = held_bytes().unique
+            watch = Watch()
             memory.save(place).result()
             grown[place] = watch.stop() - before
     found = []
     for place in (str(folder), url):  # in processes of their own: what one has allocated, the next would use again
         program = [sys.executable, __file__, "--only", "sampled", "--url", place]
         found.append(json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout))
-    saving, loading = grown[url], found[1]["grown_bytes"] - found[0]["grown_bytes"]
+    saving = grown[url]
+    loading = found[1]["grown_bytes"] - found[0]["grown_bytes"]
     words = {"what": "remote", "save_grown_bytes": saving, "load_grown_bytes": loading}
     return [words | {"first_batch_seconds": found[1]["seconds"], "is_met": max(saving, loading) <= 64 * MB}]
 
 
 def sampled(url: str) -> list[dict[str, Any]]:
     """Load a memory and sample from it."""
-    before, watch, began = held_bytes().unique, Watch(), time.perf_counter()
+    before = held_bytes().unique
+    watch = Watch()
+    began = time.perf_counter()
     with holdall.ReplayMemory.load(url, budget=None) as loaded:
         loaded.sample(BATCH)
         took = time.perf_counter() - began
@@ -292,39 +298,40 @@ def measured(only: str, folder: Path, url: str | None, recording: Path | None) -
     return memory_and_increment(float(only), folder)
 
 
-def write_table(found: list[dict[str, Any]]) -> str:
-    """Return the measurements as a table of the page."""
-    lines = ["| | |", "|---|---|"]
-    for one in found:
-        match one["what"]:
-            case "memory":
-                what = f"memory that a save of {one['gigabytes']:g} GB takes"
-                lines.append(f"| {what} | {one['grown_bytes'] / MB:.1f} MB |")
-            case "incremental":
-                share = one["second_bytes"] / one["first_bytes"]
-                what = f"bytes that the next save writes after 1% more data ({one['gigabytes']:g} GB)"
-                lines.append(f"| {what} | {one['second_bytes'] / MB:.1f} MB, {share:.1%} |")
-            case "pause":
-                what = f"time that `save` takes of the training thread, {one['segments']:,} segments: median, p99"
-                lines.append(f"| {what} | {one['p50_ms']:.1f} ms, {one['p99_ms']:.1f} ms |")
-            case "load":
-                what = f"`load` of {one['segments']:,} segments, and the first batch of {BATCH}"
-                lines.append(f"| {what} | {one['seconds']:.2f} s |")
-            case "raw":
-                what = "camera recording that is held uncompressed: bytes on disk, over bytes held with `budget=None`"
-                lines.append(f"| {what} | {one['ratio']:.2f} |")
-            case "training":
-                lines.append(f"| speed of training while the same memory is saved all the time | {one['ratio']:.2f} |")
-    return "\n".join(lines)
-
-
-def update_page(results: Path) -> None:
-    """Write the table of the page from a file of results."""
-    found = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition("<!-- checkpoint -->\n")
-    _, end, after = rest.partition("<!-- end of checkpoint -->")
-    PAGE.write_text(f"{before}<!-- checkpoint -->\n{write_table(found)}\n{end}{after}", encoding="utf-8")
+def figures_of(one: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a measurement."""
+    match one["what"]:
+        case "memory":
+            name = f"memory that a save of {one['gigabytes']:g} GB takes"
+            return [Figure(name, "measured", "MB", one["grown_bytes"] / MB, "at most 64 MB")]
+        case "incremental":
+            name = f"bytes that the next save writes after 1 % more data ({one['gigabytes']:g} GB)"
+            return [
+                Figure(name, "measured", "MB", one["second_bytes"] / MB, f"at most {one['allowed_bytes'] / MB:.0f} MB")
+            ]
+        case "pause":
+            name = f"`save` holds up the training thread, {one['segments']:,} segments"
+            return [
+                Figure(f"{name}: median", "measured", "ms", one["p50_ms"]),
+                Figure(f"{name}: p99", "measured", "ms", one["p99_ms"], "at most 5 ms"),
+            ]
+        case "load":
+            name = f"`load` of {one['segments']:,} segments, and the first batch of {BATCH}"
+            return [Figure(name, "measured", "s", one["seconds"], "less than 1 s")]
+        case "raw":
+            name = "camera recording held uncompressed: bytes on disk over bytes held with `budget=None`"
+            return [Figure(name, "measured", "of the bytes", one["ratio"], "at most 1.1")]
+        case "training":
+            name = "speed of training while the same memory is saved all the time"
+            return [Figure(name, "measured", "of the speed", one["ratio"], "at least 0.9")]
+        case "remote":
+            name = "more than with a directory, in an object store"
+            return [
+                Figure(f"memory that a save takes {name}", "measured", "MB", one["save_grown_bytes"] / MB),
+                Figure(f"memory that loading takes {name}", "measured", "MB", one["load_grown_bytes"] / MB),
+                Figure("first batch from an object store", "measured", "s", one["first_batch_seconds"]),
+            ]
+    return []
 
 
 def main() -> None:
@@ -334,19 +341,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a disk with room for them")
     parser.add_argument("--url", help="a prefix of an object store, to be measured, too")
     parser.add_argument("--recording", type=Path, help="recorded camera images, see holdall.tools.bench.trace")
-    parser.add_argument("--json", type=Path, help="write results to this file")
-    parser.add_argument("--docs", action="store_true", help="with --json: write the table of docs/checkpoints.md")
+    parser.add_argument("--short", action="store_true", help="1 GB alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
         for result in measured(arguments.only, arguments.folder, arguments.url, arguments.recording):
             emit(result)
         return
-    origin = {"machine": machine(), "versions": versions(), "commit": commit()}
+    run = describe_run({"recording": arguments.recording and arguments.recording.stem})
     found = []
+    sizes = arguments.gigabytes[:1] if arguments.short else arguments.gigabytes
     further = [] if arguments.recording is None else ["raw"]
     further += [] if arguments.url is None else ["remote"]
-    for only in [*map(str, arguments.gigabytes), "pause", *further]:
+    for only in [*map(str, sizes), "pause", *further]:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
             program = [sys.executable, __file__, "--only", only, "--folder", str(folder)]
@@ -357,12 +365,10 @@ def main() -> None:
             shutil.rmtree(folder)
         for line in done.stdout.splitlines():
             found.append(json.loads(line))
-            emit(found[-1])
-    if arguments.json is not None:
-        lines = [json.dumps(result | origin) + "\n" for result in found]
-        arguments.json.write_text("".join(lines), encoding="utf-8")
-    if arguments.docs:
-        update_page(arguments.json)
+            figures = figures_of(found[-1])
+            show(figures)
+            if arguments.json is not None:
+                store(arguments.json, figures, run)
     sys.exit(0 if all(result["is_met"] for result in found) else 1)
 
 

@@ -1,6 +1,6 @@
 """CleanRL's published scripts with their own replay buffer and with holdall's: weights, memory and times of both.
 
-    python benchmarks/cleanrl_scripts.py --cleanrl DIR [--script dqn] [--rounds 3] [--json FILE] [--guide FILE]
+    python benchmarks/cleanrl_scripts.py --cleanrl DIR [--script dqn] [--rounds 3] [--json FILE]
 
 DIR is a checkout of CleanRL (it has the folders `cleanrl` and `cleanrl_utils`). The interpreter needs what the scripts
 need: gymnasium 0.29, torch, tyro and tensorboard; ale-py 0.10 and opencv for Atari; mujoco; jax, flax and optax.
@@ -30,7 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, show, store
 
 IMPORT = "from cleanrl_utils.buffers import ReplayBuffer\n"
 SIDES = {
@@ -49,7 +50,6 @@ SIDES = {
 """What stands in the place of the line that imports the buffer."""
 BOTH = ("cleanrl", "holdall")
 ACTS = ("add", "sample")
-BEGIN, END = "<!-- cleanrl: python benchmarks/cleanrl_scripts.py --cleanrl DIR -->", "<!-- end of cleanrl -->"
 
 
 class Run(NamedTuple):
@@ -74,17 +74,19 @@ RUNS = {
     "td3_jax": Run("td3_continuous_action_jax", f"--env-id Pendulum-v1 {_CONTROL}"),
     "dqn_atari": Run("dqn_atari", _ATARI, (*BOTH, "holdall compressed")),
     "dqn_atari_cut": Run(
-        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 901",
-        (*BOTH, "cleanrl plain"), "cleanrl plain",
+        "dqn_atari",
+        "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 901",
+        (*BOTH, "cleanrl plain"),
+        "cleanrl plain",
     ),
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------- one side in one process
 
 
 def run(name: str, side: str, folder: Path) -> dict[str, Any]:
-    """Run a script with one side's buffer; return its weights' digest, its memory and its times."""
+    """Run a script with one side's buffer. Return its weights' digest, its memory and its times."""
     wanted = RUNS[name]
     path = folder / "cleanrl" / f"{wanted.script}.py"
     source = path.read_text(encoding="utf-8")
@@ -99,9 +101,11 @@ def run(name: str, side: str, folder: Path) -> dict[str, Any]:
     script.__file__ = str(path)
     sys.modules["__main__"] = script  # dataclasses and tyro look names up there
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     exec(compile(source.replace(IMPORT, SIDES[side]), str(path), "exec"), vars(script))
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu
     buffer = vars(script)["rb"]
     return {
         "weights": digest(vars(script)),
@@ -125,7 +129,7 @@ def register_breakout() -> None:
 
 
 def timed_calls(module: str) -> dict[str, list[float]]:
-    """Time every `add` and `sample` of a module's buffer from outside; seconds are appended to what is returned."""
+    """Time every `add` and `sample` of a module's buffer from outside. Seconds are appended to what is returned."""
     kind = __import__(module, fromlist=["ReplayBuffer"]).ReplayBuffer
     seconds: dict[str, list[float]] = {act: [] for act in ACTS}
 
@@ -213,49 +217,32 @@ def _median(results: list[Any]) -> Any:
     return statistics.median(results)
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the results as a table of Markdown."""
-    lines = [
-        "| script | buffer | weights | a transition takes | `add` | `sample` | CPU time of the run |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in (name for name in RUNS if name in found):
-        sides, reference = found[name], RUNS[name].reference
-        for side in sorted(sides, key=lambda side: side != reference):
-            cells = (name, side, *_cells(sides[side], None if side == reference else sides[reference]))
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cells(row: dict[str, Any], reference: dict[str, Any] | None) -> list[str]:
-    """Return what is said about one side, beside the one whose weights are right."""
-    size, us = row["bytes_per_transition"], row["us"]
-    if reference is None:
-        return ["", f"{size:,.0f} B", *[f"{us[act]:.1f} us" for act in ACTS], f"{row['cpu_seconds']:.1f} s"]
-    return [
-        "the same" if row["weights"] == reference["weights"] else "others",
-        f"{size:,.0f} B ({reference['bytes_per_transition'] / size:.1f} x less)",
-        *[f"{us[act]:.1f} us ({us[act] / reference['us'][act]:.2f} x)" for act in ACTS],
-        f"{row['cpu_seconds']:.1f} s ({row['cpu_seconds'] / reference['cpu_seconds']:.2f} x)",
-    ]
-
-
-def rewritten(text: str, found: dict[str, Any]) -> str:
-    """Return a guide with the table of these results in its place."""
-    head, rest = text.split(BEGIN, 1)
-    tail = rest.split(END, 1)[1]
-    return f"{head}{BEGIN}\n{table(found)}\n{END}{tail}"
+def figures_of(name: str, sides: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a script, with the side whose weights are right first."""
+    reference = RUNS[name].reference
+    figures = []
+    for side in sorted(sides, key=lambda side: side != reference):
+        row = sides[side]
+        case = f"{name}: {side}"
+        if side != reference:
+            is_same = row["weights"] == sides[reference]["weights"]
+            bar = "the same" if side.startswith("holdall") else None
+            figures.append(Figure(case, "weights", "", "the same" if is_same else "others", bar))
+        figures.append(Figure(case, "a transition takes", "B", row["bytes_per_transition"]))
+        figures += [Figure(case, f"`{act}`", "us", row["us"][act]) for act in ACTS]
+        figures.append(Figure(case, "CPU time of the run", "s", row["cpu_seconds"]))
+    return figures
 
 
 def main() -> int:
-    """Read the command line; run one side here, or all of them in processes of their own."""
+    """Read the command line. Run one side here, or all of them in processes of their own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cleanrl", type=Path, required=True, metavar="DIR", help="a checkout of CleanRL")
     parser.add_argument("--script", choices=RUNS, help="one of them; all by default")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
+    parser.add_argument("--short", action="store_true", help="one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     wanted = parser.parse_args()
     folder = wanted.cleanrl.resolve()
     if not (folder / "cleanrl_utils" / "buffers.py").is_file():
@@ -263,24 +250,19 @@ def main() -> int:
     if wanted.side:
         emit({"result": run(wanted.script, wanted.side, folder)})
         return 0
-    found = measure([wanted.script] if wanted.script else list(RUNS), folder, wanted.rounds)
+    found = measure([wanted.script] if wanted.script else list(RUNS), folder, 1 if wanted.short else wanted.rounds)
     are_same = all(
         results[side]["weights"] == results[RUNS[name].reference]["weights"]
         for name, results in found.items()
         for side in results
         if side.startswith("holdall")
     )
-    if wanted.json:
-        commits = dict.fromkeys(found, commit())
-        if wanted.script and wanted.json.is_file():  # one script is measured again
-            before = json.loads(wanted.json.read_text(encoding="utf-8"))
-            merged, commits = before["found"] | found, before["commits"] | commits
-            found = {name: merged[name] for name in RUNS if name in merged}
-        about = {"commits": commits, "machine": machine(), "versions": versions("tyro", "flax", "mujoco", "jax")}
-        wanted.json.write_text(json.dumps(about | {"rounds": wanted.rounds, "found": found}, indent=1) + "\n")
-    print(table(found))
-    if wanted.guide:
-        wanted.guide.write_text(rewritten(wanted.guide.read_text(encoding="utf-8"), found), encoding="utf-8")
+    described = describe_run({"short": wanted.short}, ("tyro", "flax", "mujoco", "jax"))
+    for name, sides in found.items():
+        figures = figures_of(name, sides)
+        show(figures)
+        if wanted.json:
+            store(wanted.json, figures, described)
     return 0 if are_same else 1
 
 

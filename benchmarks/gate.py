@@ -236,7 +236,7 @@ class Bench:
                 buffer.add(*arguments)
 
     def _wait_until_compressed(self) -> None:
-        """Wait until no block waits for the compressor, nor is to be compressed again."""
+        """Wait until the compactor has no more jobs."""
         self.buffers["compressed"].memory.store.wait_idle()
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ def make_buffers(stream: Stream, capacity: int) -> dict[str, Any]:
 
 
 def to_arguments(step: Step) -> tuple[Any, ...]:
-    """Return the arguments with which Stable-Baselines3 adds a step. Its `done` stands for both kinds of ending."""
+    """Return the arguments with which Stable-Baselines3 adds a step. Its `done` is True for both kinds of ending."""
     infos = [{"TimeLimit.truncated": bool(truncated)} for truncated in step.truncated]
     return step.obs, step.next_obs, step.action, step.reward, step.terminated | step.truncated, infos
 
@@ -307,7 +307,7 @@ def open_workloads() -> Iterator[tuple[str, Stream]]:
 
 
 def open_traces(folder: Path) -> Iterator[tuple[str, Stream]]:
-    """Yield the recordings in `folder`; a table of prices gives a workload without noise and one with noise."""
+    """Yield the recordings in `folder`. A table of prices gives a workload without noise and one with noise."""
     for file in sorted(folder.glob("*.npz")):
         with np.load(file, allow_pickle=False) as arrays:
             table = arrays.get("table")

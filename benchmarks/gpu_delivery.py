@@ -70,7 +70,7 @@ def frames(count: int, frame_bytes: int, rng: np.random.Generator) -> NDArray[np
 
 
 def camera_memory(rig: Rig, images: NDArray[np.uint8], **how: Any) -> holdall.ReplayMemory:
-    """Hold images and vectors; an episode ends every 200 steps."""
+    """Hold images and vectors. An episode ends every 200 steps."""
     rng = np.random.default_rng(1)
     memory = holdall.ReplayMemory(CAMERA, ACTION, rig.held, seed=0, **how)
     states = rng.standard_normal((rig.held + 1, 31), np.float32)
@@ -109,7 +109,7 @@ def stack_memory(rig: Rig, film: NDArray[np.uint8], **how: Any) -> holdall.Repla
 
 
 def take_turns(rig: Rig, ways: dict[str, Way]) -> dict[str, Any]:
-    """Time all ways, turn by turn; the last batch of each is held until its next one is there."""
+    """Time all ways, turn by turn. The last batch of each is held until its next one is there."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     kept: dict[str, Any] = {}
     order = np.random.default_rng(3)
@@ -197,7 +197,7 @@ def plain_ways(rig: Rig, images: NDArray[np.uint8], rows: int) -> dict[str, Way]
 
 
 def same_bits(rig: Rig, there: holdall.ReplayMemory, here: holdall.ReplayMemory, rows: int) -> int:
-    """Compare whole batches with those of a memory in arrays; return how many rows were compared."""
+    """Compare whole batches with those of a memory in arrays. Return how many rows were compared."""
     for _ in range(3):
         assert_same_bits(there.sample(rows), here.sample(rows))
     rig.wait()
@@ -205,7 +205,7 @@ def same_bits(rig: Rig, there: holdall.ReplayMemory, here: holdall.ReplayMemory,
 
 
 def same_rows(there: holdall.ReplayMemory, here: holdall.ReplayMemory, rows: int) -> int:
-    """Compare batches that a device drew with the same rows of a memory in arrays; return how many were compared."""
+    """Compare batches that a device drew with the same rows of a memory in arrays. Return how many were compared."""
     for _ in range(3):
         batch: Any = there.sample(rows)
         ids = batch.ids.cpu().numpy()

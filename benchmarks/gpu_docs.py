@@ -1,7 +1,7 @@
 """Write what the benchmarks on a GPU measured into the docs: `python benchmarks/gpu_docs.py [--check]`.
 
 In:  benchmarks/results/gpu_*.json, which gpu_sb3.py, gpu_delivery.py, gpu_resident.py and gpu_rollout.py write.  Out:
-their tables in docs/gpu.md, docs/samplers.md and docs/rollouts.md. `--check` only says what differs.
+their tables in docs/benchmarks.md. `--check` only says what differs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def delivery() -> str:
     bus = ms(large["bus alone"])
     flowing = ms(large["holdall, prefetch"])
     alone, turns = (ms(large[name]) for name in ("holdall, alone", "holdall, no prefetch"))
-    by_hand, as_sb3 = "gather into pinned memory, copy", "NumPy and .to(device), as SB3"
+    by_hand = "gather into pinned memory, copy"
+    as_sb3 = "NumPy and .to(device), as SB3"
     few, in_turns, gathered = (ms(small[name]) for name in ("holdall, alone", "holdall, no prefetch", by_hand))
     part = ms(store["on the device alone"])
 
@@ -155,9 +156,7 @@ def main() -> int:
     """Write all tables."""
     batches, steps = drop_in()
     pages = {
-        "docs/gpu.md": [batches, steps, resident()],
-        "docs/samplers.md": [delivery()],
-        "docs/rollouts.md": [rollouts()],
+        "docs/benchmarks.md": [batches, steps, resident(), delivery(), rollouts()],
     }
     differs = 0
     for name, tables in pages.items():

@@ -30,7 +30,7 @@ import holdall
 ACTION = spaces.Box(-1, 1, (8,), np.float32)
 WARM_UP = 20
 STEPS = 7
-"""Observations that are added again and again; more than a stack has frames."""
+"""Observations that are added again and again: more of them than a stack has frames."""
 
 
 class Plain:
@@ -82,7 +82,7 @@ def in_turns(device: str, ways: list[Callable[[], Any]], turns: int) -> list[flo
 
 
 def observations(device: str, space: spaces.Box, lanes: int, stacked: bool) -> list[torch.Tensor]:
-    """Return observations that follow on each other, the first one on the last one; stacks slide by a frame."""
+    """Return observations that follow on each other, the first one on the last one. Stacks slide by a frame."""
     kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
     if not stacked:
         return [(torch.randn((lanes, *space.shape), device=device) * 50).to(kind) for _ in range(STEPS)]

@@ -27,7 +27,8 @@ from holdall import RolloutMemory
 from holdall.elegantrl import TrajectoryBuffer
 from holdall.machine import held_bytes
 
-WORKERS, STEPS = 3, 1_024
+WORKERS = 3
+STEPS = 1_024
 UPDATES = 100
 UPDATES_A_TURN = 5
 MIB = 2**20
@@ -196,7 +197,7 @@ def frames(steps: int, lanes: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8
 
 
 def minibatches(steps: int, batch: int, rounds: int) -> dict[str, Any]:
-    """Bring minibatches of frame stacks to the device, from a plain flattened array and from a RolloutMemory."""
+    """Copy minibatches of frame stacks to the device, from a plain flattened array and from a RolloutMemory."""
     lanes = 2
     space = spaces.Box(0, 255, (12, 144, 160), np.uint8)
     memory = RolloutMemory(space, spaces.Discrete(4), steps, lanes, device="cuda", seed=0)

@@ -39,7 +39,7 @@ STEPS_A_TURN = 2
 
 
 def fill(buffers: list[Any], steps: int) -> None:
-    """Add the same steps to all; an episode has 300."""
+    """Add the same steps to all. An episode has 300."""
     draw = np.random.default_rng(0)
     base = draw.integers(0, 255, (1, 3, 84, 84)).astype(np.uint8)
 

@@ -1,6 +1,6 @@
 """What growing costs: bytes per transition, the time of a batch and of the slowest adds, from 10,000 transitions on.
 
-    python benchmarks/growth.py [--case atari|camera] [--to TRANSITIONS] [--json FILE] [--groups FILE]
+    python benchmarks/growth.py [--case atari|camera] [--to TRANSITIONS] [--short] [--json FILE]
 
 Each memory is ten times as large as the one before. The largest one holds ten million transitions of Atari or 100,000
 of the camera, or `--to`. Every closed segment is compressed (`budget=None`) and stays in memory. One process fills the
@@ -8,15 +8,13 @@ memories one after another. Then it draws batches from all of them in turns, so 
 down all of them alike. The stream repeats a lap of 20,000 steps. A block is shorter than a lap, so every lap is
 stored again. Each memory also says how many groups of slices a batch decompresses: rows of a small memory share some.
 
-`--json` and `--groups` replace the lines of the measured cases in a file and keep the others. The exit status is 1 if a
-batch from the largest memory takes more than 1.3 times as long as one from the smallest.
+The exit status is 1 if a batch from the largest memory takes more than 1.3 times as long as one from the smallest.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from pathlib import Path
@@ -24,13 +22,14 @@ from typing import Any
 
 import numpy as np
 from cases import BATCH, CASES, Side
-from process import commit, machine, versions
+from results import Figure, describe_run, show, store
 from streams.looped import looped
 
 from holdall.machine import held_bytes
 
+MIB = 2**20
 LAP = 20_000
-ROUNDS = 40
+ROUNDS = 100
 GROUP_BATCHES = 10
 """Batches whose groups are counted, of each memory."""
 SAMPLE_BAR = 1.3
@@ -61,8 +60,8 @@ def count_groups(memory: Any, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
     return len(groups)
 
 
-def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
-    """Fill a memory of every size, and draw from all of them in turn."""
+def measure(case_name: str, sizes: list[int], prefer: str) -> list[dict[str, Any]]:
+    """Fill a memory of every size, and draw from all of them in turn. Return the figures of each memory."""
     stream = looped(CASES[case_name].stream(None), LAP)
     sides: list[Side] = []
     rows: list[dict[str, Any]] = []
@@ -95,59 +94,51 @@ def measure(case_name: str, sizes: list[int], prefer: str) -> dict[str, Any]:
         )
         sides.append(side)
     taken: list[list[float]] = [[] for _ in sides]
+    cpu: list[list[float]] = [[] for _ in sides]
     for _ in range(ROUNDS):
         for which, side in enumerate(sides):
             start = time.perf_counter()
+            cpu_start = time.process_time()
             side.sample(BATCH)
+            cpu[which].append(time.process_time() - cpu_start)
             taken[which].append(time.perf_counter() - start)
-    for row, seconds_of in zip(rows, taken, strict=True):
+    for row, seconds_of, cpu_seconds_of in zip(rows, taken, cpu, strict=True):
         row["sample_median_us"] = float(np.median(seconds_of)) * 1e6
         row["sample_min_us"] = min(seconds_of) * 1e6
+        row["sample_cpu_median_us"] = float(np.median(cpu_seconds_of)) * 1e6
     for row, side in zip(rows, sides, strict=True):
         batches = [np.asarray(side.sample(BATCH).ids) for _ in range(GROUP_BATCHES)]
         row["groups_per_batch"] = float(np.mean([count_groups(side.memory, ids) for ids in batches]))
-    ratio = rows[-1]["sample_median_us"] / rows[0]["sample_median_us"]
-    return {
-        "benchmark": "growth",
-        "case": case_name,
-        "prefer": prefer,
-        "rows": rows,
-        "sample_ratio": ratio,
-        "sample_ratio_min": rows[-1]["sample_min_us"] / rows[0]["sample_min_us"],
-        "bar": SAMPLE_BAR,
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
-    }
+    return rows
 
 
-def groups_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Return how many groups of slices a batch needs, by transitions. The counts do not depend on what else runs."""
-    groups = {str(row["transitions"]): row["groups_per_batch"] for row in result["rows"]}
-    return {name: result[name] for name in ("case", "prefer", "commit")} | {"groups_per_batch": groups}
+NAMES = {"atari": "Seaquest, stacks of 4 frames", "camera": "camera of 84 x 84 x 3 and 31 floats"}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Write the rows as Markdown."""
-    lines = [
-        "| transitions | held | each takes | `sample(256)` | `add`: mean, p99.9, slowest |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['transitions']:,} | {row['held_bytes'] / 2**20:,.0f} MiB | {row['bytes_per_transition']:,.0f} B "
-        f"| {row['sample_median_us'] / 1e3:.1f} ms "
-        f"| {row['add_mean_us']:.0f} us, {row['add_p999_us'] / 1e3:,.1f} ms, {row['add_max_us'] / 1e3:,.0f} ms |"
-        for row in result["rows"]
-    ]
-    return "\n".join(lines)
-
-
-def store(result: dict[str, Any], path: Path) -> None:
-    """Write `result` to a file of results, in place of the line of the same case."""
-    kept = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    lines = [line for line in kept if line["case"] != result["case"]] + [result]
-    lines.sort(key=lambda line: str(line["case"]))
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+def figures_of(case: str, rows: list[dict[str, Any]], prefer: str) -> list[Figure]:
+    """Return the figures of all memories of a case."""
+    figures = []
+    begins = NAMES[case] + ("" if prefer == "balanced" else f', `prefer="{prefer}"`')
+    for row in rows:
+        name = f"{begins}: {row['transitions']:,} transitions"
+        figures += [
+            Figure(name, "held", "MiB", row["held_bytes"] / MIB),
+            Figure(name, "each takes", "B", row["bytes_per_transition"]),
+            Figure(name, "`sample(256)`, median", "ms", row["sample_median_us"] / 1e3),
+            Figure(name, "`sample(256)`, least", "ms", row["sample_min_us"] / 1e3),
+            Figure(name, "`sample(256)`, CPU", "ms", row["sample_cpu_median_us"] / 1e3),
+            Figure(name, "groups in a batch", "", row["groups_per_batch"]),
+            Figure(name, "`add`, mean", "us", row["add_mean_us"]),
+            Figure(name, "`add`, p99.9", "ms", row["add_p999_us"] / 1e3),
+            Figure(name, "`add`, slowest", "ms", row["add_max_us"] / 1e3),
+        ]
+    largest = rows[-1]["transitions"]
+    name = f"{begins}: {largest:,} over {rows[0]['transitions']:,} transitions"
+    for statistic, words in (("median", "median"), ("min", "least"), ("cpu_median", "CPU")):
+        ratio = rows[-1][f"sample_{statistic}_us"] / rows[0][f"sample_{statistic}_us"]
+        bar = f"at most {SAMPLE_BAR}" if statistic == "median" else None
+        figures.append(Figure(name, f"`sample(256)`, {words}", "of the time", ratio, bar))
+    return figures
 
 
 def main() -> None:
@@ -156,26 +147,22 @@ def main() -> None:
     parser.add_argument("--case", choices=LARGEST, action="append", help="default: all")
     parser.add_argument("--to", type=int, help="transitions of the largest memory")
     parser.add_argument("--prefer", default="balanced")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--groups", type=Path, help="write the groups of slices that batches need to this file")
+    parser.add_argument("--short", action="store_true", help="a tenth of the transitions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     wanted = parser.parse_args()
-    results = []
+    run = describe_run({"short": wanted.short})
+    is_met = True
     for name in wanted.case or LARGEST:
-        largest = wanted.to or LARGEST[name]
+        largest = wanted.to or LARGEST[name] // (10 if wanted.short else 1)
         sizes = [size for size in (10_000, 100_000, 1_000_000) if size < largest] + [largest]
-        result = measure(name, sizes, wanted.prefer)
-        results.append(result)
+        rows = measure(name, sizes, wanted.prefer)
+        figures = figures_of(name, rows, wanted.prefer)
+        print(file=sys.stderr)
+        show(figures)
+        is_met &= rows[-1]["sample_median_us"] <= SAMPLE_BAR * rows[0]["sample_median_us"]
         if wanted.json is not None:
-            store(result, wanted.json)
-        if wanted.groups is not None:
-            store(groups_of(result), wanted.groups)
-        print(f"\n{result['case']}, {result['prefer']}:")
-        print(f"a sample at {sizes[-1]:,} takes {result['sample_ratio']:.2f} times")
-        print(f"as long as at {sizes[0]:,} by median, {result['sample_ratio_min']:.2f} by minimum (bar {SAMPLE_BAR})\n")
-        print(table(result))
-        for transitions, groups in groups_of(result)["groups_per_batch"].items():
-            print(f"a batch from {transitions} transitions needs {groups:.0f} groups of slices")
-    sys.exit(0 if all(result["sample_ratio"] <= SAMPLE_BAR for result in results) else 1)
+            store(wanted.json, figures, run)
+    sys.exit(0 if is_met else 1)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """Draw what each kind of data costs for docs/memory.md: `python benchmarks/kinds_picture.py`.
 
-In:  results/codecs.json (`trace_codecs.py FOLDER`: images) and columns.json
-     (columns.py: vectors).
+In:  results/codecs.json (`trace_codecs.py FOLDER`: images) and vectors.json
+     (vectors.py).
 Out: docs/kinds-light.svg and docs/kinds-dark.svg: a line for every kind of data, from what a plain buffer takes for a
-     transition to what holdall takes. tests/test_readme.py fails where the pictures and the results disagree.
+     transition to what holdall takes. tests/test_benchmarks.py fails where the pictures and the results disagree.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from typing import NamedTuple
 
-from picture import COLOURS, RESULTS, ROOT
+from picture import COLOURS, ROOT
+from results import figures
 
 PICTURES = {theme: ROOT / "docs" / f"kinds-{theme}.svg" for theme in ("light", "dark")}
 IMAGES = {
@@ -26,14 +26,19 @@ IMAGES = {
     "quadruped": "quadruped camera, 84 x 84 RGB",
 }
 VECTORS = {
-    "terms": "10 past values of 30 numbers",
-    "ant": "AntMaze, 105 numbers and goals",
-    "fetch": "FetchPush, 25 numbers and goals",
-    "highway": "highway, 15 x 5 numbers",
-    "panda": "PandaPickAndPlace, 19 numbers and goals",
+    "10 past values of 30 terms, term by term": "10 past values of 30 numbers",
+    "AntMaze": "AntMaze, 105 numbers and goals",
+    "FetchPush": "FetchPush, 25 numbers and goals",
+    "highway-fast": "highway, 15 x 5 numbers",
+    "PandaPickAndPlace": "PandaPickAndPlace, 19 numbers and goals",
 }
-WIDTH, LEFT, RIGHT, TOP, ROW = 880, 300, 210, 74, 24
-LEAST, MOST = 10.0, 1_000_000.0
+WIDTH = 880
+LEFT = 300
+RIGHT = 210
+TOP = 74
+ROW = 24
+LEAST = 10.0
+MOST = 1_000_000.0
 
 
 class Kind(NamedTuple):
@@ -46,15 +51,17 @@ class Kind(NamedTuple):
 
 def kinds() -> list[Kind]:
     """Return what is drawn, images first, each by how much smaller it gets."""
-    slices = json.loads((RESULTS / "codecs.json").read_text(encoding="utf-8"))["slices"]
-    columns = json.loads((RESULTS / "columns.json").read_text(encoding="utf-8"))["found"]
+    codecs = figures("codecs")
+    columns = figures("vectors")
     images = []
     for name, label in IMAGES.items():
-        found = [slices[f"{name} {prefer}"] for prefer in ("balanced", "memory")]
-        images.append(Kind(label, found[0]["plain_bytes"], [each["bytes"] for each in found]))
+        found = [codecs[f"transitions: {name} {prefer}"] for prefer in ("balanced", "memory")]
+        images.append(Kind(label, found[0]["transition in a plain buffer"], [each["slice"] for each in found]))
     vectors = [
-        Kind(label, columns[name]["sb3"]["bytes"], [columns[name]["packed"]["bytes"]])
-        for name, label in VECTORS.items()
+        Kind(label, row["SB3"], [row["packed"]])
+        for begins, label in VECTORS.items()
+        for case, row in columns.items()
+        if case.startswith(begins)
     ]
     return [*sorted(images, key=_times_less), *sorted(vectors, key=_times_less)]
 
@@ -70,7 +77,8 @@ def x_of(nbytes: float) -> float:
 
 def drawn(theme: str) -> str:
     """Return the picture as SVG."""
-    colours, all_kinds = COLOURS[theme], kinds()
+    colours = COLOURS[theme]
+    all_kinds = kinds()
     height = TOP + ROW * len(all_kinds) + 34
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" '
@@ -98,7 +106,8 @@ def drawn(theme: str) -> str:
 
 def one_kind(kind: Kind, y: int, colours: dict[str, str]) -> list[str]:
     """Return one row: the label, a line from the plain buffer's bytes to holdall's, and how much less that is."""
-    plain, best = x_of(kind.plain), x_of(kind.held[0])
+    plain = x_of(kind.plain)
+    best = x_of(kind.held[0])
     parts = [
         f'<text x="{LEFT - 12}" y="{y + 4}" text-anchor="end">{kind.label}</text>',
         f'<line x1="{best:.1f}" x2="{plain:.1f}" y1="{y}" y2="{y}" stroke="{colours["grid"]}" stroke-width="3"/>',

@@ -1,6 +1,6 @@
 """LeRobot's replay buffer beside holdall's: bytes per transition, and times of `add` and `sample`, in one run.
 
-    python benchmarks/lerobot_buffer.py [--lerobot FOLDER] [--case words] [--quick] [--json FILE] [--guide FILE]
+    python benchmarks/lerobot_buffer.py [--lerobot FOLDER] [--case words] [--short] [--json FILE]
 
 Two cameras, of which LeRobot's actor sends images of 3 x 128 x 128: a static one over a scene in which a cube moves,
 and one on a moving hand. `words` are 8-bit images divided by 255. `resized` are images of 256 x 256 that are resized
@@ -34,9 +34,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from footprint import line_through
 from lerobot_source import load_module
-from process import commit, emit, machine, versions
+from process import emit
+from replay import line_through
+from results import Figure, describe_run, store
 
 from holdall.lerobot import ReplayBuffer
 from holdall.machine import held_bytes
@@ -54,14 +55,12 @@ TIMED_ROWS = 400
 FOOTPRINT_ROWS = (400, 1_600)
 DRAWS = 7
 QUICK = 4
-"""`--quick` divides the numbers of rows and draws by this."""
-BEGIN = "<!-- table of benchmarks/lerobot_buffer.py -->"
-END = "<!-- end of the table -->"
+"""`--short` divides the numbers of rows and draws by this."""
 CAPTIONS = {
     "words": "images of the form `k / 255`",
-    "words, noisy": "the same with the noise of a sensor",
+    "words, noisy": "images of the form `k / 255`, with the noise of a sensor",
     "resized": "resized images",
-    "resized, noisy": "the same with the noise of a sensor",
+    "resized, noisy": "resized images, with the noise of a sensor",
 }
 
 
@@ -238,8 +237,6 @@ def measure(case: str, passed: list[str]) -> dict[str, Any]:
         "seconds": seconds,
         "smaller": smaller,
         "ratio": ratio,
-        "machine": machine(),
-        "commit": commit(),
     }
 
 
@@ -249,25 +246,20 @@ def is_met(case: str, found: dict[str, Any]) -> bool:
     return is_fast and bool(found["smaller"] >= BARS.get(case, 0))
 
 
-def table(cases: dict[str, Any]) -> str:
-    """Return the results as the table of docs/guides/lerobot.md."""
-    lines = [
-        "| images | LeRobot | `optimize_memory=True` | holdall, `budget=None` | less | `sample(256)` | `add` |",
-        "|---|---|---|---|---|---|---|",
+def figures_of(case: str, found: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a case."""
+    name = CAPTIONS[case]
+    ratio = found["ratio"]["holdall, compressed"]
+    taken = found["bytes"]
+    bar = f"at least {BARS[case]} x" if case in BARS else None
+    return [
+        Figure(name, "LeRobot", "B", taken["LeRobot"]),
+        Figure(name, "`optimize_memory=True`", "B", taken["LeRobot, optimize_memory"]),
+        Figure(name, "holdall, `budget=None`", "B", taken["holdall, compressed"]),
+        Figure(name, "less by", "times", found["smaller"], bar),
+        Figure(name, "`sample(256)`", "of LeRobot's time", ratio["sample"], f"at most {SAMPLE_BAR}"),
+        Figure(name, "`add`", "of LeRobot's time", ratio["add"]),
     ]
-    for case in CASES:
-        taken = cases[case]["bytes"]
-        ratio = cases[case]["ratio"]["holdall, compressed"]
-        cells = [f"{taken[side]:,.0f} B" for side in ("LeRobot", "LeRobot, optimize_memory", "holdall, compressed")]
-        cells += [f"{cases[case]['smaller']:.1f} x", f"{ratio['sample']:.2f}", f"{ratio['add']:.2f}"]
-        lines.append(f"| {CAPTIONS[case]} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def rewritten(text: str, cases: dict[str, Any]) -> str:
-    """Return a guide with the table of these results in its place."""
-    head, rest = text.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table(cases)}{END}{rest.split(END, 1)[1]}"
 
 
 def main() -> int:
@@ -275,12 +267,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lerobot", type=Path, help="a checkout of LeRobot")
     parser.add_argument("--case", choices=CASES, action="append", help="only this case; may be given again")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--guide", type=Path, help="put the table of all cases there, in its place")
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--part", choices=("bytes", "times"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    divisor = QUICK if arguments.quick else 1
+    divisor = QUICK if arguments.short else 1
     if arguments.part == "bytes":
         first, last = FOOTPRINT_ROWS
         emit({"result": measure_bytes(arguments.case[0], (first // divisor, last // divisor))})
@@ -290,24 +281,14 @@ def main() -> int:
         seconds = measure_times(arguments.case[0], original, TIMED_ROWS // divisor, DRAWS // divisor)
         emit({"result": {"lerobot": name, "seconds": seconds}})
         return 0
-    passed = ["--quick"] if arguments.quick else []
+    passed = ["--short"] if arguments.short else []
     if arguments.lerobot is not None:
         passed += ["--lerobot", str(arguments.lerobot)]
     measured = {case: measure(case, passed) for case in arguments.case or CASES}
-    cases = measured
-    if arguments.case and arguments.json is not None and arguments.json.is_file():
-        cases = json.loads(arguments.json.read_text(encoding="utf-8"))["cases"] | measured
-    if arguments.json is not None:
-        document = {
-            "benchmark": "lerobot",
-            "versions": versions("torch"),
-            "quick": arguments.quick,
-            "cases": cases,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if arguments.guide is not None:
-        guide = arguments.guide.read_text(encoding="utf-8")
-        arguments.guide.write_text(rewritten(guide, cases), encoding="utf-8")
+    for case, found in measured.items():
+        if arguments.json is not None:
+            settings = {"short": arguments.short, "lerobot": found["lerobot"]}
+            store(arguments.json, figures_of(case, found), describe_run(settings))
     return 0 if all(is_met(case, found) for case, found in measured.items()) else 1
 
 

@@ -41,7 +41,7 @@ class LoadedModule(NamedTuple):
 
 
 class _AnyAttribute(type):
-    """The type of classes that have every attribute: a further stand-in."""
+    """The type of stand-ins that have every attribute."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 from lerobot_source import load_module
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, store
 
 TESTS = "tests/utils/test_replay_buffer.py"
 NOT_APPLICABLE = {
@@ -104,15 +105,14 @@ def main() -> int:
         counts = ", ".join(f"{len(sides[side][kind])} {kind}" for kind in ("passed", "failed", "left_out"))
         print(f"{side}: {counts} ({sides[side]['lerobot']})", file=sys.stderr)
     if arguments.json is not None:
-        document = {
-            "benchmark": "lerobot_tests",
-            "machine": machine(),
-            "versions": versions("torch"),
-            "commit": commit(),
-            "tests": TESTS,
-            "sides": sides,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        figures = []
+        for side in SIDES:
+            case = f"LeRobot's tests with {side}'s class"
+            figures += [
+                Figure(case, kind.replace("_", " "), "", len(sides[side][kind]), "0" if kind == "failed" else None)
+                for kind in ("passed", "failed", "left_out")
+            ]
+        store(arguments.json, figures, describe_run({"lerobot": sides[SIDES[0]]["lerobot"], "tests": TESTS}))
     return 1 if sides["holdall"]["failed"] else 0
 
 

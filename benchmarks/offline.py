@@ -37,7 +37,7 @@ import numpy as np
 import psutil
 from gymnasium import spaces
 from numpy.typing import NDArray
-from process import commit, machine, versions
+from results import Figure, describe_run, show, store
 from torch.utils.data import DataLoader
 
 import holdall
@@ -47,7 +47,8 @@ ROOT = Path(__file__).parents[1] / ".cache" / "offline"
 SHAPE = (96, 96, 3)
 IMAGE_BYTES = 96 * 96 * 3
 FPS = 10
-BATCH, WORKERS = 64, 4
+BATCH = 64
+WORKERS = 4
 CASES = {"step": ((0,), (0,)), "window": ((-1, 0), tuple(range(16)))}
 """Offsets of the images and of the actions that a sample has."""
 BAR_SPEED = 2.0
@@ -58,15 +59,20 @@ FAST = ("holdall", THREADS)
 TIMED = ["none", "hdf5", "lance", "holdall", THREADS]
 PARTS = ["sizes", "step", "window", "smallest", "memory"]
 
-ROWS = {
+TITLES = {
     "none": "workers that read nothing",
     "hdf5": "HDF5, four workers",
     "lance": "Lance, images, four workers",
+    "lance_pages": "Lance, pages, four workers",
     "holdall": "holdall, four workers",
+    "holdall_memory": "holdall, `--prefer memory`, four workers",
     THREADS: "holdall, `dataset.loader`",
 }
-BEGIN = "<!-- offline: python benchmarks/offline.py --json benchmarks/results/offline.json -->"
-END = "<!-- end of offline -->"
+PART_TITLES = {
+    "step": "one image, one action",
+    "window": "two images, 16 actions",
+    "smallest": "one image, smallest forms",
+}
 
 Rows = dict[str, NDArray[Any]]
 
@@ -309,7 +315,7 @@ def processor_s(loader: Any) -> float:
 
 
 def measure_times(names: list[str], ends: NDArray[np.bool_], case: str, rounds: int, batches: int) -> dict[str, Any]:
-    """Let the loaders of all sides take turns."""
+    """Run the loaders of all sides in turn."""
     loaders = {name: new_loader(SIDES[name](ends, case)) for name in names if name != THREADS}
     if THREADS in names:
         loaders[THREADS] = open_holdall(ROOT / "holdall", case).loader(BATCH, seed=0)
@@ -383,22 +389,28 @@ def measure_memories(frames: int) -> list[dict[str, Any]]:
     return [measure_memory(name, method, frames) for method, name in sides]
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return samples per second and processor times as the table of docs/guides/offline.md."""
-    lines = ["| | one image, one action | | two images, 16 actions | |", "|---|---|---|---|---|"]
-    for name, title in ROWS.items():
-        cells = []
-        for case in CASES:
-            found = result[case][name]
-            cells += [f"{found['samples_per_s']:,} ({found['times_lance']:.1f} x)", f"{found['cpu_us']:.0f} µs"]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def rewritten(text: str, result: dict[str, Any]) -> str:
-    """Return a guide with the table of these results in its place."""
-    head, rest = text.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table(result)}{END}{rest.split(END, 1)[1]}"
+def figures_of(part: str, found: Any) -> list[Figure]:
+    """Return the figures of a part."""
+    if part == "sizes":
+        return [
+            Figure(f"stored: {TITLES[name].removesuffix(', four workers')}", "bytes per step", "B", nbytes)
+            for name, nbytes in found.items()
+        ]
+    if part == "memory":
+        return [
+            Figure(f"memory, {row['method']}: {TITLES[row['side']]}", "all processes", "MiB", row["pss_mib"])
+            for row in found
+        ]
+    figures = []
+    for name, row in found.items():
+        case = f"{PART_TITLES[part]}: {TITLES[name]}"
+        bar = f"at least {BAR_SPEED}" if part in CASES and name in FAST else None
+        figures += [
+            Figure(case, "samples per second", "", row["samples_per_s"]),
+            Figure(case, "over Lance", "times", row["times_lance"], bar),
+            Figure(case, "processor time of a sample", "us", row["cpu_us"]),
+        ]
+    return figures
 
 
 def main() -> int:
@@ -409,8 +421,8 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="sizes is needed once before others")
     parser.add_argument("--sides", nargs="+", choices=[*SIDES, THREADS], default=TIMED, help="of step and window")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
+    parser.add_argument("--short", action="store_true", help="one round of 20 batches")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--method", default="spawn", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -418,7 +430,8 @@ def main() -> int:
         print_memory(given.memory, given.method, given.frames)
         return 0
     made = record(given.frames)
-    ends, turns = made["ends"], (given.rounds, given.batches)
+    ends = made["ends"]
+    turns = (1, 20) if given.short else (given.rounds, given.batches)
     measures: dict[str, Callable[[], Any]] = {
         "sizes": lambda: measure_sizes(made),
         "step": lambda: measure_times(given.sides, ends, "step", *turns),
@@ -427,17 +440,14 @@ def main() -> int:
         "memory": lambda: measure_memories(given.frames),
     }
     result: dict[str, Any] = {}
-    if given.json and given.json.exists() and set(given.parts) != set(PARTS):
-        result = json.loads(given.json.read_text(encoding="utf-8"))
+    settings = {"short": given.short, "frames": given.frames, "episodes": int(ends.sum())}
+    run = describe_run(settings, ("h5py", "pylance", "gym-pusht"))
     for part in given.parts:
         result[part] = measures[part]()
-        print(json.dumps({part: result[part]}), flush=True)
-    result |= {"frames": given.frames, "episodes": int(ends.sum()), "machine": machine(), "commit": commit()}
-    result["versions"] = versions("torch", "h5py", "pylance", "gym-pusht")
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if given.guide:
-        given.guide.write_text(rewritten(given.guide.read_text(encoding="utf-8"), result), encoding="utf-8")
+        figures = figures_of(part, result[part])
+        show(figures)
+        if given.json:
+            store(given.json, figures, run)
     if "sizes" not in result:
         return 0
     sizes = result["sizes"]

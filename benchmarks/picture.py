@@ -1,28 +1,36 @@
 """Draw memory over transitions for the README: `python benchmarks/picture.py`.
 
-In:  results/buffers.jsonl (`holdall bench buffers`: every library with 20,000 transitions of Atari), replay.jsonl
-     (replay.py: Stable-Baselines3 and holdall, up to 100,000) and growth.jsonl (growth.py: holdall, the same).
-Out: docs/memory-light.svg and docs/memory-dark.svg. Measured points are dots. A dashed line goes on with the same bytes
-     per transition. tests/test_readme.py fails where the pictures and the results disagree.
+Reads results/libraries.json (every library with 20,000 transitions of Atari), replay.json (Stable-Baselines3 and
+holdall, full buffers) and growth.json (holdall, compressed). Writes docs/memory-light.svg and docs/memory-dark.svg.
+Measured points are dots. A dashed line continues with the same bytes per transition. tests/test_benchmarks.py fails if
+the pictures and the results differ.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from results import figures
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = {theme: ROOT / "docs" / f"memory-{theme}.svg" for theme in ("light", "dark")}
 COLOURS = {
     "light": {"text": "#24292f", "grid": "#d0d7de", "others": "#6e7781", "holdall": "#0a7d6c"},
     "dark": {"text": "#e6edf3", "grid": "#30363d", "others": "#9198a1", "holdall": "#2dd4bf"},
 }
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 400, 64, 256, 44, 48
-FEWEST, MOST = 10_000, 1_000_000
-LEAST_BYTES, MOST_BYTES = 2.0**23, 2.0**36
+WIDTH = 800
+HEIGHT = 400
+LEFT = 64
+RIGHT = 256
+TOP = 44
+BOTTOM = 48
+SEAQUEST = "Atari Seaquest, 4 frames"
+FEWEST = 10_000
+MOST = 1_000_000
+LEAST_BYTES = 2.0**23
+MOST_BYTES = 2.0**36
 GIB = 2**30
 
 
@@ -39,28 +47,22 @@ class Line(NamedTuple):
         return held * transitions / count
 
 
-def records(file: str) -> list[dict[str, Any]]:
-    """Return the lines of a file of results."""
-    return [json.loads(line) for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
-
-
 def lines() -> list[Line]:
     """Return what is drawn, largest first."""
-    buffers = {
-        record["library"]: record
-        for record in records("buffers.jsonl")
-        if record["kind"] == "buffer" and record["case"] == "atari"
-    }
-    replay = next(record for record in records("replay.jsonl") if record["case"] == "atari")["memory"]
-    rows = next(record for record in records("growth.jsonl") if record["case"] == "atari")["rows"]
-    growth = [(row["transitions"], row["held_bytes"]) for row in rows if row["transitions"] <= MOST]
+    buffers = figures("libraries")
+    replay = figures("replay")[SEAQUEST]
+    begins = "Seaquest, stacks of 4 frames: "
+    grown = {case: row for case, row in figures("growth").items() if case.startswith(begins) and "held" in row}
+    growth = [(int(case.split()[-2].replace(",", "")), row["held"] * 2**20) for case, row in grown.items()]
+    growth = [(transitions, held) for transitions, held in growth if transitions <= MOST]
 
     def points(library: str, side: str = "") -> list[tuple[int, float]]:
-        held = [(buffers[library]["transitions"], float(buffers[library]["bytes"]))]
-        return held + ([(replay[side]["readings"]["to"], replay[side]["held_bytes"])] if side else [])
+        found = next(row for case, row in buffers.items() if case.startswith(f"Seaquest: {library} "))
+        held = [(found["transitions"], found["memory"] * 2**20)]
+        return held + ([(replay[f"transitions when full, {side}"], replay[f"held when full, {side}"])] if side else [])
 
     return [
-        Line("SB3, TorchRL, Tianshou", points("sb3", "sb3")),
+        Line("SB3, TorchRL, Tianshou", points("sb3", "SB3")),
         Line("cpprb", points("cpprb next_of")),
         Line("holdall", points("holdall", "holdall"), is_ours=True),
         Line("sb3-extra-buffers (LZ4)", points("sb3-extra-buffers lz4")),
@@ -92,8 +94,9 @@ def drawn(theme: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
         f'font-size="13" fill="{colours["text"]}" role="img" aria-labelledby="title">\n'
         '<title id="title">Memory over transitions of Atari Seaquest, stacks of 4 frames</title>\n'
-        f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">'
-        "Memory of the replay buffer, Atari, stacks of 4 frames</text>"
+        # At the right, because a phone shows the right part first.
+        f'<text x="{WIDTH - 40}" y="22" text-anchor="end" font-size="15" font-weight="600">'
+        "Memory of an Atari buffer, stacks of 4 frames</text>"
     )
     parts = [head]
     for power in range(24, 37, 2):

@@ -1,7 +1,7 @@
 """Compare what `holdall plan` predicts with real training runs.
 
     python benchmarks/plan.py [NAME ...]   measure all configurations, or those that are named
-    python benchmarks/plan.py --docs       measure nothing, and write the table of docs/plan.md
+    python benchmarks/plan.py --docs       measure nothing, and write the table of docs/benchmarks.md
 
 In:  configurations of Stable-Baselines3 on real environments. Each is planned, and then run in a process of its own
 until its buffer is full and updates were made.
@@ -24,12 +24,12 @@ from typing import Any
 import psutil
 
 from holdall.machine import held_bytes, peak_bytes
-from holdall.tools.plan.environments import make_single_env
+from holdall.tools.plan.environments import make_env
 from holdall.tools.plan.planner import Plan, plan_command, plan_settings
 from holdall.tools.plan.stand_in import build_model, describe_run
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "plan.md"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 RESULTS = HERE / "results" / "plan.json"
 MIB = 2**20
 BAR = 0.05
@@ -122,7 +122,7 @@ def build_holdall_model(settings: dict[str, Any], folder: str) -> Any:
         tiers["spill_dir"] = folder
     return kind(
         "MultiInputPolicy",
-        make_single_env(settings["env"], ""),
+        make_env(settings["env"], ""),
         buffer_size=settings["capacity"],
         batch_size=settings["batch_size"],
         replay_buffer_class=importlib.import_module("holdall.sb3").ReplayBuffer,
@@ -195,8 +195,8 @@ def write_page(text: str, results: dict[str, Any]) -> str:
     missing = [name for name in RUNS if name not in {row["name"] for row in results["runs"]}]
     if missing:
         table = f"{table}\nNot measured with this version: {'; '.join(missing)}."
-    new = f"<!-- runs: python benchmarks/plan.py --docs -->\n{table}\n<!-- end of runs -->"
-    return re.sub(r"<!-- runs:.*?<!-- end of runs -->", new, text, flags=re.DOTALL)
+    new = f"<!-- plan -->\n{table}\n<!-- end of plan -->"
+    return re.sub(r"<!-- plan -->.*?<!-- end of plan -->", new, text, flags=re.DOTALL)
 
 
 def read_results() -> dict[str, Any]:

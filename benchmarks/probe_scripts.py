@@ -1,7 +1,7 @@
 """Public training scripts, probed: are their large buffers exact, is nothing trained, does no process remain?
 
     python benchmarks/probe_scripts.py --checkouts DIR --python new=PATH --python old=PATH --json FILE
-    python benchmarks/probe_scripts.py --docs    # measures nothing, and writes the figures of docs/plan.md
+    python benchmarks/probe_scripts.py --docs    # measures nothing, and writes the figures of docs/benchmarks.md
 
 `probe_scripts.toml` lists the scripts: the repository, the command and the environment that it needs. DIR has a
 checkout of each repository; none of their code is part of holdall. `--only NAME` measures one script, or all scripts of
@@ -51,7 +51,7 @@ from holdall.tools.probe.snapshot import Snapshot
 HERE = Path(__file__).parent
 LIST = HERE / "probe_scripts.toml"
 RESULTS = HERE / "results" / "probe_scripts.json"
-PAGE = HERE.parent / "docs" / "plan.md"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 MIN_ARRAY_BYTES = 16 * 2**20
 MIN_BUFFER_BYTES = 100 * 2**20
 TRAINING_S = 5.0
@@ -157,9 +157,14 @@ def run_truth(command: list[str], folder: Path, library: Path, scratch: Path, tr
     begun = time.monotonic()
     with (scratch / "output").open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
-        )  # fmt: skip
+        )
     sign = blocks / "sign"
     started_s = None
     try:
@@ -275,48 +280,28 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_summary(results: dict[str, Any]) -> str:
-    """Return the figures and the scripts without a training as Markdown."""
+    """Return the figures as Markdown."""
     summary = results["summary"]
     later = summary["probe_later_s"]
-    stopped: dict[str, list[str]] = {}
-    for row in results["scripts"]:
-        if not row["is_ready"]:
-            stopped.setdefault(describe_stop(row), []).append(row["name"])
+    missed = sum(1 for row in results["scripts"] if not row["is_ready"])
     counted = summary["processes_counted"]
-    figures = (
+    return (
         f"No weight was updated. In the {counted} scripts in which processes were counted, "
         f"{summary['processes_left'] or 'none'} was left over. On an otherwise idle machine, "
         f"{later['scripts']} scripts reached training at most {later['most']:.1f} s later under the probe than without "
         f"it (median {later['median']:.1f} s). {summary['failed_allocations']} allocations failed, and "
-        f"{summary['failed_allocations_exact']} were reported with their exact size."
+        f"{summary['failed_allocations_exact']} were reported with their exact size.\n\n"
+        f"{missed} scripts did not get as far as training here, most of them because they need packages or versions "
+        "that the machine does not have. [The results](../benchmarks/results/probe_scripts.json) have each reason."
     )
-    lines = [
-        figures,
-        "",
-        f"{sum(map(len, stopped.values()))} scripts did not get as far as training on the machines of the measurement:",
-        "",
-        "| what the probe says | scripts |",
-        "|---|---|",
-        *(f"| {reason} | {', '.join(names)} |" for reason, names in stopped.items()),
-    ]
-    return "\n".join(lines)
-
-
-def describe_stop(row: dict[str, Any]) -> str:
-    """Return the first sentence of what the probe says about a script that did not train."""
-    text = str(row["stopped_by"])
-    if row["error"] and row["error"].partition(":")[0] not in text and not text.partition(":")[0].endswith("Error"):
-        text = f"{text}: {row['error']}"
-    text = text.splitlines()[0].partition(". ")[0].rstrip(".")
-    return f"`{text}`" if "Error" in text else text
 
 
 def write_page(text: str, results: dict[str, Any]) -> str:
     """Return the page with the summary of the results."""
-    begin = "<!-- scripts: python benchmarks/probe_scripts.py --docs -->"
-    new = f"{begin}\n{write_summary(results)}\n<!-- end of scripts -->"
-    before, _, rest = text.partition("<!-- scripts:")
-    _, _, after = rest.partition("<!-- end of scripts -->")
+    begin = "<!-- probe -->"
+    new = f"{begin}\n{write_summary(results)}\n<!-- end of probe -->"
+    before, _, rest = text.partition("<!-- probe -->")
+    _, _, after = rest.partition("<!-- end of probe -->")
     return before + new + after
 
 
@@ -357,8 +342,9 @@ def main() -> None:
             print(
                 f"{script['name']:34} {state:6} {size / 2**20:10,.1f} MiB {row['probe_s']:6.1f} s, own {row['own_s']} "
                 f"{row['stopped_by'][:60]}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
             for name in ("missed", "invented"):
                 if row.get(name):
                     print(f"    {name}: {row[name]}", file=sys.stderr)

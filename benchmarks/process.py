@@ -28,7 +28,7 @@ def versions(*others: str) -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit that is measured, marked if files differ from it; None outside a repository."""
+    """Return the commit that is measured, marked if files differ from it, or None outside a repository."""
     try:
         head = _git("rev-parse", "HEAD")
         return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head

@@ -2,13 +2,19 @@
 
 The buffers take turns, and another one begins every round, so that other load on the machine affects all of them alike.
 CPU times are those that the kernel counts, of the learner or writer, of the shards and of Ray's own processes.
+
+`kill` kills one shard after another with SIGKILL while batches are drawn. The shards have journals. `machines` loses,
+freezes and cuts off a machine of a small cluster. It runs tests/shards/chaos/story.py, which also checks every bit and
+every acknowledgement.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -28,10 +34,15 @@ from ray_sides import (
     TorchRLSide,
     cpu_seconds,
     differing_rows,
+    process_of,
     servants,
     unique_bytes,
 )
 
+from holdall.cluster.ids import shards_of_ids
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARDS = 4
 BLOCK = 64
 STEPS = 256
 """Steps of a round of single inserts."""
@@ -73,7 +84,8 @@ def insert(recording: Recording, rounds: int) -> dict[str, Any]:
 
 def sample(recording: Recording, rounds: int) -> dict[str, Any]:
     """Measure batches with and without prefetch, and compare the delivered bits."""
-    ours, plain = HoldallSide(recording, len(recording.steps)), ActorSide(recording, len(recording.steps))
+    ours = HoldallSide(recording, len(recording.steps))
+    plain = ActorSide(recording, len(recording.steps))
     sides: list[Side] = [ours, plain]
     if has_torchrl():
         sides += [TorchRLSide(len(recording.steps)), TorchRLSide(len(recording.steps), PREFETCH)]
@@ -84,8 +96,9 @@ def sample(recording: Recording, rounds: int) -> dict[str, Any]:
         found: dict[str, Any] = {"asked": _drawn({side.name: (side, side.sample) for side in sides[:3]}, rounds)}
         with ours.memory.loader(BATCH, PREFETCH) as loader:
             ahead: dict[str, tuple[Side, Callable[[], Any]]] = {
-                "holdall": (ours, lambda: next(loader)), "plain actor": (plain, plain.sample_ahead),
-            }  # fmt: skip
+                "holdall": (ours, lambda: next(loader)),
+                "plain actor": (plain, plain.sample_ahead),
+            }
             if has_torchrl():
                 ahead["torchrl"] = (sides[3], sides[3].sample)
             found["ahead"] = _drawn(ahead, rounds)
@@ -157,11 +170,14 @@ def closing(sides: Sequence[Side]) -> Iterator[None]:
 @contextmanager
 def _saving(side: HoldallSide, folder: Path) -> Iterator[list[float]]:
     """Save in the background while the `with` block runs. Yield the seconds of every save."""
-    is_over, taken = threading.Event(), list[float]()
+    is_over = threading.Event()
+    taken = list[float]()
 
     def save() -> None:
         while not is_over.is_set():
-            start, place = time.perf_counter(), Path(tempfile.mkdtemp(dir=folder))  # so that everything is written
+            # so that everything is written
+            start = time.perf_counter()
+            place = Path(tempfile.mkdtemp(dir=folder))
             side.memory.save(place).result()
             taken.append(time.perf_counter() - start)
             shutil.rmtree(place)
@@ -178,7 +194,8 @@ def _saving(side: HoldallSide, folder: Path) -> Iterator[list[float]]:
 def _inserted(recording: Recording, sides: list[Side], begins: range, count: int, block: int) -> dict[str, Any]:
     """Insert parts of the recording into all buffers, in turns."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    writer_s, shard_s = dict.fromkeys(seconds, 0.0), dict.fromkeys(seconds, 0.0)
+    writer_s = dict.fromkeys(seconds, 0.0)
+    shard_s = dict.fromkeys(seconds, 0.0)
     for turn, begin in enumerate(begins):
         arranged = {side.name: side.arrange(recording.steps[begin : begin + count], block) for side in sides}
         for side in _in_turn(sides, turn):
@@ -198,7 +215,8 @@ def _inserted(recording: Recording, sides: list[Side], begins: range, count: int
 def _drawn(ways: dict[str, tuple[Side, Callable[[], Any]]], rounds: int) -> dict[str, Any]:
     """Draw batches from all buffers, in turns. The last batch of each is kept, as in training."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    learner_s, shard_s = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    learner_s = dict.fromkeys(ways, 0.0)
+    shard_s = dict.fromkeys(ways, 0.0)
     for name in itertools.chain(*(_in_turn(list(ways), turn) for turn in range(1 + rounds))):
         side, draw = ways[name]
         before = cpu_seconds(), cpu_seconds(side.processes)
@@ -214,7 +232,8 @@ def _drawn(ways: dict[str, tuple[Side, Callable[[], Any]]], rounds: int) -> dict
 
 
 def _timed(act: Callable[[], Any], count: int) -> list[float]:
-    taken, held = [], None
+    taken = []
+    held = None
     for _ in range(count):
         start = time.perf_counter()
         held = act()
@@ -237,3 +256,46 @@ def _told(seconds: dict[str, list[float]]) -> dict[str, Any]:
             found[f"{prefix}times"] = found["holdall"]["per_s"] / found[name]["per_s"]
             found[f"{prefix}best_times"] = found["holdall"]["best_per_s"] / found[name]["best_per_s"]
     return found
+
+
+# ---------------------------------------------------------------- losses
+
+
+def kill(recording: Recording, rounds: int) -> dict[str, Any]:
+    """Kill one shard after another. Each is drawn from again before the next one is killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"durability": "segment", "url": folder}
+        side = HoldallSide(recording, len(recording.steps), SHARDS, **settings)
+        try:
+            side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
+            side.sample()
+            found = [_killed(side, turn % SHARDS) for turn in range(rounds)]
+        finally:
+            side.close()
+    names = ("next_batch_s", "longest_wait_s", "shard_again_s")
+    told = {name: [each[i] for each in found] for i, name in enumerate(names)}
+    return {"kills": rounds} | {
+        name: {"median": float(np.median(taken)), "most": max(taken)} for name, taken in told.items()
+    }
+
+
+def machines(_recording: Recording, _rounds: int) -> dict[str, Any]:
+    """Lose, freeze and cut off a machine, each in a cluster of its own. Only root can cut a machine off."""
+    sys.path.append(str(ROOT))
+    telling: Any = importlib.import_module("tests.shards.chaos.telling")
+    apart = importlib.import_module("tests.shards.nodes").can_be_apart()
+    return {story: telling.told(story) for story in telling.STORIES if story != "cut" or apart}
+
+
+def _killed(side: HoldallSide, shard: int) -> tuple[float, float, float]:
+    """Kill a shard, and draw until it is drawn from again. Return the first wait, the longest one and the total."""
+    process_of(side.memory._members.handle(shard)).kill()
+    start = last = time.perf_counter()
+    waits: list[float] = []
+    while True:
+        batch = side.memory.sample(BATCH)
+        now = time.perf_counter()
+        waits.append(now - last)
+        last = now
+        if shard in shards_of_ids(batch.ids) and shard not in side.memory._members.lost:
+            return waits[0], max(waits), now - start

@@ -1,11 +1,10 @@
-"""Compare the memory over shards with other buffers: `python benchmarks/ray_replay.py --json results/ray.json`.
+"""Compare the memory over shards with other buffers: `python benchmarks/ray_replay.py [--case sample] [--json FILE]`.
 
 The other buffers are TorchRL's RayReplayBuffer, and a local memory of holdall in a plain Ray actor.
 
-The script prints a table and writes JSON. All buffers run on one Ray cluster and get the same recorded steps. TorchRL
-is skipped if it is not installed (`pip install torchrl==0.14.1 tensordict==0.14.3`). Ratios compare medians. The JSON
-also has the ratios of the best turns. The exit status is 1 if a figure misses its bar. Linux only: memory is read from
-/proc. With `--case` and `--workload`, the JSON keeps the figures of the other cases.
+All buffers run on one Ray cluster and get the same recorded steps. TorchRL is skipped if it is not installed
+(`pip install torchrl==0.14.1 tensordict==0.14.3`). Ratios compare medians. The exit status is 1 if a figure misses its
+bar. Linux only: memory is read from /proc.
 
 * `insert`: insert single steps, and blocks of 64, until all are acknowledged; and the growth of the shard's USS
 * `sample`: draw 256 transitions as tensors, with and without prefetch; compare every bit; count the bytes and the CPU
@@ -23,19 +22,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from process import commit, machine, versions
-from ray_cases import checkpoint, has_torchrl, insert, sample, spread
-from ray_losses import kill, machines
+from ray_cases import checkpoint, has_torchrl, insert, kill, machines, sample, spread
 from ray_sides import Recording, own_ray, record
+from results import Figure, describe_run, show, store
 
 CASES: dict[str, Callable[[Recording, int], dict[str, Any]]] = {
     "insert": insert,
@@ -45,10 +42,6 @@ CASES: dict[str, Callable[[Recording, int], dict[str, Any]]] = {
     "kill": kill,
     "machines": machines,
 }
-
-
-FIGURES = 2
-"""Version of the figures. It grows when a case measures other figures. Older results are then dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +54,7 @@ class Workload:
     cases: tuple[str, ...]
 
 
+NAMES = {"atari": "Atari, 4 stacked frames", "camera": "camera and vector", "noise": "the same, noisy"}
 WORKLOADS = {
     "atari": Workload("atari", {"game": "Breakout"}, 8_192, tuple(CASES)),
     "camera": Workload("camera", {}, 4_096, ("insert", "sample", "spread", "checkpoint")),
@@ -79,12 +73,16 @@ class Bar:
     most: float | None = None
 
     @property
-    def verdict(self) -> str:
-        """Return whether the figure is within its bounds. Empty if it has none."""
-        if self.least is None and self.most is None:
-            return ""
-        met = (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
-        return "met" if met else "MISSED"
+    def is_met(self) -> bool:
+        """Whether the figure is within its bounds."""
+        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+
+    def as_figure(self) -> Figure:
+        """Return the figure as results store it. The workload is the column of its table."""
+        bound = f"at least {self.least:g}" if self.least is not None else None
+        if self.most is not None:
+            bound = f"at most {self.most:.3g}"
+        return Figure(self.name, NAMES[self.workload], "", float(f"{self.value:.3g}"), bound)
 
 
 def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
@@ -95,7 +93,8 @@ def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
     def bar(name: str, value: float, least: float | None = None, most: float | None = None) -> None:
         bars.append(Bar(workload, name, value, least if is_atari else None, most if is_atari else None))
 
-    inserted, drawn = found.get("insert", {}), found.get("sample", {})
+    inserted = found.get("insert", {})
+    drawn = found.get("sample", {})
     if "times" in inserted.get("steps", {}):
         bar("inserts step by step, times TorchRL's", inserted["steps"]["times"], least=10)
         bar("inserts in blocks of 64, times TorchRL's", inserted["blocks"]["times"], least=10)
@@ -129,7 +128,8 @@ def _sample_bars(workload: str, drawn: dict[str, Any]) -> list[Bar]:
     if drawn:
         plain = {"atari": 1.2, "camera": 1.2, "noise": 1.0}[workload]
         most = {"atari": 0.05, "camera": 0.05, "noise": 1.0}[workload]
-        sent, decoded = drawn["wire"]["bytes"], drawn["wire"]["decoded_bytes"]
+        sent = drawn["wire"]["bytes"]
+        decoded = drawn["wire"]["decoded_bytes"]
         bars += [
             Bar(workload, "batches of 256, times a plain actor's", drawn["asked"]["plain_times"], plain),
             Bar(
@@ -169,42 +169,28 @@ def measure(workloads: list[str], cases: list[str], rounds: int) -> dict[str, An
     return found
 
 
-def with_others(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of this run, and those of other cases from an earlier run."""
-    told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    before = told.get("found", {}) if told.get("figures") == FIGURES else {}
-    names = [name for name in WORKLOADS if name in before or name in found]
-    return {name: before.get(name, {}) | found.get(name, {}) for name in names}
-
-
 def main() -> int:
     """Read the command line, measure, and print the figures with their bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each side")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--short", action="store_true", help="inserts and samples, in three turns")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     wanted = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    found = measure(wanted.workload or list(WORKLOADS), wanted.case or list(CASES), wanted.rounds)
+    cases = wanted.case or (["insert", "sample"] if wanted.short else list(CASES))
+    rounds = 3 if wanted.short else wanted.rounds
+    run = describe_run({"short": wanted.short, "rounds": rounds}, ("ray", "torchrl", "tensordict"))
+    found = measure(wanted.workload or list(WORKLOADS), cases, rounds)
     bars = [bar for name, figures in found.items() for bar in bars_of(name, figures)]
-    for bar in bars:
-        asked = f">= {bar.least:g}" if bar.least is not None else f"<= {bar.most:.3g}" if bar.most is not None else ""
-        print(f"{bar.workload:8}{bar.name:52}{bar.value:10.4g}  {asked:10}{bar.verdict}")
+    rows = [bar.as_figure() for bar in bars]
+    show(rows)
     if not has_torchrl():
         print("TorchRL is skipped, because it is not installed: pip install torchrl==0.14.1 tensordict==0.14.3")
     if wanted.json:
-        told: dict[str, Any] = {
-            "machine": machine(),
-            "versions": versions("ray", "torchrl", "tensordict"),
-            "commit": commit(),
-            "figures": FIGURES,
-        }
-        found = with_others(wanted.json, found)
-        all_bars = [bar for name, figures in found.items() for bar in bars_of(name, figures)]
-        told |= {"bars": [asdict(bar) | {"verdict": bar.verdict} for bar in all_bars], "found": found}
-        wanted.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    return int(any(bar.verdict == "MISSED" for bar in bars))
+        store(wanted.json, rows, run)
+    return int(not all(bar.is_met for bar in bars))
 
 
 if __name__ == "__main__":

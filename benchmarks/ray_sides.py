@@ -83,7 +83,7 @@ def own_ray(**settings: Any) -> Iterator[None]:
 
 
 class HoldallSide:
-    """A memory over shards. This process adds and draws; every shard has its own process."""
+    """A memory over shards. This process adds and draws. Every shard has its own process."""
 
     name = "holdall"
 
@@ -117,16 +117,19 @@ class HoldallSide:
 
     def sent_elsewhere(self) -> dict[str, float]:
         """Return the bytes of a batch for a learner on another machine, and the CPU time of shards and learner."""
-        members, share = self.memory._members, BATCH // len(self.memory._members.numbers)
+        members = self.memory._members
+        share = BATCH // len(self.memory._members.numbers)
         sent = shard_s = learner_s = 0.0
         for shard in members.numbers:
             call = members.handle(shard).__ray_call__.remote(_answer_for_another_machine, share)
             answer, taken = ray.get(call)
             sent += len(answer)
             start = time.process_time()
-            found, weights = read_answer(answer), np.ones(share, np.float32)
+            found = read_answer(answer)
+            weights = np.ones(share, np.float32)
             self.memory._delivery.receive(self.memory._maker.prepare([found], [np.arange(share)], [shard], weights))
-            learner_s, shard_s = learner_s + time.process_time() - start, shard_s + taken
+            learner_s = learner_s + time.process_time() - start
+            shard_s = shard_s + taken
         return {"bytes": sent, "shard_us": 1e6 * shard_s, "learner_us": 1e6 * learner_s}
 
     def encoded_bytes_per_transition(self) -> float:
@@ -148,19 +151,26 @@ class HoldallSide:
 
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
-    data, start = shard._data, time.process_time()
+    data = shard._data
+    start = time.process_time()
     answer = data.read(data.draw(count, 0, None, is_near=False), shard.counters(), is_near=False)
     return answer, time.process_time() - start
 
 
 def _report_compressed(shard: Any) -> MemoryReport:
+    """Return the report of a shard that keeps no uncompressed blocks."""
     store = shard._data.store
-    store.begin_save()  # Until `end_save`, only compressed blocks are used.
+    coded_forms = store.coded_forms()
+    blocks = [part.block for segment in store.list_segments() for part in segment.parts if part.block is not None]
+    kept = [(block, block.form) for block in blocks if block.serial in coded_forms]
     try:
+        for block, _ in kept:
+            block.form = coded_forms[block.serial]
         report: MemoryReport = shard.report()
         return report
     finally:
-        store.end_save()
+        for block, raw in kept:
+            block.form = raw
 
 
 class _LocalMemory:

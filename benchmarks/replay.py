@@ -1,194 +1,350 @@
-"""Replay memory beside Stable-Baselines3's: bytes per transition, times, and wrong rows, on four workloads.
+"""Replay memory compared with Stable-Baselines3's: bytes per transition, times, and wrong rows.
 
-    python benchmarks/replay.py [--case atari|camera|market|vector|games|markets|all] [--quick] [--json FILE]
+    python benchmarks/replay.py [--case atari|camera|market|vector|games] [--compressed PREFER] [--short] [--json FILE]
 
-One JSON line per case, on stdout or in FILE; progress and a table on stderr. Every side's memory is measured in a
-process of its own, times of all sides in one process, turn by turn.
+**Bytes per transition** are the slope of a least-squares line through the unique set size (USS) of a fresh process
+while one buffer fills. At every reading, the feed waits for the compressor, because a training is slower than it.
+budget.py measures a feed at full speed. The fixed cost is where the line begins: libraries, tables, open segments. If
+another process that uses the same libraries starts or ends meanwhile, their pages change from private to shared or
+back. Then the line through anonymous pages alone has another slope, and the figure is taken from that line.
+
+A short run is too short for the bytes of a compressed game: they are fewer than what the process frees meanwhile.
+
+**Times**: both buffers run in one process and take turns. Each adds a block of steps or draws a few batches before the
+next one's turn, and the one that comes first changes. Nothing is dropped. Shown are ratios of medians; of `add` to a
+compressed memory it is the ratio of means, because some calls also wait for the compressor.
+
+**Wrong rows**: the rows around every end of an episode and 2,000 others are compared with Stable-Baselines3's arrays,
+bit for bit.
+
+The exit status is 1 if a bar is missed. `--trace FILE` plays a recorded trace in place of a case's own source.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import subprocess
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cases import CASES, SIDES, Case
-from process import commit, machine, versions
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+import numpy as np
+import torch  # noqa: F401  both sides need it, so it is imported before memory is counted
+from cases import BATCH, CASES, SIDES, Case, Side, SideName, Sizes, libraries_of, sb3_capacity
+from numpy.typing import NDArray
+from process import emit
+from results import Figure, describe_run, show, store
+from streams import Stream
 
-HERE = Path(__file__).parent
+from holdall.machine import HeldMemory, held_bytes
+
 MIB = 2**20
-FIXED_BAR_BYTES = 64 * MIB
+FIXED_BAR_MIB = 64
 COMPRESSED_ADD_BAR = 0.6
 GAMES = ["montezumarevenge", "mspacman", "pong", "breakout"]
-MARKETS = ["market20k", "market_noise"]
 GROUPS = {name: [name] for name in CASES} | {
     "vector": ["vector1", "vector16"],
     "games": GAMES,
-    "markets": MARKETS,
-    "all": [name for name in CASES if name not in {*GAMES, *MARKETS}],
+    "all": [name for name in CASES if name not in GAMES],
 }
+NAMES = {
+    "atari": "Atari Seaquest, 4 frames",
+    "camera": "camera, 84x84x3 and 31 floats",
+    "market": "market window of 504 days, 1.9 MB",
+    "montezumarevenge": "Atari Montezuma's Revenge, 4 frames",
+    "mspacman": "Atari Ms. Pac-Man, 4 frames",
+    "pong": "Atari Pong, 4 frames",
+    "breakout": "Atari Breakout, 4 frames",
+    "vector1": "17 floats",
+    "vector16": "17 floats, 16 environments",
+}
+WARM_UP_STEPS = 1_000
+SAME_SLOPE = 0.01
+"""Two slopes that differ by at most this share are equal."""
+COMPARED_ROWS = 2_000
+COMPARED_BYTES = 64_000_000
+"""Bytes of rows that are compared at once."""
+
+# ---------------------------------------------------------------- bytes, one side in a process
 
 
-def measure(case: Case, wanted: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Measure one case on all sides."""
-    memory: dict[str, Any] = {side: _child("footprint.py", case, wanted, progress, "--side", side) for side in SIDES}
-    timed = _child("timing.py", case, wanted, progress)
+def measure_memory(case: Case, side_name: SideName, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Fill one side, and fit a line through what the process holds."""
+    first, last, every = case.sizes(wanted.short).readings_of(side_name)
+    before_libraries = held_bytes().unique
+    libraries_of(side_name)
+    libraries = held_bytes().unique - before_libraries
+    stream = case.stream(wanted.trace)
+    for _ in itertools.islice(stream.steps, WARM_UP_STEPS):
+        pass
+    start = held_bytes()
+    side = Side(side_name, stream, last, wanted.compressed)
+    readings: list[tuple[int, HeldMemory]] = []
+    count = 0
+    for step in itertools.islice(stream.steps, last // stream.lanes):
+        side.add(*side.arguments(step))
+        count += stream.lanes
+        if count // every != (count - stream.lanes) // every:
+            if side_name != "sb3":
+                side.memory.store.wait_idle()
+            if count >= first:
+                readings.append((count, held_bytes()))
+    slope, intercept = line_through([(count, held.unique) for count, held in readings])
+    anonymous_slope, _ = line_through([(count, held.anonymous) for count, held in readings])
+    is_disturbed = abs(slope - anonymous_slope) > SAME_SLOPE * anonymous_slope
     return {
-        "benchmark": "replay",
-        "case": case.name,
-        "lanes": case.lanes,
-        "compressed": wanted.compressed,
-        "trace": None if wanted.trace is None else wanted.trace.name,
-        "quick": wanted.quick,
-        "sizes": asdict(case.sizes(wanted.quick)),
-        "memory": memory,
-        **timed,
-        "bars": bars(case, memory, timed, wanted.compressed),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
+        "bytes_per_transition": anonymous_slope if is_disturbed else slope,
+        "fixed_bytes": libraries + intercept - start.unique,
+        "held_bytes": readings[-1][1].anonymous - start.anonymous,
+        "transitions": readings[-1][0],
     }
 
 
-def bars(case: Case, memory: dict[str, Any], timed: dict[str, Any], prefer: str | None = None) -> list[dict[str, Any]]:
-    """Hold the drop-in's figures against what is asked of them."""
-    ours, theirs = memory["holdall"]["bytes_per_transition"], memory["sb3"]["bytes_per_transition"]
-    rows: list[dict[str, Any]] = []
+def line_through(readings: list[tuple[int, int]]) -> tuple[float, float]:
+    """Return slope and intercept of the least-squares line."""
+    held, taken = np.array(readings, np.float64).T
+    slope, intercept = np.polyfit(held, taken, 1)
+    return float(slope), float(intercept)
 
-    def ask(what: str, unit: str, holdall: float, sb3: float | None, judged: float, bar: float) -> None:
-        row = {"what": what, "unit": unit, "holdall": holdall, "sb3": sb3, "ratio": holdall / sb3 if sb3 else None}
-        rows.append(row | {"bar": bar, "met": bool(judged <= bar)})
 
-    bytes_bar, add_bar, sample_bar = case.bytes_bar, case.add_bar, case.sample_bar
-    if prefer is not None and prefer in case.compressed:
-        bytes_bar, sample_bar = case.compressed[prefer]
+# ---------------------------------------------------------------- times, both sides in one process
+
+
+class Clock:
+    """Seconds by act and side, with one entry for each block of adds or batch."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, dict[SideName, list[float]]] = {}
+
+    def record(self, act: str, side: SideName, seconds: float) -> None:
+        """Record one measurement."""
+        self.seconds.setdefault(act, {}).setdefault(side, []).append(seconds)
+
+    def ratio(self, act: str, statistic: Any = np.median) -> float:
+        """Return holdall's time over that of Stable-Baselines3."""
+        sides = self.seconds[act]
+        return float(statistic(sides["holdall"]) / statistic(sides["sb3"]))
+
+
+def measure_times(case: Case, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Fill both sides, draw from them, add to the full memories, and compare what they hold."""
+    sizes = case.sizes(wanted.short)
+    stream = case.stream(wanted.trace)
+    sb3_held = sb3_capacity(stream, sizes.held)
+    sides = [Side(name, stream, sb3_held if name == "sb3" else sizes.held, wanted.compressed) for name in SIDES]
+    turns = _turns(sides)
+    clock = Clock()
+    # Beyond what Stable-Baselines3's buffer can hold, adding is not comparable, so it has an act of its own.
+    held = _add(stream, sides, turns, clock, sb3_held, sizes.block, "add")
+    held += _add(stream, sides, turns, clock, sizes.held - sb3_held, sizes.block, "add beyond")
+    held += _add(stream, sides, turns, clock, sizes.wrapped, sizes.block, "add to a full memory")
+    for side in sides:
+        if side.name != "sb3":
+            side.memory.store.wait_idle()
+    _sample(turns, clock, sizes)
+    return {
+        "add": clock.ratio("add", np.mean if wanted.compressed else np.median),
+        "add_full": clock.ratio("add to a full memory", np.mean if wanted.compressed else np.median),
+        "sample": clock.ratio("sample"),
+        "sample_us": 1e6 * float(np.median(clock.seconds["sample"]["holdall"])),
+        **compare(sides, stream.lanes, held // stream.lanes),
+    }
+
+
+def _add(
+    stream: Stream,
+    sides: list[Side],
+    turns: Iterator[list[Side]],
+    clock: Clock,
+    transitions: int,
+    block: int,
+    act: str,
+) -> int:
+    """Add `transitions` to all sides, block by block. Return how many were added."""
+    ticks = transitions // stream.lanes
+    for begin in range(0, ticks, block):
+        steps = list(itertools.islice(stream.steps, min(block, ticks - begin)))
+        arranged = {side.name: [side.arguments(step) for step in steps] for side in sides}
+        for side in next(turns):
+            add = side.add
+            batch = arranged[side.name]
+            start = time.perf_counter()
+            for arguments in batch:
+                add(*arguments)
+            clock.record(act, side.name, (time.perf_counter() - start) / len(batch))
+    return ticks * stream.lanes
+
+
+def _sample(turns: Iterator[list[Side]], clock: Clock, sizes: Sizes) -> None:
+    np.random.seed(0)  # noqa: NPY002  what Stable-Baselines3 draws from
+    for _ in range(0, sizes.batches, sizes.in_a_row):
+        for side in next(turns):
+            held = None  # as in training, the last batch is held until the next one was drawn
+            for _ in range(sizes.in_a_row):
+                start = time.perf_counter()
+                held = side.sample(BATCH)
+                clock.record("sample", side.name, time.perf_counter() - start)
+            del held
+
+
+def _turns(sides: list[Side]) -> Iterator[list[Side]]:
+    """Yield the sides, each time with another one first."""
+    for first in itertools.cycle(range(len(sides))):
+        yield sides[first:] + sides[:first]
+
+
+# ---------------------------------------------------------------- rows
+
+
+def compare(sides: list[Side], lanes: int, ticks: int) -> dict[str, int]:
+    """Count the rows of holdall that differ in any bit: ends of episodes, their neighbours, and others."""
+    plain = next(side for side in sides if side.name == "sb3").store
+    first = max(0, ticks - plain.buffer_size)
+    slots = np.arange(first, ticks) % plain.buffer_size
+    ends = np.flatnonzero(plain.dones[slots].reshape(-1))
+    count = len(slots) * lanes
+    others = np.random.default_rng(1).integers(0, count, COMPARED_ROWS)
+    places = np.concatenate([ends, ends + lanes, ends - lanes, others])
+    ids = first * lanes + np.unique(places[(places >= 0) & (places < count)])
+    (ours,) = (side for side in sides if side.name == "holdall")
+    return {"compared": len(ids), "wrong": _count_wrong_rows(plain, ours, ids, lanes)}
+
+
+def _count_wrong_rows(plain: Any, side: Side, ids: NDArray[np.int64], lanes: int) -> int:
+    observed = plain.observations if isinstance(plain.observations, dict) else {"": plain.observations}
+    row_bytes = sum(2 * array[0, 0].nbytes for array in observed.values())
+    wrong = 0
+    for some in np.array_split(ids, max(1, len(ids) * row_bytes // COMPARED_BYTES)):
+        batch = side.memory.gather(some)
+        ticks, lane = np.divmod(some, lanes)
+        slot = ticks % plain.buffer_size
+        differs = np.zeros(len(some), np.bool_)
+        for theirs, ours in _fields_of(plain, batch):
+            differs |= (_rows(theirs[slot, lane]) != _rows(np.asarray(ours))).any(axis=1)
+        wrong += int(np.count_nonzero(differs))
+    return wrong
+
+
+def _fields_of(plain: Any, batch: Any) -> Iterator[tuple[NDArray[Any], Any]]:
+    for theirs, ours in ((plain.observations, batch.obs), (plain.next_observations, batch.next_obs)):
+        if isinstance(theirs, dict):
+            yield from ((theirs[key], ours[key]) for key in theirs)
+        else:
+            yield theirs, ours
+    yield plain.actions, batch.action
+    yield plain.rewards, batch.reward
+    yield plain.dones.astype(np.bool_), np.asarray(batch.terminated) | np.asarray(batch.truncated)
+    yield plain.timeouts.astype(np.bool_), batch.truncated
+
+
+def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8).reshape(len(array), -1)
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def measure(case: Case, wanted: argparse.Namespace) -> tuple[list[Figure], bool]:
+    """Measure one case. Return its figures, and whether they meet their bars."""
+    sb3 = _run_child(case, "sb3", wanted)
+    ours = _run_child(case, "holdall", wanted)
+    timed = _run_child(case, "times", wanted)
+    bytes_bar = case.bytes_bar
+    add_bar = case.add_bar
+    sample_bar = case.sample_bar
+    if wanted.compressed in case.compressed:
+        bytes_bar, sample_bar = case.compressed[wanted.compressed]
         add_bar = COMPRESSED_ADD_BAR
-    if bytes_bar is not None:
-        ask("bytes per transition", "B", ours, theirs, ours, bytes_bar)
-    if case.bytes_ratio_bar is not None:
-        ask("bytes per transition, of SB3's", "B", ours, theirs, ours / theirs, case.bytes_ratio_bar)
-    fixed = memory["holdall"]["fixed_bytes"]
-    ask("fixed cost", "B", fixed, memory["sb3"]["fixed_bytes"], fixed, FIXED_BAR_BYTES)
-    for act, bar in (("add", add_bar), ("sample", sample_bar)):
-        sides = timed["times"][act]
-        kind = "mean_us" if act == "add" and prefer else "median_us"
-        taken, plain = sides["holdall"][kind], sides["sb3"][kind]
-        ask(f"{act}, of SB3's", "us", taken, plain, taken / plain, bar)
-    wrong = sum(timed["rows"]["wrong"].values())
-    ask("wrong rows", "", wrong, None, wrong, 0)
-    return rows
+    name = name_of(case.name, wanted.compressed)
+    ratio = ours["bytes_per_transition"] / sb3["bytes_per_transition"]
+    fixed_mib = ours["fixed_bytes"] / MIB
+    judged = [
+        (Figure(name, "SB3", "B", sb3["bytes_per_transition"]), True),
+        (
+            Figure(name, "holdall", "B", ours["bytes_per_transition"], _most(bytes_bar)),
+            bytes_bar is None or ours["bytes_per_transition"] <= bytes_bar,
+        ),
+        (
+            Figure(name, "less by", "times", 1 / ratio, _least(case.bytes_ratio_bar)),
+            case.bytes_ratio_bar is None or ratio <= case.bytes_ratio_bar,
+        ),
+        (
+            Figure(name, "`sample(256)`", "of SB3's time", timed["sample"], f"at most {sample_bar}"),
+            timed["sample"] <= sample_bar,
+        ),
+        (Figure(name, "`add`", "of SB3's time", timed["add"], f"at most {add_bar}"), timed["add"] <= add_bar),
+        (Figure(name, "`add` to a full memory", "of SB3's time", timed["add_full"]), True),
+        (
+            Figure(name, "wrong rows", "", f"{timed['wrong']} of {timed['compared']:,}", "0"),
+            timed["wrong"] == 0,
+        ),
+        (
+            Figure(name, "fixed cost", "MiB", fixed_mib, f"at most {FIXED_BAR_MIB} MiB"),
+            fixed_mib <= FIXED_BAR_MIB,
+        ),
+        (Figure(name, "transitions when full, SB3", "", sb3["transitions"]), True),
+        (Figure(name, "held when full, SB3", "B", sb3["held_bytes"]), True),
+        (Figure(name, "transitions when full, holdall", "", ours["transitions"]), True),
+        (Figure(name, "held when full, holdall", "B", ours["held_bytes"]), True),
+    ]
+    return [figure for figure, _ in judged], all(is_met for _, is_met in judged)
 
 
-def show(results: list[dict[str, Any]], console: Console) -> None:
-    """Print what was found, a row for each bar, and below it what no bar is set for."""
-    table = Table(title="holdall beside Stable-Baselines3's replay buffer", title_justify="left")
-    table.add_column("case")
-    table.add_column("figure")
-    for name in ("holdall", "SB3", "ratio", "bar", "met"):
-        table.add_column(name, justify="right")
-    for result in results:
-        for row in result["bars"]:
-            verdict = "[green]yes[/]" if row["met"] else "[red]no[/]"
-            numbers = [_number(row[name], row["unit"]) for name in ("holdall", "sb3")]
-            is_relative = "of SB3's" in row["what"]
-            bar = f"{row['bar']:.3g}" if is_relative else _number(row["bar"], row["unit"])
-            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}"
-            table.add_row(result["case"], row["what"], *numbers, ratio, bar, verdict)
-        for act in ("add_further", "add_wrapped"):
-            if act in result["times"]:
-                ours, theirs = result["times"][act]["holdall"], result["times"][act]["sb3"]
-                numbers = [_number(side["median_us"], "us") for side in (ours, theirs)]
-                table.add_row(result["case"], act.replace("_", ", "), *numbers, f"{ours['ratio_median']:.3g}", "", "")
-        table.add_section()
-    console.print(table)
-    disturbed = [r["case"] for r in results if any(side["disturbed"] for side in r["memory"].values())]
-    if disturbed:
-        console.print(
-            f"Bytes of {', '.join(disturbed)} were disturbed by another process that uses the same libraries; see "
-            "anonymous_bytes_per_transition, or measure again on a quiet machine.",
-            style="yellow",
-        )
+def name_of(case: str, prefer: str | None) -> str:
+    """Return the name of a case in the results."""
+    if prefer is None:
+        return NAMES[case]
+    return f"{NAMES[case]}, compressed" + ("" if prefer == "balanced" else f', `prefer="{prefer}"`')
 
 
-def main() -> None:
-    """Read the command line, measure, print."""
-    wanted = _arguments()
-    console = Console(stderr=True)
-    results = []
-    names = GROUPS[wanted.case]
-    out = sys.stdout if wanted.json is None else wanted.json.open("w", encoding="utf-8")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for name in names:
-            results.append(measure(CASES[name], wanted, progress))
-            print(json.dumps(results[-1]), file=out, flush=True)
-    if wanted.json is not None:
-        out.close()
-    show(results, console)
-    sys.exit(0 if all(row["met"] for result in results for row in result["bars"]) else 1)
+def _most(nbytes: float | None) -> str | None:
+    return None if nbytes is None else f"at most {nbytes:,.0f} B"
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=GROUPS, default="all")
-    parser.add_argument("--quick", action="store_true", help="a few minutes' worth: for developing, not for reporting")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON lines there instead of to stdout")
-    parser.add_argument(
-        "--compressed",
-        choices=("speed", "balanced", "memory"),
-        help="compress every full block, with this preference",
-    )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a recorded trace instead of the case's own source")
-    parser.add_argument("--passive", action="store_true", help="let torch's idle threads sleep (OMP_WAIT_POLICY)")
-    wanted = parser.parse_args()
-    if wanted.trace is not None and wanted.case not in {"atari", "camera"}:
-        parser.error("--trace takes the place of one source: say --case atari or --case camera")
-    if wanted.trace is not None and not wanted.trace.is_file():
-        parser.error(f"--trace {wanted.trace}: there is no such file")
-    return wanted
+def _least(ratio: float | None) -> str | None:
+    return None if ratio is None else f"at least {1 / ratio:,.1f} x"
 
 
-def _child(script: str, case: Case, wanted: argparse.Namespace, progress: Progress, *arguments: str) -> dict[str, Any]:
-    """Run one measurement in a process of its own and return its result."""
-    command = [sys.executable, str(HERE / script), "--case", case.name, *arguments]
-    command += ["--quick"] if wanted.quick else []
+def _run_child(case: Case, part: str, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Run one part of a measurement in a process of its own, and return its result."""
+    command = [sys.executable, __file__, "--part", part, "--case", case.name]
+    command += ["--short"] if wanted.short else []
     command += ["--compressed", wanted.compressed] if wanted.compressed else []
-    command += ["--trace", str(wanted.trace)] if wanted.trace is not None else []
-    environment = os.environ | ({"OMP_WAIT_POLICY": "PASSIVE"} if wanted.passive else {})
-    task = progress.add_task(f"{case.name} {script.removesuffix('.py')} {' '.join(arguments[1:])}", total=None)
-    result: dict[str, Any] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        for line in child.stdout:
-            message = json.loads(line)
-            if "result" in message:
-                result = message["result"]
-            else:
-                progress.update(task, completed=message["done"], total=message["total"])
-        complaint = child.stderr.read()
-    if child.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {child.returncode}:\n{complaint}")
-    progress.update(task, total=1, completed=1)
+    command += ["--trace", str(wanted.trace)] if wanted.trace else []
+    print(f"{case.name}: {part}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _number(value: float | None, unit: str) -> str:
-    if value is None:
-        return ""
-    if unit == "B" and abs(value) >= 4 * MIB:
-        return f"{value / MIB:,.1f} MiB"
-    digits = 1 if abs(value) < 1_000 and unit else 0
-    return f"{value:,.{digits}f} {unit}".strip()
+def main() -> int:
+    """Read the command line. Measure one part here, or all of them in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=GROUPS, default="all")
+    parser.add_argument("--compressed", choices=("speed", "balanced", "memory"), help="compress every full block")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="with --case atari or camera")
+    parser.add_argument("--short", action="store_true", help="fewer transitions: about half a minute for each case")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
+    parser.add_argument("--part", choices=("times", *SIDES), help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    if wanted.part:
+        case = CASES[wanted.case]
+        emit(measure_times(case, wanted) if wanted.part == "times" else measure_memory(case, wanted.part, wanted))
+        return 0
+    run = describe_run({"short": wanted.short, "trace": wanted.trace and wanted.trace.name})
+    is_met = True
+    for name in GROUPS[wanted.case]:
+        figures, is_case_met = measure(CASES[name], wanted)
+        show(figures)
+        is_met &= is_case_met
+        if wanted.json is not None:
+            store(wanted.json, figures, run)
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

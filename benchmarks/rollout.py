@@ -1,6 +1,6 @@
 """Rollouts beside Stable-Baselines3's buffer: memory, its peak, minibatch time, allocations, advantages.
 
-    python benchmarks/rollout.py [--quick] [--json FILE] [--only memory|compressed|minibatch|updates|advantages]
+    python benchmarks/rollout.py [--short] [--json FILE] [--only memory|compressed|minibatch|updates|advantages]
 
 144 x 160 x 3 screens, stacks of 4, 8,192 steps in 2 environments. Memory is the process's unique set size (USS) over
 what it was before the buffer was made, every side in a process of its own; the peak is the high-water mark of the
@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, show, store
 from stable_baselines3.common.buffers import RolloutBuffer as PlainRolloutBuffer
 from streams import screens
 
@@ -36,12 +37,16 @@ from holdall.machine import held_bytes
 from holdall.sb3 import RolloutBuffer
 
 MIB = 2**20
-LANES, STEPS, QUICK_STEPS, BATCH = 2, 8_192, 768, 2_048
+LANES = 2
+STEPS = 8_192
+SHORT_STEPS = 768
+BATCH = 2_048
 TIMED_STEPS = 4_096  # two buffers in one process; a minibatch takes as long as from a longer rollout
 UPDATE_STEPS = 256
-SPACE, BUTTONS = spaces.Box(0, 255, screens.OBSERVED, np.uint8), spaces.Discrete(6)
+SPACE = spaces.Box(0, 255, screens.OBSERVED, np.uint8)
+BUTTONS = spaces.Discrete(6)
 OBS_BYTES = int(np.prod(screens.OBSERVED))
-SIDES = ("sb3", "holdall", "core")
+SIDES = ("sb3", "holdall")
 
 Steps = Iterator[tuple[Any, Any]]
 
@@ -73,7 +78,8 @@ class Side:
         """Add one step."""
         if self.name == "core":
             # An end is told with its step there, which nobody knows before the next one begins: none is told.
-            floats, never = self._floats, self._never
+            floats = self._floats
+            never = self._never
             self.buffer.add(obs, self._actions, floats, never, never, floats, floats)
         else:
             self.buffer.add(obs, self._actions, self._floats, began, self._tensor, self._tensor)
@@ -90,7 +96,7 @@ class Side:
         return iter(self.buffer.minibatches(BATCH) if self.name == "core" else self.buffer.get(BATCH))
 
     def collect(self, steps: Steps) -> None:
-        """Begin anew and fill the buffer."""
+        """Reset the buffer and fill it."""
         self.buffer.reset()
         for obs, began in itertools.islice(steps, self._steps):
             self.add(obs, began)
@@ -122,14 +128,15 @@ def memory_of(side_name: str, steps: int, frames: str, compress: str | None) -> 
         del batch
     del small
     gc.collect()
-    before, resident_before = held_bytes().unique, resident("VmRSS")
+    before = held_bytes().unique
+    resident_before = resident("VmRSS")
     side = Side(side_name, steps, compress)
     rounds = []
     for _ in range(2):
         side.collect(given)
         gc.collect()
         after = held_bytes().unique - before
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the high-water mark begins anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Reset the high-water mark.
         minibatch = 0
         for batch in side.minibatches():
             obs = batch.obs if side_name == "core" else batch.observations
@@ -149,7 +156,7 @@ def memory_of(side_name: str, steps: int, frames: str, compress: str | None) -> 
 
 
 def timed_s(act: Callable[[], Any]) -> tuple[float, Any]:
-    """Time one act; return what it gave."""
+    """Time one act. Return what it gave."""
     start = time.perf_counter()
     got = act()
     return time.perf_counter() - start, got
@@ -167,7 +174,7 @@ def summarise(times: dict[str, list[float]], ours: tuple[str, ...]) -> dict[str,
 
 
 def add_times(sides: list[Side], given: Steps, steps: int) -> dict[str, list[float]]:
-    """Fill all sides in turn, twice; time the adds of the second rollout, since all but one are such."""
+    """Fill all sides in turn, twice. Time the adds of the second rollout, since all but one are such."""
     times: dict[str, list[float]] = {side.name: [] for side in sides}
     for rollout in range(2):
         for side in sides:
@@ -212,8 +219,9 @@ def minibatch_times(steps: int, epochs: int) -> dict[str, Any]:
 
 
 def updates(side_name: str, count: int) -> dict[str, Any]:
-    """Run updates in a row; say what arrays were left over and how the process's memory moved."""
-    given, side = source("noise"), Side(side_name, UPDATE_STEPS)
+    """Run updates in a row. Say what arrays were left over and how the process's memory moved."""
+    given = source("noise")
+    side = Side(side_name, UPDATE_STEPS)
 
     def update() -> None:
         side.collect(given)
@@ -255,7 +263,8 @@ def updates(side_name: str, count: int) -> dict[str, Any]:
 
 def advantages(rounds: int) -> dict[str, Any]:
     """Time the estimates of 2,048 steps in 64 environments, and compare every bit."""
-    steps, lanes = 2_048, 64
+    steps = 2_048
+    lanes = 64
     space = spaces.Box(-1, 1, (1,), np.float32)
     settings: dict[str, Any] = {"device": "cpu", "gae_lambda": 0.95, "gamma": 0.99, "n_envs": lanes}
     sides = {
@@ -265,11 +274,13 @@ def advantages(rounds: int) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     for _ in range(steps):
         reward, value = generator.standard_normal((2, lanes), np.float32)
-        start, obs = generator.random(lanes) < 0.01, np.zeros((lanes, 1), np.float32)
+        start = generator.random(lanes) < 0.01
+        obs = np.zeros((lanes, 1), np.float32)
         for side in sides.values():
             value_tensor = torch.from_numpy(value)
             side.add(obs, np.zeros(lanes, np.int64), reward, start, value_tensor, value_tensor)
-    last, dones = torch.from_numpy(generator.standard_normal(lanes, np.float32)), generator.random(lanes) < 0.5
+    last = torch.from_numpy(generator.standard_normal(lanes, np.float32))
+    dones = generator.random(lanes) < 0.5
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
@@ -308,68 +319,82 @@ def child_main(what: str, *arguments: str) -> None:
         emit(advantages(int(arguments[0])))
 
 
-class Bars:
-    """What is asked, beside what was measured."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, float, float, bool]] = []
-
-    def most(self, what: str, figure: float, limit: float) -> None:
-        """Ask that a figure is at most `limit`."""
-        self.rows.append((what, figure, limit, figure <= limit))
-
-    def least(self, what: str, figure: float, limit: float) -> None:
-        """Ask that a figure is at least `limit`."""
-        self.rows.append((what, figure, limit, figure >= limit))
+Judged = list[tuple[Figure, bool]]
+"""Figures, and whether each meets its bar."""
 
 
-def measure_memory(quick: bool, bars: Bars) -> Any:
+def measure_memory(is_short: bool) -> Judged:
     """Measure what a rollout of noise takes, and the peak while it is read."""
-    steps = QUICK_STEPS if quick else STEPS
+    steps = SHORT_STEPS if is_short else STEPS
     rows = {side: child("memory", side, str(steps), "noise", "") for side in SIDES}
-    for side in SIDES[1:]:
-        bars.most(f"{side}: MiB after a rollout", rows[side]["after_mib"], 1_120 * steps / STEPS)
-        bars.most(f"{side}: peak over that, less the minibatch", rows[side]["peak_mib"] / rows[side]["after_mib"], 1.05)
-    return rows
+    limit = 1_120 * steps / STEPS
+    after = "memory after a rollout of noise"
+    peak = "peak while minibatches are drawn, less the minibatch"
+    return [
+        (Figure(after, "SB3", "MiB", rows["sb3"]["after_mib"]), True),
+        (
+            Figure(after, "holdall", "MiB", rows["holdall"]["after_mib"], f"at most {limit:,.0f} MiB"),
+            rows["holdall"]["after_mib"] <= limit,
+        ),
+        (Figure(peak, "SB3", "MiB", rows["sb3"]["peak_mib"]), True),
+        (
+            Figure(peak, "holdall", "MiB", rows["holdall"]["peak_mib"], "at most 1.05 of the memory after a rollout"),
+            rows["holdall"]["peak_mib"] <= 1.05 * rows["holdall"]["after_mib"],
+        ),
+    ]
 
 
-def measure_compressed(quick: bool, bars: Bars) -> Any:
-    """Measure what a rollout of a game takes, raw and compressed."""
-    steps = QUICK_STEPS if quick else STEPS
-    rows = {prefer: child("memory", "core", str(steps), "game", prefer) for prefer in ("", "balanced", "memory")}
-    for prefer in ("balanced", "memory"):
-        bars.most(f"compress={prefer}: MiB after a rollout of {screens.GAME}", rows[prefer]["after_mib"], 300)
-    return rows
+def measure_compressed(is_short: bool) -> Judged:
+    """Measure what a compressed rollout of a game takes."""
+    steps = SHORT_STEPS if is_short else STEPS
+    held = child("memory", "core", str(steps), "game", "balanced")["after_mib"]
+    name = 'memory after a rollout of Seaquest, `compress="balanced"`'
+    return [(Figure(name, "holdall", "MiB", held, "at most 300 MiB"), held <= 300)]
 
 
-def measure_minibatch(quick: bool, bars: Bars) -> Any:
+def measure_minibatch(is_short: bool) -> Judged:
     """Time minibatches and adds."""
-    timed = child("minibatch", str(TIMED_STEPS // 2 if quick else TIMED_STEPS), "1" if quick else "3")
-    for side in SIDES[1:]:
-        bars.most(f"{side}: minibatch time over SB3's", timed["minibatch"][f"{side}_ratio"], 0.7)
-    bars.most("minibatches that differ from SB3's", timed["wrong_minibatches"], 0)
-    return timed
+    timed = child("minibatch", str(TIMED_STEPS // 2 if is_short else TIMED_STEPS), "1" if is_short else "3")
+    ratio = timed["minibatch"]["holdall_ratio"]
+    wrong = timed["wrong_minibatches"]
+    unit = "of SB3's time"
+    return [
+        (Figure("minibatch of 2,048 to torch", "holdall over SB3", unit, ratio, "at most 0.7"), ratio <= 0.7),
+        (Figure("`add`", "holdall over SB3", unit, timed["add"]["holdall_ratio"]), True),
+        (Figure("minibatches that differ from SB3's", "holdall", "", wrong, "0"), wrong == 0),
+    ]
 
 
-def measure_updates(quick: bool, bars: Bars) -> Any:
+def measure_updates(is_short: bool) -> Judged:
     """Run many updates in a row."""
-    rows = {side: child("updates", side, "10" if quick else "100") for side in SIDES}
-    for side in SIDES[1:]:
-        bars.most(f"{side}: bytes of arrays left by updates", rows[side]["arrays_left_bytes"], 0)
-        bars.most(f"{side}: bytes of arrays allocated by reset", rows[side]["allocated_by_reset_bytes"], 0)
-        bars.most(f"{side}: spread of USS over updates, %", rows[side]["uss_spread_percent"], 1.0)
-    return rows
+    count = 10 if is_short else 100
+    rows = {side: child("updates", side, str(count)) for side in SIDES}
+    judged: Judged = []
+    for side, name in (("sb3", "SB3"), ("holdall", "holdall")):
+        row = rows[side]
+        is_ours = side == "holdall"
+        for what, unit, value, limit in (
+            ("arrays left by updates", "B", row["arrays_left_bytes"], 0),
+            ("arrays allocated by `reset`", "B", row["allocated_by_reset_bytes"], 0),
+            (f"spread of USS over {count} updates", "%", row["uss_spread_percent"], 1),
+        ):
+            bar = f"at most {limit} {unit}" if is_ours else None
+            judged.append((Figure(what, name, unit, value, bar), not is_ours or value <= limit))
+    return judged
 
 
-def measure_advantages(_quick: bool, bars: Bars) -> Any:
+def measure_advantages(_is_short: bool) -> Judged:
     """Time advantages."""
     timed = child("advantages", "20")
-    bars.least("advantages: times faster than SB3's", timed["times_faster"], 3.0)
-    bars.least("advantages: same bits", float(timed["same_bits"]), 1.0)
-    return timed
+    name = "advantages, 2,048 steps in 64 environments"
+    faster = timed["times_faster"]
+    return [
+        (Figure(name, "as fast as SB3's", "times", faster, "at least 3"), faster >= 3),
+        (Figure(name, "bits", "", "the same" if timed["same_bits"] else "others", "the same"), timed["same_bits"]),
+    ]
 
 
-MEASURES = {
+MEASURES: dict[str, Callable[[bool], Judged]] = {
     "memory": measure_memory,
     "compressed": measure_compressed,
     "minibatch": measure_minibatch,
@@ -379,28 +404,26 @@ MEASURES = {
 
 
 def main() -> int:
-    """Measure, print a table, and say whether every bar was met."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write the result there")
-    parser.add_argument("--quick", action="store_true", help="a look, not a result")
-    parser.add_argument("--only", choices=MEASURES)
+    """Measure, and store the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
+    parser.add_argument("--short", action="store_true", help="shorter rollouts and fewer rounds")
+    parser.add_argument("--only", choices=MEASURES, action="append")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child_main(*arguments.child)
         return 0
-    bars = Bars()
-    wanted = [arguments.only] if arguments.only else list(MEASURES)
-    result = {what: MEASURES[what](arguments.quick, bars) for what in wanted}
-    print("| what | figure | bar | met |\n|---|---|---|---|")
-    for what, figure, limit, met in bars.rows:
-        print(f"| {what} | {figure:.3f} | {limit:.3f} | {met} |")
-    told = {"benchmark": "rollout", "quick": arguments.quick, **result, "bars": bars.rows}
-    told |= {"commit": commit(), "versions": versions(), "machine": machine()}
-    print(json.dumps(told))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    return 0 if all(met for *_, met in bars.rows) else 1
+    run = describe_run({"short": arguments.short})
+    is_met = True
+    for name in arguments.only or MEASURES:
+        judged = MEASURES[name](arguments.short)
+        figures = [figure for figure, _ in judged]
+        show(figures)
+        is_met &= all(is_figure_met for _, is_figure_met in judged)
+        if arguments.json is not None:
+            store(arguments.json, figures, run)
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":

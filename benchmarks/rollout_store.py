@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from process import commit, machine, versions
+from results import Figure, describe_run, show, store
 from streams import screens
 
 from holdall.machine import held_bytes
@@ -169,7 +168,7 @@ def measure_memory(name: str) -> float:
 def main() -> None:
     """Measure, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
@@ -179,20 +178,19 @@ def main() -> None:
     for name in SIDES:
         command = [sys.executable, __file__, "--child", name]
         figures[name]["memory_mib"] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    ratios = {figure: figures["store"][figure] / figures["log"][figure] for figure in figures["log"]}
-    settings = {"lanes": LANES, "steps": STEPS, "batch": BATCH, "rounds": ROUNDS}
-    result = {
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "settings": settings,
-        "figures": figures,
-        "store_over_log": ratios,
+    shown = {
+        "log": "a rollout in a log of its own, which every rollout overwrites",
+        "store": "a rollout in a store whose blocks stay raw",
     }
-    text = json.dumps(result, indent=2)
-    print(text)
+    units = {"write_us": "us", "minibatch_ms": "ms", "memory_mib": "MiB"}
+    names = {"write_us": "write a tick", "minibatch_ms": "read a minibatch", "memory_mib": "memory"}
+    rows = [
+        Figure(shown[side], names[name], units[name], figures[side][name]) for side in SIDES for name in figures[side]
+    ]
+    show(rows)
     if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        settings = {"lanes": LANES, "steps": STEPS, "batch": BATCH, "rounds": ROUNDS}
+        store(arguments.json, rows, describe_run(settings))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ FINAL = 1 << 40
 """Added to the number of an observation that ends an episode: no later step shows it."""
 FRAME_BYTES = 360
 HANG_S = 900
-"""A round takes a minute or two; one that takes longer hangs, and the stacks of its threads are printed."""
+"""A round takes a minute or two. One that takes longer hangs, and the stacks of its threads are printed."""
 _FRAMES = (np.random.default_rng(0).integers(0, 3, (1021, FRAME_BYTES)).cumsum(axis=1) & 31).astype(np.uint8)
 _FACTORS = np.random.default_rng(1).integers(1, 2**63, 8, np.uint64) | np.uint64(1)
 _ACTIONS = spaces.Discrete(2**62)
@@ -60,7 +60,7 @@ def hashed(numbers: Ids, width: int) -> NDArray[np.int64]:
 
 
 def frames(numbers: Ids, count: int) -> NDArray[np.uint8]:
-    """Return stacks of `count` frames; each says its own number, and the next stack shares all but one."""
+    """Return stacks of `count` frames. Each says its own number, and the next stack shares all but one."""
     stamps = numbers[:, None] + LANES * np.arange(count)
     stacked: NDArray[np.uint8] = _FRAMES[stamps * 7919 % len(_FRAMES)]
     stacked[..., :8] = stamps[..., None].view(np.uint8)
@@ -68,7 +68,7 @@ def frames(numbers: Ids, count: int) -> NDArray[np.uint8]:
 
 
 def windows(numbers: Ids, count: int) -> NDArray[np.float32]:
-    """Return windows of `count` rows of 4 numbers; their bits are any, NaNs of all kinds among them."""
+    """Return windows of `count` rows of 4 numbers. Their bits are any, NaNs of all kinds among them."""
     return hashed(numbers[:, None] + LANES * np.arange(count), 2).view(np.float32)
 
 
@@ -83,7 +83,8 @@ class Look:
 def _box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
     low, high = (0, 255) if dtype is np.uint8 else (-np.inf, np.inf)
     if dtype is np.int64:
-        low, high = -(2**62), 2**62
+        low = -(2**62)
+        high = 2**62
     return spaces.Box(low, high, shape, dtype)
 
 
@@ -213,7 +214,10 @@ class Round:
     """One memory, the threads that use it, and the signals that interrupt the one that adds."""
 
     def __init__(self, name: str, folder: Path, tally: Tally, rows: int, seed: int, *, interrupts: bool) -> None:
-        self.name, self.tier, self.tally, self.folder = name, TIERS[name], tally, folder
+        self.name = name
+        self.tier = TIERS[name]
+        self.tally = tally
+        self.folder = folder
         self.stop = threading.Event()
         self.max_rows = tally.rows[name] + rows
         self.max_added = tally.added[name] + rows
@@ -280,8 +284,9 @@ class Round:
     # ------------------------------------------------------------ the thread that adds
 
     def write(self, interrupts: Interrupts, generator: np.random.Generator) -> None:
-        """Call something, most often to add; a call that was interrupted left everything as it was, or is done."""
-        first, ticks = self.memory.next_id, 1
+        """Call something, most often to add. A call that was interrupted left everything as it was, or is done."""
+        first = self.memory.next_id
+        ticks = 1
         name = str(generator.choice(["add", "extend", "read", "flag", "save"], p=[0.6, 0.3, 0.05, 0.04, 0.01]))
         calls: dict[str, Callable[[], None]] = {
             "add": lambda: self.add(ticks),
@@ -324,12 +329,13 @@ class Round:
     # ------------------------------------------------------------ the others
 
     def read(self, generator: np.random.Generator) -> None:
-        """Draw, or gather what is asked for; what was evicted meanwhile is refused."""
+        """Draw, or gather what is asked for. What was evicted meanwhile is refused."""
         with contextlib.suppress(TransitionIdError):
             if generator.random() < 0.5:
                 batch = self.memory.sample(min(len(self.memory), self.tier.batch))
             else:
-                first, end = self.memory.first_id, self.memory.next_id
+                first = self.memory.first_id
+                end = self.memory.next_id
                 ids = generator.integers(first + (end - first) // 16, end, self.tier.batch)
                 batch = self.memory.gather(ids)
                 if not np.array_equal(batch.ids, ids):
@@ -338,7 +344,8 @@ class Round:
 
     def flag(self, generator: np.random.Generator) -> None:
         """Overwrite the flags of transitions that are marked for it, always with the same."""
-        first, end = self.memory.first_id, self.memory.next_id
+        first = self.memory.first_id
+        end = self.memory.next_id
         ids = np.unique(generator.integers(first, end, 50))
         ids = ids[is_marked(ids)]
         with contextlib.suppress(TransitionIdError):
@@ -425,7 +432,8 @@ class Interrupts:
 
     def __init__(self, seed: int, *, is_on: bool) -> None:
         self._generator = np.random.default_rng(seed)
-        self._is_on, self._is_armed = is_on, False
+        self._is_on = is_on
+        self._is_armed = False
 
     def __enter__(self) -> Interrupts:
         if self._is_on:
@@ -441,7 +449,7 @@ class Interrupts:
             signal.signal(signal.SIGALRM, self._before)
 
     def cut_off(self, call: Callable[[], None]) -> bool:
-        """Call something; return whether it was interrupted."""
+        """Call something. Return whether it was interrupted."""
         try:
             self._is_armed = True
             call()
@@ -462,7 +470,8 @@ def roll_out(tally: Tally, rows: int, seed: int) -> None:
     looks = {"rollouts, flat": FLAT, "rollouts, raw slices": STACK, "rollouts, compressed": STACK}
     for number, (name, look) in enumerate(looks.items()):
         compress = "balanced" if name.endswith("compressed") else None
-        until, base = tally.added[name] + rows // len(looks), seed * 10**6
+        until = tally.added[name] + rows // len(looks)
+        base = seed * 10**6
         with RolloutMemory(look.space, _ACTIONS, 128, LANES, compress=compress, seed=number) as memory:
             while tally.added[name] < until and not tally.problems:
                 for step in range(128):
@@ -488,7 +497,9 @@ def roll_out(tally: Tally, rows: int, seed: int) -> None:
 
 def soak(rows: float, rounds: int, seed: int, tiers: list[str], *, interrupts: bool) -> Tally:
     """Add and compare `rows` rows, tier by tier."""
-    tally, began, number = Tally(), time.perf_counter(), 0
+    tally = Tally()
+    began = time.perf_counter()
+    number = 0
     share = ROLLOUT_SHARE + sum(TIERS[name].share for name in tiers)
     goals = {name: int(rows * TIERS[name].share / share) for name in tiers}
     while not tally.problems and any(tally.added[name] < goal for name, goal in goals.items()):

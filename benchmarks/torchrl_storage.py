@@ -1,6 +1,6 @@
 """TorchRL's storages beside HoldallStorage: bytes of an element, and times of `extend` and `sample`, in one run.
 
-    python benchmarks/torchrl_storage.py [--case atari] [--quick] [--json FILE] [--guide FILE]
+    python benchmarks/torchrl_storage.py [--case atari] [--short] [--json FILE]
 
 Bytes: every side of a case is filled in a process of its own, in batches of 128 steps as a collector gives them; the
 figure is the slope of a line through the process's unique set size. Times: all sides in one process are given the same
@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from footprint import line_through
-from process import commit, emit, machine, versions
+from process import emit
+from replay import line_through
+from results import Figure, describe_run, show, store
 from streams import Step, Stream, atari, camera
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
@@ -35,8 +36,11 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayB
 from holdall.machine import held_bytes
 from holdall.torchrl import HoldallStorage
 
-BLOCK, BATCH, WARM_UP = 128, 256, 1_000
-BAR_MEMORY, BAR_SAMPLE = 100.0, 1.0
+BLOCK = 128
+BATCH = 256
+WARM_UP = 1_000
+BAR_MEMORY = 100.0
+BAR_SAMPLE = 1.0
 CASES: dict[str, Callable[[], Stream]] = {"atari": atari.stream, "camera": camera.stream}
 SIDES: dict[str, Callable[[int, Path], Any]] = {
     "LazyTensorStorage": lambda size, _: LazyTensorStorage(size),
@@ -45,13 +49,12 @@ SIDES: dict[str, Callable[[int, Path], Any]] = {
     "HoldallStorage, auto": lambda size, _: HoldallStorage(size),
 }
 ROWS = {"LazyTensorStorage": (1_024, 4_096), "LazyMemmapStorage": (1_024, 4_096)}
-"""Elements between which memory is read. What grows by 56 kB an element needs few; what grows by 200 B needs many: the
+"""Elements between which memory is read. What grows by 56 kB an element needs few. What grows by 200 B needs many: the
 raw block that is being filled comes and goes, 4 MiB of Atari."""
-OTHER_ROWS, TIMED_ROWS = (8_192, 65_536), 4_096
-BEGIN = "<!-- torchrl: python benchmarks/torchrl_storage.py --json benchmarks/results/torchrl_storage.json -->"
-END = "<!-- end of torchrl -->"
+OTHER_ROWS = (8_192, 65_536)
+TIMED_ROWS = 4_096
 QUICK = 8
-"""`--quick` divides the numbers of rows by this."""
+"""`--short` divides the numbers of rows by this."""
 
 
 def blocks(stream: Stream) -> Iterator[TensorDictBase]:
@@ -81,11 +84,11 @@ def _column(steps: list[Step], name: str) -> torch.Tensor:
     return torch.cat([torch.from_numpy(getattr(step, name)) for step in steps])[:, None]
 
 
-def footprint(case: str, side: str, quick: bool) -> dict[str, Any]:
+def footprint(case: str, side: str, is_short: bool) -> dict[str, Any]:
     """Fill one side and fit a line through what the process holds."""
-    first, last = (rows // (QUICK if quick else 1) for rows in ROWS.get(side, OTHER_ROWS))
+    first, last = (rows // (QUICK if is_short else 1) for rows in ROWS.get(side, OTHER_ROWS))
     stream = CASES[case]()
-    for _ in itertools.islice(stream.steps, WARM_UP // (QUICK if quick else 1)):
+    for _ in itertools.islice(stream.steps, WARM_UP // (QUICK if is_short else 1)):
         pass
     with tempfile.TemporaryDirectory() as folder:
         buffer = TensorDictReplayBuffer(storage=SIDES[side](last, Path(folder) / "memmap"), batch_size=BATCH)
@@ -102,9 +105,9 @@ def footprint(case: str, side: str, quick: bool) -> dict[str, Any]:
     return {"bytes": line_through(readings)[0], "elements": [first, last], "reported_bytes": reported}
 
 
-def times(case: str, quick: bool) -> dict[str, Any]:
+def times(case: str, is_short: bool) -> dict[str, Any]:
     """Extend and sample on all sides in turn, and compare what they draw."""
-    rows = TIMED_ROWS // (QUICK if quick else 1)
+    rows = TIMED_ROWS // (QUICK if is_short else 1)
     seconds: dict[str, dict[str, list[float]]] = {side: {"extend": [], "sample": []} for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
         buffers = {
@@ -117,7 +120,7 @@ def times(case: str, quick: bool) -> dict[str, Any]:
                 given = data.clone()
                 _timed(partial(buffers[side].extend, given), seconds[side]["extend"])
         buffers["HoldallStorage"].storage.memory.store.wait_idle()
-        for turn in range(8 if quick else 60):
+        for turn in range(8 if is_short else 60):
             order = list(SIDES)[turn % len(SIDES) :] + list(SIDES)[: turn % len(SIDES)]
             drawn = {}
             for side in order:
@@ -149,71 +152,58 @@ def _in_a_process(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["result"]
 
 
-def measure(case: str, quick: bool) -> dict[str, Any]:
+def measure(case: str, is_short: bool) -> dict[str, Any]:
     """Measure all sides of a case."""
-    more = ["--quick"] if quick else []
+    more = ["--short"] if is_short else []
     found: dict[str, Any] = _in_a_process("--case", case, "--times", *more)
     for side in SIDES:
         if "auto" not in side:  # that one keeps raw what there is room for
             found[side] |= _in_a_process("--case", case, "--footprint", side, *more)
     plain = found["LazyTensorStorage"]
-    for side, figures in found.items():
+    for figures in found.values():
         figures["ratios"] = {act: figures[act] / plain[act] for act in ("extend", "sample")}
-        held = ""
         if "bytes" in figures:
             figures["times_smaller"] = plain["bytes"] / figures["bytes"]
-            held = f"{figures['bytes']:10,.0f} B an element ({figures['times_smaller']:.1f} x less)"
-        print(
-            f"{case:8} {side:22} {held:42} "
-            f"extend {figures['extend'] * 1e3:8.2f} ms ({figures['ratios']['extend']:.2f})   "
-            f"sample {figures['sample'] * 1e3:8.2f} ms ({figures['ratios']['sample']:.2f})"
-        )
     return found
 
 
-def table(cases: dict[str, Any]) -> str:
-    """Return the results as the table of docs/guides/torchrl.md."""
-    lines = ["| environment | storage | an element takes | `extend` | `sample` |", "|---|---|---|---|---|"]
-    for case, found in cases.items():
-        for side, figures in found.items():
-            held = ""
-            if "bytes" in figures:
-                held = f"{figures['bytes']:,.0f} B ({figures['times_smaller']:.1f} x less)"
-            acts = [f"{figures[act] * 1e3:.1f} ms ({figures['ratios'][act]:.2f} x)" for act in ("extend", "sample")]
-            lines.append(f"| {case} | {side} | {held} | {acts[0]} | {acts[1]} |")
-    return "\n".join(lines) + "\n"
-
-
-def rewritten(text: str, cases: dict[str, Any]) -> str:
-    """Return a guide with the table of these results in its place."""
-    head, rest = text.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table(cases)}{END}{rest.split(END, 1)[1]}"
+def figures_of(case: str, found: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a case."""
+    figures = []
+    for side, row in found.items():
+        name = f"{case}: {side}"
+        is_judged = case == "atari" and side == "HoldallStorage"
+        if "bytes" in row:
+            bar = f"at least {BAR_MEMORY} x" if is_judged else None
+            figures.append(Figure(name, "an element takes", "B", row["bytes"]))
+            figures.append(Figure(name, "less by", "times", row["times_smaller"], bar))
+        figures.append(Figure(name, "`extend`", "of LazyTensorStorage's time", row["ratios"]["extend"]))
+        bar = f"at most {BAR_SAMPLE}" if is_judged else None
+        figures.append(Figure(name, "`sample`", "of LazyTensorStorage's time", row["ratios"]["sample"], bar))
+    return figures
 
 
 def main() -> int:
     """Read the command line, measure, and compare with the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path, help="one case that is measured again takes its place there")
-    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--footprint", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.footprint or arguments.times:
-        way = times if arguments.times else lambda case, quick: footprint(case, arguments.footprint, quick)
-        emit({"result": way(arguments.case, arguments.quick)})
+        way = times if arguments.times else lambda case, is_short: footprint(case, arguments.footprint, is_short)
+        emit({"result": way(arguments.case, arguments.short)})
         return 0
     cases = [arguments.case] if arguments.case else list(CASES)
-    found = {case: measure(case, arguments.quick) for case in cases}
-    about = {"machine": machine(), "versions": versions("torch", "torchrl", "tensordict"), "commit": commit()}
-    if arguments.case and arguments.json and arguments.json.is_file():
-        found = json.loads(arguments.json.read_text(encoding="utf-8"))["cases"] | found
-    if arguments.guide:
-        guide = arguments.guide.read_text(encoding="utf-8")
-        arguments.guide.write_text(rewritten(guide, found), encoding="utf-8")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(about | {"cases": found}, indent=1) + "\n", encoding="utf-8")
+    found = {case: measure(case, arguments.short) for case in cases}
+    run = describe_run({"short": arguments.short}, ("torchrl", "tensordict"))
+    for case, sides in found.items():
+        figures = figures_of(case, sides)
+        show(figures)
+        if arguments.json:
+            store(arguments.json, figures, run)
     ours = found.get("atari", {}).get("HoldallStorage")
     met = ours is None or (ours["times_smaller"] >= BAR_MEMORY and ours["ratios"]["sample"] <= BAR_SAMPLE)
     return 0 if met else 1

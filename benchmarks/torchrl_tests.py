@@ -1,6 +1,6 @@
 """Runs TorchRL's own tests of its replay buffers: of LazyTensorStorage, and with HoldallStorage in its place.
 
-    python benchmarks/torchrl_tests.py FOLDER [--file test_storages.py] [--json FILE] [--guide FILE]
+    python benchmarks/torchrl_tests.py FOLDER [--file test_storages.py] [--json FILE]
 
 FOLDER is a checkout of TorchRL's repository, because TorchRL's packages do not contain the tests. A test counts as
 passed only if it made such a storage. LEFT_OUT names the tests that are not run, each with the reason. Exit status 1 if
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, store
 
 FILES = ("test_storages.py", "test_writers.py", "test_prioritized.py", "test_samplers.py", "test_rb_core.py")
 PROCESSES = "shares a storage between processes, which HoldallStorage refuses"
@@ -61,8 +62,6 @@ SIDES = ("LazyTensorStorage", "HoldallStorage")
 MODULES = ("torchrl.data", "torchrl.data.replay_buffers", "torchrl.data.replay_buffers.storages")
 MAX_TEST_S = 60
 KINDS = ("passed", "failed", "left_out", "skipped")
-BEGIN = "<!-- torchrl_tests: python benchmarks/torchrl_tests.py -->"
-END = "<!-- end of torchrl_tests -->"
 
 
 class Outcomes:
@@ -164,32 +163,20 @@ def measure(folder: Path, file: str) -> dict[str, Any]:
     return sides
 
 
-def add_up(files: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Return the number of tests of each side by outcome, over all files."""
-    return {side: {kind: sum(len(sides[side][kind]) for sides in files.values()) for kind in KINDS} for side in SIDES}
-
-
-def describe(document: dict[str, Any]) -> str:
-    """Return the results as a sentence for docs/guides/torchrl.md."""
-    counts = document["totals"]["HoldallStorage"]
-    without_extension = sum(
-        reason == NO_EXTENSION_REASON
-        for sides in document["files"].values()
-        for reason in sides["HoldallStorage"]["left_out"].values()
-    )
-    return (
-        f"With the tests of version {document['tests']['version']} (commit {document['tests']['commit'][:9]}) and "
-        f"TorchRL {document['versions']['torchrl']},\n{counts['passed']} tests that make a `HoldallStorage` pass, "
-        f"{counts['failed']} fail, and {counts['left_out']} are left out: {without_extension} of them need TorchRL's\n"
-        f"compiled extension, which torch {document['versions']['torch'].partition('+')[0]} cannot load\n"
-        "([names and reasons](../../benchmarks/results/torchrl_tests.json)).\n"
-    )
-
-
-def rewritten(text: str, document: dict[str, Any]) -> str:
-    """Return a guide with the sentence of these results in its place."""
-    head, rest = text.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{describe(document)}{END}{rest.split(END, 1)[1]}"
+def figures_of(file: str, sides: dict[str, Any]) -> list[Figure]:
+    """Return the number of tests by outcome, and why tests were left out."""
+    figures = []
+    for side in SIDES:
+        case = f"{side}: {file}"
+        left_out = list(sides[side]["left_out"].values())
+        without_extension = left_out.count(NO_EXTENSION_REASON)
+        figures += [
+            Figure(case, "passed", "", len(sides[side]["passed"])),
+            Figure(case, "failed", "", len(sides[side]["failed"]), "0" if side == SIDES[-1] else None),
+            Figure(case, "left out by name", "", len(left_out) - without_extension),
+            Figure(case, "need TorchRL's compiled extension", "", without_extension),
+        ]
+    return figures
 
 
 def main() -> int:
@@ -197,8 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkout of TorchRL's repository")
     parser.add_argument("--file", choices=FILES, help="only this file")
-    parser.add_argument("--json", type=Path, help="a file that is run again takes its place there")
-    parser.add_argument("--guide", type=Path, help="with --json: put the sentence about the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -207,22 +193,9 @@ def main() -> int:
         return 0
     run = {file: measure(folder, file) for file in ([arguments.file] if arguments.file else FILES)}
     if arguments.json is not None:
-        files = run
-        if arguments.file and arguments.json.is_file():
-            files = json.loads(arguments.json.read_text(encoding="utf-8"))["files"] | run
-        document = {
-            "benchmark": "torchrl_tests",
-            "machine": machine(),
-            "versions": versions("torch", "torchrl", "tensordict"),
-            "commit": commit(),
-            "tests": describe_version(folder),
-            "totals": add_up(files),
-            "files": files,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        if arguments.guide is not None:
-            guide = arguments.guide.read_text(encoding="utf-8")
-            arguments.guide.write_text(rewritten(guide, document), encoding="utf-8")
+        described = describe_run({"tests": describe_version(folder)}, ("torchrl", "tensordict"))
+        for file, sides in run.items():
+            store(arguments.json, figures_of(file, sides), described)
     return 1 if any(sides["HoldallStorage"]["failed"] for sides in run.values()) else 0
 
 

@@ -27,20 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from process import commit, machine, versions
+from results import Figure, describe_run, store
 from streams import Step, Stream
 
 from holdall._native import Block, Coded, Raw, Reader, encode
-from holdall.codec.choice import FieldCodec
-from holdall.codec.codec import Codec
-from holdall.codec.dictionary import train_dictionary
-from holdall.codec.presets import (
-    describe_codec,
-    estimate_cost,
-    list_change_presets,
-    list_presets,
-    list_single_codecs,
-)
+from holdall.codec.choice import FieldCodec, try_presets
+from holdall.codec.presets import describe_codec, estimate_cost
 from holdall.codec.sample import Sample
 from holdall.schema import Leaf, Schema
 from holdall.store.budget import Budget
@@ -49,7 +41,6 @@ from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
 from holdall.tools.bench.trace import Trace, TraceStep
 
-HERE = Path(__file__).parent
 TRACES = {
     "minigrid": "minigrid_FourRooms_rgb56_3000.npz",
     "procgen": "procgen_coinrun_rgb64_1200.npz",
@@ -240,11 +231,11 @@ def measure_choice(store: Store, field: Field, prefer: str) -> dict[str, Any]:
 
 
 def measure_presets(store: Store, field: Field) -> list[dict[str, Any]]:
-    """Compress the blocks of a field with every preset."""
+    """Compress the blocks of a field with every preset of its kind."""
     raw_us = time_batches(store, field, field.raw)
     sample = Sample.of(field.blocks[0])
     rows = []
-    for codec in list_codecs(field, sample):
+    for codec in [choice.codec for choice in try_presets(field.leaf, field.window, sample)]:
         coded = [encode(block, codec, block.lane_order()) for block in field.blocks]
         fitting = [form for form in coded if form is not None]
         if len(fitting) < len(coded):
@@ -261,17 +252,6 @@ def measure_presets(store: Store, field: Field) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda row: row["bytes"])
-
-
-def list_codecs(field: Field, sample: Sample) -> Iterator[Codec]:
-    """Yield every preset, with a dictionary where it may have one."""
-    singles = list_single_codecs(field.leaf, field.window)
-    presets = [preset for single in singles for preset in list_presets(single)]
-    for preset in presets + list_change_presets(field.leaf, field.window):
-        if preset.has_dictionary:
-            yield replace(preset.codec, dictionary=train_dictionary(preset.codec, sample.trained))
-        else:
-            yield preset.codec
 
 
 def measure_traces(wanted: argparse.Namespace) -> dict[str, Any]:
@@ -308,6 +288,44 @@ def show_presets(wanted: argparse.Namespace) -> None:
                 )
 
 
+TITLES = {
+    "minigrid": "MiniGrid, 56 x 56 RGB",
+    "procgen": "Procgen, 64 x 64 RGB",
+    "game_boy": "Game Boy, 144 x 160 RGB",
+    "pong": "Pong, 84 x 84 gray",
+    "seaquest": "Seaquest, 84 x 84 gray",
+    "crafter": "Crafter, 64 x 64 RGB",
+    "quadruped": "a simulated quadruped's camera, 84 x 84 RGB",
+    "dog": "a robot dog's camera, 84 x 84 RGB",
+}
+
+
+def figures_of(name: str, row: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a field with one preference. The name has the trace, the preference and the lanes."""
+    case = f"transitions: {name}"
+    return [
+        Figure(case, "slice", "B", row["bytes"]),
+        Figure(case, "raw slice", "B", row["raw_bytes"]),
+        Figure(case, "transition in a plain buffer", "B", row["plain_bytes"]),
+        Figure(case, "gather", "of a raw gather's time", row["gather_over_raw"]),
+        Figure(case, "encode", "MB/s", row["encode_mb_per_s"]),
+        Figure(case, "choose", "s", row["choose_s"]),
+        Figure(case, "codec", "", row["codec"]),
+    ]
+
+
+def figures_of_video(name: str, row: dict[str, Any]) -> list[Figure]:
+    """Return the bytes of a frame, and those of lossless video."""
+    case = f"frames: {TITLES[name]}"
+    return [
+        Figure(case, "raw", "B", row["raw"]),
+        Figure(case, '`prefer="balanced"`', "B", row["balanced"]),
+        Figure(case, '`prefer="memory"`', "B", row["memory"]),
+        Figure(case, "FFV1", "B", row["ffv1"]),
+        Figure(case, "x264", "B", row["x264"]),
+    ]
+
+
 def main() -> None:
     """Read the command line, measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -317,22 +335,19 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--presets", action="store_true")
     parser.add_argument("--video", action="store_true")
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "codecs.json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     wanted = parser.parse_args()
     if wanted.presets:
         show_presets(wanted)
         return
     if wanted.video:
-        kind = "video"
         named = {name: TRACES[name] for name in wanted.traces}
         found = importlib.import_module("video").compare_with_video(wanted.folder, named)
+        figures = [figure for name, row in found.items() for figure in figures_of_video(name, row)]
     else:
-        kind = "slices"
-        found = measure_traces(wanted)
-    written = json.loads(wanted.json.read_text("utf-8")) if wanted.json.exists() else {}
-    written[kind] = written.get(kind, {}) | found
-    written |= {"commit": commit(), "versions": versions(), "machine": machine()}
-    wanted.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+        figures = [figure for name, row in measure_traces(wanted).items() for figure in figures_of(name, row)]
+    if wanted.json is not None:
+        store(wanted.json, figures, describe_run({"lanes": wanted.lanes}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What `holdall watch` promises, row by row: `python benchmarks/watch.py --case leak --json results/watch.json`.
 
-Out: one row a bar, with the figure and whether it holds; rows that are run replace those of the file, others stay.
-`--docs` measures nothing and writes the table of docs/watch.md from benchmarks/results/watch.json.
+Out: one row per bar, with its figure and whether the bar holds. Cases that were run replace their rows in the file.
+`--docs` measures nothing and writes the table of docs/benchmarks.md from benchmarks/results/watch.json.
 The limits under which trainings run out of memory are real: a control group of this machine's kernel, which needs root.
 """
 
@@ -25,14 +25,15 @@ from process import commit, machine, versions
 
 from holdall.machine import held_bytes
 from holdall.tools.watch.exchange import read_agent_report, read_latest
+from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT
 from holdall.tools.watch.watcher import Watcher
 from holdall.units import format_bytes
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "watch.json"
-PAGE = HERE.parent / "docs" / "watch.md"
-BEGIN = "<!-- measured: python benchmarks/watch.py --docs -->"
-END = "<!-- end of measured -->"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+BEGIN = "<!-- watch -->"
+END = "<!-- end of watch -->"
 PROMISES = {
     "at least 95 %": "at least 95 % of the tree's PSS has a name",
     "within 1 %": "named buffers against touched pages, within 1 %",
@@ -43,8 +44,8 @@ PROMISES = {
     "within 10 % half-way": "the step of running out, half-way, within 10 %",
     "an answer that sums up": "the process of note 003: at least 95 % of its PSS has a name",
 }
-"""What docs/watch.md says about each target."""
-ATTRIBUTION = 2
+"""What docs/benchmarks.md says about each target."""
+ATTRIBUTION = 3
 """Raised when attribution is rewritten. Rows of results without this number were measured before."""
 TRAININGS = str(HERE / "watch_trainings.py")
 GROWTH = str(HERE / "watch_growth.py")
@@ -58,7 +59,7 @@ Row = dict[str, Any]
 
 
 def attributed(_: argparse.Namespace) -> list[Row]:
-    """Read three trainings once each, and hold the named buffers against their own count."""
+    """Read three trainings once each. Compare the named buffers with the trainings' own count."""
     rows = []
     for model, steps in (("sac", 2000), ("ppo-workers", 2048), ("dqn-atari", 2500)):
         command = [sys.executable, TRAININGS, model, "--steps", str(steps), "--size", "5000", "--pause"]
@@ -68,50 +69,91 @@ def attributed(_: argparse.Namespace) -> list[Row]:
             child.communicate("\n")
         off = abs(reading.of("buffers") - truth["touched"]) / truth["touched"]
         rows.append(
-            _row("attributed", model, f"{100 * reading.attributed:.2f} % of {format_bytes(reading.pss)}",
-                 holds=reading.attributed >= 0.95 and sum(part.resident for part in reading.parts) == reading.pss,
-                 bar="at least 95 %", attributed=reading.attributed, pss=reading.pss,
-                 groups={part.group: reading.of(part.group) for part in reading.parts})
-        )  # fmt: skip
+            _row(
+                "attributed",
+                model,
+                f"{100 * reading.attributed:.2f} % of {format_bytes(reading.pss)}",
+                holds=reading.attributed >= 0.95 and sum(part.resident for part in reading.parts) == reading.pss,
+                bar="at least 95 %",
+                attributed=reading.attributed,
+                pss=reading.pss,
+                groups={part.group: reading.of(part.group) for part in reading.parts},
+            )
+        )
         rows.append(
-            _row("buffers", model, f"off by {100 * off:.3f} %", holds=off <= 0.01, bar="within 1 %", off=off,
-                 told=reading.of("buffers"), truth=truth["touched"], allocated=truth["nbytes"])
-        )  # fmt: skip
+            _row(
+                "buffers",
+                model,
+                f"off by {100 * off:.3f} %",
+                holds=off <= 0.01,
+                bar="within 1 %",
+                off=off,
+                told=reading.of("buffers"),
+                truth=truth["touched"],
+                allocated=truth["nbytes"],
+            )
+        )
     return rows
 
 
 def cost(wanted: argparse.Namespace) -> list[Row]:
-    """Compare a training with itself, watched and not watched by turns, and look at the watcher."""
+    """Compare turns of one training with and without a watch, and measure the watcher."""
     command = [sys.executable, TRAININGS, "dqn-vector", "--rates", str(4 * wanted.rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     turns = [json.loads(line) for line in done.stdout.splitlines()]
     slower = {clock: _slower(turns, clock) for clock in ("cpu", "wall")}
-    agent, share, pss, rss = _taken_beside()
+    agent, share, pss, rss = _measure_watcher()
     return [
-        _row("cost", "step rate", f"{_percent(slower['cpu'])} of the training's own time, by turns; "
-             f"{_percent(slower['wall'])} by the clock; the agent's own count {100 * agent:.2f} %",
-             holds=slower["cpu"][0] <= 0.005 and agent <= 0.005, bar="at most 0.5 %",
-             cpu=slower["cpu"], wall=slower["wall"], agents_count=agent, turns=len(turns)),
-        _row("cost", "watcher", f"{100 * share:.1f} % of a core, {format_bytes(pss)} PSS, {format_bytes(rss)} resident",
-             holds=share <= 0.03 and rss <= 40e6, bar="3 % of a core, 40 MB", share=share, pss=pss, rss=rss),
-    ]  # fmt: skip
+        _row(
+            "cost",
+            "step rate",
+            f"{_percent(slower['cpu'])} of the training's own time, by turns; "
+            f"{_percent(slower['wall'])} by the clock; the agent's own count {100 * agent:.2f} %",
+            holds=slower["cpu"][0] <= 0.005 and agent <= 0.005,
+            bar="at most 0.5 %",
+            cpu=slower["cpu"],
+            wall=slower["wall"],
+            agents_count=agent,
+            turns=len(turns),
+        ),
+        _row(
+            "cost",
+            "watcher",
+            f"{100 * share:.1f} % of a core, {format_bytes(pss)} PSS, {format_bytes(rss)} resident",
+            holds=share <= 0.03 and rss <= 40e6,
+            bar="3 % of a core, 40 MB",
+            share=share,
+            pss=pss,
+            rss=rss,
+        ),
+    ]
 
 
 def leak(wanted: argparse.Namespace) -> list[Row]:
     """Plant leaks while a buffer fills."""
     rows = []
-    for nbytes in (512, 2048):
+    # Small objects are counted, and the training keeps some of its own, such as the returns of episodes.
+    own_objects = _count_kept_objects("sac-small", 20_000, wanted.seed)
+    for nbytes, planted, unit in ((512, 1.0 + own_objects, "objects"), (2048, 2048.0, "B")):
         verdicts = _leaks_of("sac-small", nbytes, 20_000, wanted.seed)
         slope = verdicts[-1]["evidence"]["slope"] if verdicts else None
         found_at = verdicts[0]["evidence"]["to"] if verdicts else None
-        off = None if slope is None else slope / nbytes - 1.0
+        off = None if slope is None else slope / planted - 1.0
         rows.append(
-            _row("leak", f"{nbytes} B a step", "not found" if slope is None or off is None else
-                 f"found at step {found_at:,.0f}, {slope:,.0f} B a step ({100 * off:+.1f} %)",
-                 holds=off is not None and abs(off) <= 0.15, bar="found within 20,000 steps, slope within 15 %",
-                 slope=slope, found_at=found_at, low=verdicts[-1]["evidence"]["low"] if verdicts else None,
-                 high=verdicts[-1]["evidence"]["high"] if verdicts else None)
-        )  # fmt: skip
+            _row(
+                "leak",
+                f"{nbytes} B a step",
+                "not found"
+                if slope is None or off is None
+                else f"found at step {found_at:,.0f}, {slope:,.4g} {unit} a step ({100 * off:+.1f} %)",
+                holds=off is not None and abs(off) <= 0.15,
+                bar="found within 20,000 steps, slope within 15 %",
+                slope=slope,
+                found_at=found_at,
+                low=verdicts[-1]["evidence"]["low"] if verdicts else None,
+                high=verdicts[-1]["evidence"]["high"] if verdicts else None,
+            )
+        )
     return rows
 
 
@@ -124,49 +166,57 @@ def clean(wanted: argparse.Namespace) -> list[Row]:
         alarms += [{"model": model, "seed": run, "text": one["text"]} for one in found[-1:]]
         print(f"clean run {run} ({model}): {'alarm' if found else 'quiet'}", file=sys.stderr)
     return [
-        _row("leak", "none", f"{len(alarms)} alarms in {wanted.runs} runs", holds=not alarms and wanted.runs >= 20,
-             bar="no alarm in 20 runs", alarms=alarms, runs=wanted.runs)
-    ]  # fmt: skip
+        _row(
+            "leak",
+            "none",
+            f"{len(alarms)} alarms in {wanted.runs} runs",
+            holds=not alarms and wanted.runs >= 20,
+            bar="no alarm in 20 runs",
+            alarms=alarms,
+            runs=wanted.runs,
+        )
+    ]
 
 
 def runout(_: argparse.Namespace) -> list[Row]:
-    """Let a training run into a control group's limit, and look at what the watch says half-way."""
-    foretold = Foretold()
+    """Run a training until the limit of its control group. Compare the forecast half-way with the end."""
+    forecasts = Forecasts()
     with tempfile.TemporaryDirectory() as folder:
         counter = Path(folder) / "step"
         program = ["sac-small", "--steps", "400000", "--size", "400000", "--counter", str(counter)]
-        code = _limited(700 * MIB, [sys.executable, TRAININGS, *program], foretold.listen)
+        code = _run_in_group(700 * MIB, [sys.executable, TRAININGS, *program], forecasts.listen)
         ended = int.from_bytes(counter.read_bytes(), "little")
-    return [_foretold_row("control group of 700 MiB", foretold, ended, died=code == -9, how=_killed(code))]
+    return [_forecasts_row("control group of 700 MiB", forecasts, ended, died=code == -9, how=_killed(code))]
 
 
 def vram(_: argparse.Namespace) -> list[Row]:
-    """Fill a GPU, and look at what the watch says half-way."""
-    foretold = Foretold()
+    """Fill a GPU. Compare the forecast half-way with the end."""
+    forecasts = Forecasts()
     with tempfile.TemporaryDirectory() as folder:
         counter = Path(folder) / "step"
-        code = _heard([sys.executable, GROWTH, "vram", str(counter)], foretold.listen)
+        code = _run_and_listen([sys.executable, GROWTH, "vram", str(counter)], forecasts.listen)
         ended = int(counter.read_text(encoding="ascii"))
-    return [_foretold_row("a GPU's memory", foretold, ended, died=code == FULL, how="out of memory")]
+    return [_forecasts_row("a GPU's memory", forecasts, ended, died=code == FULL, how="out of memory")]
 
 
 def disk(_: argparse.Namespace) -> list[Row]:
-    """Fill a disk of 768 MiB, and look at what the watch says half-way."""
-    foretold = Foretold()
+    """Fill a disk of 768 MiB. Compare the forecast half-way with the end."""
+    forecasts = Forecasts()
     with tempfile.TemporaryDirectory() as folder:
-        counter, small = Path(folder) / "step", Path(folder) / "disk"
+        counter = Path(folder) / "step"
+        small = Path(folder) / "disk"
         small.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=768m", "tmpfs", str(small)], check=True)
         try:
-            code = _heard([sys.executable, GROWTH, "disk", str(counter), str(small)], foretold.listen)
+            code = _run_and_listen([sys.executable, GROWTH, "disk", str(counter), str(small)], forecasts.listen)
         finally:
             subprocess.run(["umount", str(small)], check=True)
         ended = int(counter.read_text(encoding="ascii"))
-    return [_foretold_row("a file system of 768 MiB", foretold, ended, died=code == FULL, how="full")]
+    return [_forecasts_row("a file system of 768 MiB", forecasts, ended, died=code == FULL, how="full")]
 
 
-class Foretold:
-    """What a watch said while it went on: at a step, the step at which memory would run out."""
+class Forecasts:
+    """The forecasts of a watch: at a step, the step at which memory would run out."""
 
     def __init__(self) -> None:
         self.said: list[tuple[int, float]] = []
@@ -179,34 +229,56 @@ class Foretold:
             self.said.append((latest["reading"]["step"], steps[0]))
 
 
-def _foretold_row(case: str, foretold: Foretold, ended: int, *, died: bool, how: str) -> Row:
-    at, predicted = min(foretold.said, key=lambda one: abs(one[0] - ended / 2), default=(0, 0.0))
+def _forecasts_row(case: str, forecasts: Forecasts, ended: int, *, died: bool, how: str) -> Row:
+    at, predicted = min(forecasts.said, key=lambda one: abs(one[0] - ended / 2), default=(0, 0.0))
     off = predicted / ended - 1.0
-    return _row("running out", case, f"ended at step {ended:,} ({how}); predicted at step {at:,}: {predicted:,.0f} "
-                f"({100 * off:+.1f} %)", holds=abs(off) <= 0.1 and died and 0.45 <= at / ended <= 0.55,
-                bar="within 10 % half-way", ended=ended, predicted=predicted, at=at)  # fmt: skip
+    return _row(
+        "running out",
+        case,
+        f"ended at step {ended:,} ({how}); predicted at step {at:,}: {predicted:,.0f} ({100 * off:+.1f} %)",
+        holds=abs(off) <= 0.1 and died and 0.45 <= at / ended <= 0.55,
+        bar="within 10 % half-way",
+        ended=ended,
+        predicted=predicted,
+        at=at,
+    )
 
 
 def note(_: argparse.Namespace) -> list[Row]:
-    """Rebuild the process of a twenty-gigabyte question, and answer it."""
+    """Build the process of note 003, and read it."""
     command = [sys.executable, str(HERE / "watch_search.py")]
     with subprocess.Popen(command, **PIPES) as child:
         told = json.loads(_last_line(child))
         reading = Watcher(child.pid, 1.0).run_pass().reading
         child.communicate("\n")
     return [
-        _row("note 003", "a search in one process", f"{format_bytes(reading.pss)} with {reading.threads} threads; "
-             f"{100 * reading.attributed:.1f} % has a name", holds=reading.attributed >= 0.95,
-             bar="an answer that sums up", attributed=reading.attributed, pss=reading.pss, peak=reading.peak,
-             threads=reading.threads, torch_threads=reading.torch_threads, trials=told["trials"],
-             parts=[[part.group, part.name, part.resident, part.allocated] for part in reading.parts])
-    ]  # fmt: skip
+        _row(
+            "note 003",
+            "a search in one process",
+            f"{format_bytes(reading.pss)} with {reading.threads} threads; {100 * reading.attributed:.1f} % has a name",
+            holds=reading.attributed >= 0.95,
+            bar="an answer that sums up",
+            attributed=reading.attributed,
+            pss=reading.pss,
+            peak=reading.peak,
+            threads=reading.threads,
+            torch_threads=reading.torch_threads,
+            trials=told["trials"],
+            parts=[[part.group, part.name, part.resident, part.allocated] for part in reading.parts],
+        )
+    ]
 
 
 CASES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "attributed": attributed, "cost": cost, "leak": leak, "clean": clean, "runout": runout, "vram": vram,
-    "disk": disk, "note": note,
-}  # fmt: skip
+    "attributed": attributed,
+    "cost": cost,
+    "leak": leak,
+    "clean": clean,
+    "runout": runout,
+    "vram": vram,
+    "disk": disk,
+    "note": note,
+}
 
 
 def _row(bar_name: str, case: str, figure: str, *, holds: bool, bar: str, **evidence: Any) -> Row:
@@ -214,20 +286,40 @@ def _row(bar_name: str, case: str, figure: str, *, holds: bool, bar: str, **evid
 
 
 def _leaks_of(model: str, nbytes: int, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Return the leaks that were told of a training."""
+    """Return the leaks that were reported of a training."""
+    return [line for line in _train(model, nbytes, steps, seed) if line["kind"] == "verdict" and line["name"] == "leak"]
+
+
+def _count_kept_objects(model: str, steps: int, seed: int) -> float:
+    """Return how many Python objects a training without a leak keeps for each step, in its second half."""
+    readings = [
+        line for line in _train(model, 0, steps, seed) if line["kind"] == "reading" and line["step"] > steps / 2
+    ]
+    first, last = (_count_objects(reading) for reading in (readings[0], readings[-1]))
+    steps_between = float(readings[-1]["step"] - readings[0]["step"])
+    return (last - first) / steps_between
+
+
+def _count_objects(reading: dict[str, Any]) -> float:
+    nbytes = sum(part["resident"] for part in reading["parts"] if part["name"].startswith("objects, estimated"))
+    return float(nbytes / BYTES_PER_PYTHON_OBJECT)
+
+
+def _train(model: str, nbytes: int, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Train with a leak of `nbytes` a step, and return the lines of the watch's record."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "run.jsonl"
         command = [sys.executable, TRAININGS, model, "--steps", str(steps), "--size", str(steps), "--seed", str(seed)]
         subprocess.run([*command, "--leak", str(nbytes), "--record", str(record)], check=True)
-        return [line for line in _lines(record) if line["kind"] == "verdict" and line["name"] == "leak"]
+        return _lines(record)
 
 
 def _lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
-def _heard(command: list[str], listen: Callable[[int], None] | None) -> int:
-    """Run a command, with `listen` called every half second with its process id; return its exit code."""
+def _run_and_listen(command: list[str], listen: Callable[[int], None] | None) -> int:
+    """Run a command, with `listen` called every half second with its process id. Return its exit code."""
     with subprocess.Popen(command) as child:
         while child.poll() is None:
             if listen is not None:
@@ -236,14 +328,14 @@ def _heard(command: list[str], listen: Callable[[int], None] | None) -> int:
     return child.returncode
 
 
-def _limited(limit_bytes: int, command: list[str], listen: Callable[[int], None] | None = None) -> int:
+def _run_in_group(limit_bytes: int, command: list[str], listen: Callable[[int], None] | None = None) -> int:
     """Run a command in a control group of its own, and return its exit code: negative if it was killed."""
     group = GROUPS / f"holdall-benchmark-{os.getpid()}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes), encoding="ascii")
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-        return _heard(["/bin/sh", "-c", enter, "sh", *command], listen)
+        return _run_and_listen(["/bin/sh", "-c", enter, "sh", *command], listen)
     finally:
         for _ in range(50):  # a watcher beside it may still be on its way out
             try:
@@ -276,20 +368,24 @@ def _percent(slower: tuple[float, float]) -> str:
     return f"{100 * slower[0]:+.2f} % (give or take {100 * slower[1]:.2f})"
 
 
-def _taken_beside() -> tuple[float, float, int, int]:
+def _measure_watcher() -> tuple[float, float, int, int]:
     """Return what the agent takes of a training's time, by its own count, and the watcher's time and memory."""
     command = [sys.executable, TRAININGS, "sac-small", "--steps", "6000", "--size", "6000", "--pause"]
-    used, pss, rss = (0.0, 1.0), 0, 0
+    used = (0.0, 1.0)
+    pss = 0
+    rss = 0
     first: tuple[float, float] | None = None
     with subprocess.Popen(command, **PIPES) as child:
         assert child.stdout is not None
         while not select.select([child.stdout], [], [], 0.5)[0]:
             for process in _watchers(child.pid):
-                times, held = process.cpu_times(), held_bytes(process.pid)
+                times = process.cpu_times()
+                held = held_bytes(process.pid)
                 now = (times.user + times.system, time.monotonic())
                 first = first or now  # from here on: importing came before
                 used = (now[0] - first[0], now[1] - first[1])
-                pss, rss = max(pss, held.proportional), max(rss, held.resident)
+                pss = max(pss, held.proportional)
+                rss = max(rss, held.resident)
         told = read_agent_report(child.pid)
         wall = time.time() - psutil.Process(child.pid).create_time()
         child.communicate("\n")
@@ -310,7 +406,7 @@ def main() -> None:
     parser.add_argument("--case", choices=sorted(CASES), action="append")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=6, help="of four turns each, with and without a watch")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of four turns each, with and without a watch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--docs", action="store_true")
     wanted = parser.parse_args()
@@ -328,25 +424,29 @@ def main() -> None:
 
 
 def _keep(path: Path, case: str, rows: list[Row]) -> None:
-    """Put rows in the place of the same case's rows in a file."""
+    """Replace the rows of a case in a file."""
     words: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
     words["cases"][case] = {
-        "rows": rows, "machine": machine(), "versions": versions(), "commit": commit(), "attribution": ATTRIBUTION,
-    }  # fmt: skip
+        "rows": rows,
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "attribution": ATTRIBUTION,
+    }
     path.write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
 
 
 def write_page(text: str, results: dict[str, Any]) -> str:
     """Return the page with the table of the results."""
-    lines = ["| promise | case | measured | code |", "|---|---|---|---|"]
+    lines = ["| promise | case | measured |", "|---|---|---|"]
     for name in CASES:
         case = results["cases"].get(name)
         if case is None:
             continue
-        code = "today's" if case.get("attribution") == ATTRIBUTION else "before attribution was rewritten"
+        code = "" if case.get("attribution") == ATTRIBUTION else " (older)"
         for row in case["rows"]:
             failed = "" if row["holds"] else " **Does not hold.**"
-            lines.append(f"| {PROMISES[row['target']]} | {row['case']} | {row['figure']}{failed} | {code} |")
+            lines.append(f"| {PROMISES[row['target']]} | {row['case']}{code} | {row['figure']}{failed} |")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return "\n".join([before + BEGIN, *lines, END + after])

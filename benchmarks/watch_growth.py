@@ -40,7 +40,8 @@ def disk(folder: Path) -> Iterator[bool]:
     """Add frames of noise to a memory that spills."""
     frame = spaces.Box(0, 255, (84, 84), np.uint8)
     memory = holdall.ReplayMemory(frame, spaces.Discrete(2), 1_000_000, budget=64 * MIB, spill_dir=folder)
-    draw, no = np.random.default_rng(0), np.zeros(1, bool)
+    draw = np.random.default_rng(0)
+    no = np.zeros(1, bool)
     while True:
         now, after = draw.integers(0, 256, (2, 1, 84, 84), np.uint8)
         memory.add(now, np.zeros(1, np.int64), np.zeros(1), after, no, no)
@@ -51,7 +52,8 @@ def disk(folder: Path) -> Iterator[bool]:
 
 def main() -> int:
     """Grow until it is full."""
-    kind, counter = sys.argv[1], Path(sys.argv[2])
+    kind = sys.argv[1]
+    counter = Path(sys.argv[2])
     growing = vram() if kind == "vram" else disk(Path(sys.argv[3]))
     with watch.start(interval_s=1.0):
         for step, is_full in enumerate(growing):

@@ -45,15 +45,22 @@ def main() -> None:
     act: Any = sys.argv[1]
     frames = camera_frames()
     watched = None if act == "none" else watch.start(on_pressure=act)
-    action, reward, no = np.zeros((1, 2), np.float32), np.zeros(1), np.zeros(1, np.bool_)
+    action = np.zeros((1, 2), np.float32)
+    reward = np.zeros(1)
+    no = np.zeros(1, np.bool_)
     memory = holdall.ReplayMemory(
-        spaces.Box(0, 255, (3, SIDE, SIDE), np.uint8), spaces.Box(-1, 1, (2,)), STEPS, budget="4GiB",
-        spill_dir=sys.argv[2], seed=0,
-    )  # fmt: skip
+        spaces.Box(0, 255, (3, SIDE, SIDE), np.uint8),
+        spaces.Box(-1, 1, (2,)),
+        STEPS,
+        budget="4GiB",
+        spill_dir=sys.argv[2],
+        seed=0,
+    )
     with memory:
         began = time.monotonic()
         for number in range(STEPS):
-            now, after = frames[number % MADE], frames[(number + 1) % MADE]
+            now = frames[number % MADE]
+            after = frames[(number + 1) % MADE]
             memory.add(stamp(now, number), action, reward, stamp(after, number + 1), no, no)
         rate = STEPS * frames[0].nbytes / (time.monotonic() - began)
         ids = np.random.default_rng(1).integers(0, STEPS, CHECKED)

@@ -21,7 +21,12 @@ from torch import nn
 from holdall import watch
 from holdall.tools.watch.agent import get_agent
 
-STATE, ACTIONS, STEPS, WORKERS, WIDTH, THREADS = 71, 7, 4096, 3, 768, 12
+STATE = 71
+ACTIONS = 7
+STEPS = 4096
+WORKERS = 3
+WIDTH = 768
+THREADS = 12
 TRIALS = 4
 
 
@@ -41,14 +46,16 @@ def collect(actor: nn.Module, worker: int, into: dict[str, NDArray[Any]]) -> Non
         states = generator.normal(size=(64, STATE)).astype(np.float32)
         with torch.no_grad():
             actions = actor(torch.from_numpy(states)).numpy()
-        into["states"][first : first + 64], into["actions"][first : first + 64] = states, actions
+        into["states"][first : first + 64] = states
+        into["actions"][first : first + 64] = actions
         into["rewards"][first : first + 64] = generator.normal(size=64)
 
 
 def trial(number: int, workers: ThreadPoolExecutor) -> float:
     """Train once with one choice of hyperparameters."""
     batch = (2048, 4096, 8192, 4096)[number % 4]
-    actor, critic = network(ACTIONS), network(1)
+    actor = network(ACTIONS)
+    critic = network(1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], 3e-4)
     shapes = {"states": (STEPS, STATE), "actions": (STEPS, ACTIONS), "rewards": (STEPS,)}
     rollouts = [{name: np.zeros(shape, np.float32) for name, shape in shapes.items()} for _ in range(WORKERS)]

@@ -7,8 +7,8 @@
     spill    a memory that outgrows its control group at full speed, the first run cold: it finishes (needs root)
 
 Every run is a line of benchmarks/results/watch_showings.jsonl as soon as it is done, and a run that has a line is not
-run again: a showing goes on where it was interrupted, or where --minutes ended it. --fresh forgets its lines first.
-Out: one row a showing in benchmarks/results/watch_showings.json, and the table of docs/watch.md.
+run again: a showing continues where it was interrupted, or where --minutes ended it. --fresh removes its lines first.
+Out: one row per showing in benchmarks/results/watch_showings.json, and the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAININGS = str(HERE / "watch_trainings.py")
 GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 2**20
 LIMIT = 400 * MIB
-SPILLS = 50
+SPILLS = 20
 Line = dict[str, Any]
 """One run: its showing, its number, what was `wrong` (empty: nothing), and what was measured."""
 SMALL_DQN = """
@@ -66,18 +66,21 @@ LOOP = """
             obs = env.reset()[0] if ended or cut else after
 """
 LEAKS = {
-    "observations in a list": LOOP + """
+    "observations in a list": LOOP
+    + """
     kept = []
     for obs, _, _ in steps():
         kept.append(np.tile(obs, 100))  # LEAK
 """,
-    "a deque of dicts without a length": LOOP + """
+    "a deque of dicts without a length": LOOP
+    + """
     from collections import deque
     episodes = deque()
     for obs, reward, _ in steps():
         episodes.append({"obs": obs.tolist(), "reward": [reward] * 100})  # LEAK
 """,
-    "a cache without a bound": LOOP + """
+    "a cache without a bound": LOOP
+    + """
     import functools
     @functools.lru_cache(maxsize=None)
     def features(number):
@@ -85,7 +88,8 @@ LEAKS = {
     for number, _ in enumerate(steps()):
         features(number)
 """,
-    "a log of lines": LOOP + """
+    "a log of lines": LOOP
+    + """
     class Log:
         def __init__(self):
             self.lines = []
@@ -95,7 +99,8 @@ LEAKS = {
     for obs, reward, info in steps():
         log.say(obs, reward, info)
 """,
-    "a wrapper that keeps frames": LOOP + """
+    "a wrapper that keeps frames": LOOP
+    + """
     class Recorder(gymnasium.Wrapper):
         def __init__(self, env):
             super().__init__(env)
@@ -108,7 +113,8 @@ LEAKS = {
     for _ in steps():
         pass
 """,
-    "a class attribute": LOOP + """
+    "a class attribute": LOOP
+    + """
     class Agent:
         history = []
         def learn(self, obs, reward):
@@ -118,7 +124,8 @@ LEAKS = {
     for obs, reward, _ in steps():
         agent.learn(obs, reward)
 """,
-    "closures that hold arrays": LOOP + """
+    "closures that hold arrays": LOOP
+    + """
     hooks = []
     def hook_of(obs):
         copied = np.repeat(obs, 200)  # LEAK
@@ -126,7 +133,8 @@ LEAKS = {
     for obs, _, _ in steps():
         hooks.append(hook_of(obs))
 """,
-    "a callback's infos": SMALL_DQN + """
+    "a callback's infos": SMALL_DQN
+    + """
     class Infos(BaseCallback):
         def __init__(self):
             super().__init__()
@@ -136,7 +144,8 @@ LEAKS = {
             return True
     model.learn(10**9, callback=Infos())
 """,
-    "losses with their graph": LOOP + """
+    "losses with their graph": LOOP
+    + """
     import torch
     torch.set_num_threads(1)
     net, losses = torch.nn.Linear(4, 64), []
@@ -150,15 +159,26 @@ LEAKS = {
         kept[number] = np.zeros(2_000)  # LEAK
         time.sleep(0.005)
 """,
-}  # fmt: skip
+}
 IMPORTS = (
-    "torch", "stable_baselines3", "gymnasium", "holdall, torch", "numpy", "stable_baselines3, torch",
-    "torch.utils.data", "holdall.sb3", "ale_py, gymnasium", "holdall",
-)  # fmt: skip
+    "torch",
+    "stable_baselines3",
+    "gymnasium",
+    "holdall, torch",
+    "numpy",
+    "stable_baselines3, torch",
+    "torch.utils.data",
+    "holdall.sb3",
+    "ale_py, gymnasium",
+    "holdall",
+)
 ENDS = {
-    "": 0, "raise SystemExit(3)": 3, "raise RuntimeError('planned')": 1, "os.kill(os.getpid(), 9)": 137,
+    "": 0,
+    "raise SystemExit(3)": 3,
+    "raise RuntimeError('planned')": 1,
+    "os.kill(os.getpid(), 9)": 137,
     "os._exit(7)": 7,
-}  # fmt: skip
+}
 SHORT = """
 import os, sys, numpy as np, gymnasium, holdall
 env = gymnasium.make("CartPole-v1")
@@ -214,7 +234,7 @@ def leak(run: int, seconds: float) -> Line:
 
 
 def spill(run: int, _: float) -> Line:
-    """Let a memory outgrow its control group; the last run does nothing about it, and must be killed."""
+    """Run memories that outgrow their control group. The last run takes no action, and must be killed."""
     if run == 0 and os.geteuid() == 0:  # the first is cold
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1", encoding="ascii")
@@ -263,22 +283,43 @@ class Showing:
 
 
 SHOWINGS = {
-    "ends": Showing("starts and ends of trainings", end, 200,
-                    lambda all_, right: f"{right} of {len(all_)} trainings kept their exit code, and no watch crashed"),
-    "imports": Showing("scripts that only import, on a busy machine", imported, 20,
-                       lambda all_, right: f"{len(all_) - right} alarms in {len(all_)} scripts", around=_busy),
-    "clean": Showing("trainings without a leak", clean, 20,
-                     lambda all_, right: f"{len(all_) - right} alarms in {len(all_)} trainings"),
-    "leaks": Showing("planted leaks", leak, len(LEAKS),
-                     lambda all_, right: f"{right} of {len(all_)} leaks reported", workers=5),
-    "spill": Showing('`on_pressure="spill"` at full speed, in a control group of 400 MiB', spill, SPILLS + 1,
-                     lambda all_, _: _spilled(all_), workers=1),
-}  # fmt: skip
+    "ends": Showing(
+        "starts and ends of trainings",
+        end,
+        200,
+        lambda all_, right: f"{right} of {len(all_)} trainings kept their exit code, and no watch crashed",
+    ),
+    "imports": Showing(
+        "scripts that only import, on a busy machine",
+        imported,
+        20,
+        lambda all_, right: f"{len(all_) - right} alarms in {len(all_)} scripts",
+        around=_busy,
+    ),
+    "clean": Showing(
+        "trainings without a leak",
+        clean,
+        20,
+        lambda all_, right: f"{len(all_) - right} alarms in {len(all_)} trainings",
+    ),
+    "leaks": Showing(
+        "planted leaks", leak, len(LEAKS), lambda all_, right: f"{right} of {len(all_)} leaks reported", workers=5
+    ),
+    "spill": Showing(
+        '`on_pressure="spill"` at full speed, in a control group of 400 MiB',
+        spill,
+        SPILLS + 1,
+        lambda all_, _: _spilled(all_),
+        workers=1,
+    ),
+}
 
 
 def show(name: str, wanted: argparse.Namespace, end_at: float) -> None:
     """Make the runs of a showing that have no line yet, and write a line for each."""
-    showing, runs, lock = SHOWINGS[name], wanted.runs or SHOWINGS[name].runs, threading.Lock()
+    showing = SHOWINGS[name]
+    runs = wanted.runs or SHOWINGS[name].runs
+    lock = threading.Lock()
     known = {line["run"] for line in read_lines() if line["showing"] == name}
     missing = [run for run in range(runs) if run not in known]
 
@@ -301,16 +342,20 @@ def read_lines() -> list[Line]:
 
 
 def row(name: str) -> dict[str, Any] | None:
-    """Say what the lines of a showing say together; None if there are none."""
+    """Return one line for all lines of a showing, or None without lines."""
     lines = sorted((line for line in read_lines() if line["showing"] == name), key=lambda line: line["run"])
     if not lines:
         return None
     right = sum(not line["wrong"] for line in lines)
     wrong = [f"run {line['run']}: {line['wrong']}" for line in lines if line["wrong"]]
     return {
-        "showing": name, "figure": SHOWINGS[name].figure(lines, right), "holds": not wrong, "runs": len(lines),
-        "wrong": wrong, "commits": sorted({line["commit"] or "" for line in lines}),
-    }  # fmt: skip
+        "showing": name,
+        "figure": SHOWINGS[name].figure(lines, right),
+        "holds": not wrong,
+        "runs": len(lines),
+        "wrong": wrong,
+        "commits": sorted({line["commit"] or "" for line in lines}),
+    }
 
 
 def forget(names: list[str]) -> None:
@@ -323,7 +368,7 @@ def forget(names: list[str]) -> None:
 
 
 def _alarms(command: list[str], name: str) -> list[str]:
-    """Return what a watch warned of, and exit codes that are none."""
+    """Return the warnings of a watch, and the exit code of a command that failed."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "run.jsonl"
         watch = [*WATCH, "--interval", "0.5", "--record", str(record), "--", *command]
@@ -336,11 +381,13 @@ def _alarms(command: list[str], name: str) -> list[str]:
 def _found_leak(text: str, seconds: float) -> dict[str, Any] | None:
     """Run a program until a watch reports a leak."""
     with tempfile.TemporaryDirectory() as folder:
-        script, record = Path(folder) / "train.py", Path(folder) / "run.jsonl"
+        script = Path(folder) / "train.py"
+        record = Path(folder) / "run.jsonl"
         script.write_text(text, encoding="utf-8")
         watch = [*WATCH, "--interval", "0.5", "--record", str(record), "--", sys.executable, str(script)]
         with subprocess.Popen(watch, stdout=subprocess.DEVNULL) as child:
-            end, found = time.monotonic() + seconds, None
+            end = time.monotonic() + seconds
+            found = None
             while found is None and time.monotonic() < end and child.poll() is None:
                 time.sleep(1.0)
                 found = next((one for one in _written(record) if one.get("name") == "leak"), None)
@@ -355,7 +402,7 @@ def _written(record: Path) -> list[dict[str, Any]]:
 
 
 def _limited(limit_bytes: int, command: list[str]) -> tuple[int, str, int]:
-    """Run a command in a control group of its own; return its exit code, what it said, and its highest use."""
+    """Run a command in a control group of its own. Return its exit code, what it said, and its highest use."""
     group = GROUPS / f"holdall-showing-{os.getpid()}"
     group.mkdir()
     try:
@@ -378,11 +425,9 @@ def _shorten(commits: list[str]) -> str:
 
 
 def _write_docs(rows: list[dict[str, Any]]) -> None:
-    """Put the figures into docs/watch.md."""
-    page = HERE.parent / "docs" / "watch.md"
-    before, begin, rest = page.read_text(encoding="utf-8").partition(
-        "<!-- showings: python benchmarks/watch_showings.py -->\n"
-    )
+    """Put the figures into docs/benchmarks.md."""
+    page = HERE.parent / "docs" / "benchmarks.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- showings -->\n")
     _, close, after = rest.partition("<!-- end of showings -->")
     shown = [f"| {SHOWINGS[one['showing']].title} | {one['figure']} | {_shorten(one['commits'])} |" for one in rows]
     table = "\n".join(["| what | measured | commit |", "|---|---|---|", *shown])
@@ -406,8 +451,10 @@ def main() -> int:
     rows = [found for found in map(row, SHOWINGS) if found is not None]
     for one in rows:
         left = SHOWINGS[one["showing"]].runs - one["runs"]
-        print(f"{one['showing']}: {one['figure']}{'' if one['holds'] else '  (DOES NOT HOLD)'}"
-              f"{f'  ({left} runs left)' if left > 0 else ''}")  # fmt: skip
+        print(
+            f"{one['showing']}: {one['figure']}{'' if one['holds'] else '  (DOES NOT HOLD)'}"
+            f"{f'  ({left} runs left)' if left > 0 else ''}"
+        )
     text = {"machine": machine(), "versions": versions(), "rows": rows}
     RESULTS.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     _write_docs(rows)

@@ -35,7 +35,7 @@ BYTES_OBJECT = 33  # what Python takes for an empty one
 
 
 class Camera(gym.Env[Any, Any]):
-    """Random frames and a state vector; episodes of 100 steps."""
+    """Random frames and a state vector. An episode has 100 steps."""
 
     def __init__(self, side: int = 84, *, discrete: bool = False, plain: bool = False) -> None:
         image = spaces.Box(0, 255, (3, side, side), np.uint8)
@@ -53,7 +53,7 @@ class Camera(gym.Env[Any, Any]):
         return self._observed(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Go on; nothing depends on the action."""
+        """Go on. Nothing depends on the action."""
         self._time += 1
         return self._observed(), float(self._generator.normal()), self._time >= 100, False, {}
 
@@ -117,13 +117,19 @@ def ppo_vector(seed: int, _size: int) -> Any:
 
 
 MODELS: dict[str, Callable[[int, int], Any]] = {
-    "sac": sac, "sac-small": sac_small, "dqn-vector": dqn_vector, "td3-vector": td3_vector, "dqn-holdall": dqn_holdall,
-    "dqn-atari": dqn_atari, "ppo-workers": ppo_workers, "ppo-vector": ppo_vector,
-}  # fmt: skip
+    "sac": sac,
+    "sac-small": sac_small,
+    "dqn-vector": dqn_vector,
+    "td3-vector": td3_vector,
+    "dqn-holdall": dqn_holdall,
+    "dqn-atari": dqn_atari,
+    "ppo-workers": ppo_workers,
+    "ppo-vector": ppo_vector,
+}
 
 
 class Leaking(BaseCallback):
-    """Keeps so many bytes of every step, and tells the step where it can be read after a kill."""
+    """Keeps a number of bytes of every step, and writes the step to where it can be read after a kill."""
 
     def __init__(self, nbytes: int, counter: Path | None) -> None:
         super().__init__()
@@ -147,7 +153,8 @@ def touched_bytes(array: NDArray[Any]) -> int:
     """Count the bytes of an array whose pages are in memory, by another way than the watch's."""
     while isinstance(array.base, np.ndarray):
         array = array.base
-    first, last = array.ctypes.data // mmap.PAGESIZE, (array.ctypes.data + array.nbytes - 1) // mmap.PAGESIZE
+    first = array.ctypes.data // mmap.PAGESIZE
+    last = (array.ctypes.data + array.nbytes - 1) // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
         entries = np.frombuffer(os.pread(file.fileno(), 8 * (last - first + 1), 8 * first), np.uint64)
     present = (entries >> np.uint64(63)).astype(np.int64) * mmap.PAGESIZE
@@ -180,7 +187,8 @@ class Toggling(BaseCallback):
 
     def __init__(self, turn_s: float, turns: int) -> None:
         super().__init__()
-        self._turn_s, self._turns = turn_s, turns
+        self._turn_s = turn_s
+        self._turns = turns
         self._watch = start()
         self._guard: MemoryGuard | None = None
         self._turn = -1
@@ -208,7 +216,8 @@ class Toggling(BaseCallback):
         return self._turn < self._turns
 
     def _watch_in_turn(self, *, watched: bool) -> None:
-        agent, beside = self._watch.agent, self._watch.pid
+        agent = self._watch.agent
+        beside = self._watch.pid
         if self._guard is not None:
             self._guard.stop()
         self._guard = MemoryGuard(agent, "warn") if watched else None

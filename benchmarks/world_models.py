@@ -38,7 +38,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, store
 from tensordict import TensorDict
 
 from holdall.dreamer import Replay
@@ -51,14 +52,13 @@ EPISODE_STEPS = 200
 STEPS = {"dreamerv3": 4_096, "tdmpc2": 10_000, "r2dreamer": 6_000}
 """Steps after which bytes are counted. Each of holdall's sides fills several blocks."""
 TIMED_STEPS = {"dreamerv3": 2_048, "tdmpc2": 1_000, "r2dreamer": 1_024}
-WARM_UP_ROUNDS, TIMED_ROUNDS = 5, 12
+WARM_UP_ROUNDS = 5
+TIMED_ROUNDS = 12
 """Rounds of adding, sampling and updating. The first ones touch memory for the first time and are not timed."""
 WORKERS = 4
 
 TITLES = {"dreamerv3": "DreamerV3", "tdmpc2": "TD-MPC2", "r2dreamer": "R2-Dreamer"}
 REWRITES = {"dreamerv3": True, "tdmpc2": False, "r2dreamer": True}
-BEGIN = "<!-- world_models: python benchmarks/world_models.py -->"
-END = "<!-- end of world_models -->"
 
 Images = Iterator[NDArray[np.uint8]]
 
@@ -79,7 +79,8 @@ def images() -> Images:
 class DreamerV3:
     """DreamerV3's Replay in its default size: sequences of 64 steps and one of context."""
 
-    length, batch = 65, 16
+    length = 65
+    batch = 16
 
     def __init__(self, side: str, folder: Path, capacity: int) -> None:
         kind: Any = Replay
@@ -368,26 +369,19 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def table(models: dict[str, Any]) -> str:
-    """Return the results as the table of docs/guides/world_models.md."""
-    lines = [
-        "| buffer | arrays of a step | with holdall, `report()` | adding a step | `sample` | `update` |",
-        "|---|---|---|---|---|---|",
+def figures_of(model: str, found: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a model."""
+    name = TITLES[model]
+    ours = found["holdall"]
+    bar = f"at least {BAR_DREAMER} x" if model == "dreamerv3" else None
+    figures = [
+        Figure(name, "arrays of a step", "B", found["published"]["bytes"]),
+        Figure(name, "with holdall, `report()`", "B", ours["bytes"]),
+        Figure(name, "less by", "times", found["times_smaller"], bar),
     ]
-    for model, found in models.items():
-        ours = found["holdall"]
-        acts = [f"{ours[act] * 1e3:.1f} ms ({found['ratios'][act]:.2f} x)" for act in ("add", "sample", "update")]
-        if not REWRITES[model]:
-            acts[2] = ""
-        held = f"{found['published']['bytes']:,.0f} B | {ours['bytes']:,.0f} B ({found['times_smaller']:.1f} x less)"
-        lines.append(f"| {TITLES[model]} | {held} | {' | '.join(acts)} |")
-    return "\n".join(lines) + "\n"
-
-
-def rewritten(text: str, models: dict[str, Any]) -> str:
-    """Return a guide with the table of these results in its place."""
-    head, rest = text.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table(models)}{END}{rest.split(END, 1)[1]}"
+    acts = ("add", "sample", "update") if REWRITES[model] else ("add", "sample")
+    unit = "of the published buffer's time"
+    return figures + [Figure(name, f"`{act}`", unit, found["ratios"][act]) for act in acts]
 
 
 def main() -> int:
@@ -395,8 +389,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for model in MODELS:
         parser.add_argument(f"--{model}", type=Path, metavar="DIR", help="a copy of its public repository")
-    parser.add_argument("--json", type=Path, help="models that are measured again take their place there")
-    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--footprint", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
@@ -408,16 +401,11 @@ def main() -> int:
         emit({"result": result})
         return 0
     found = {model: measure(model, arguments[model]) for model in MODELS if arguments[model]}
-    measured = found
-    if arguments["json"] and arguments["json"].is_file():
-        found = json.loads(arguments["json"].read_text(encoding="utf-8"))["models"] | found
-    about = {"machine": machine(), "versions": versions("torch", "torchrl", "tensordict"), "commit": commit()}
-    if arguments["json"]:
-        arguments["json"].write_text(json.dumps(about | {"models": found}, indent=1) + "\n", encoding="utf-8")
-    if arguments["guide"]:
-        guide = arguments["guide"]
-        guide.write_text(rewritten(guide.read_text(encoding="utf-8"), found), encoding="utf-8")
-    dreamer = measured.get("dreamerv3")
+    for model, figures in found.items():
+        if arguments["json"]:
+            run = describe_run({"repository_commit": figures["repository_commit"]}, ("torchrl", "tensordict"))
+            store(arguments["json"], figures_of(model, figures), run)
+    dreamer = found.get("dreamerv3")
     return 0 if dreamer is None or dreamer["times_smaller"] >= BAR_DREAMER else 1
 
 

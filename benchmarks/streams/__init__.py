@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One transition in every lane; `next_obs` is the final observation where an episode ended."""
+    """One transition in every lane. `next_obs` is the final observation where an episode ended."""
 
     obs: Any
     action: NDArray[Any]

@@ -24,7 +24,7 @@ Stacks = NDArray[np.uint8]  # (STACK, SCREEN_PX, SCREEN_PX)
 
 
 class FirstAxisStack(gym.Wrapper[Stacks, Any, NDArray[np.uint8], Any]):
-    """The newest frames along the first axis, the oldest first; after a reset the first frame stands in all places."""
+    """The newest frames along the first axis, the oldest first. After a reset, the first frame is repeated."""
 
     space: ClassVar = spaces.Box(0, 255, (STACK, SCREEN_PX, SCREEN_PX), np.uint8)
 
@@ -34,7 +34,7 @@ class FirstAxisStack(gym.Wrapper[Stacks, Any, NDArray[np.uint8], Any]):
         self._stack = np.zeros(self.space.shape, np.uint8)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Stacks, dict[str, Any]]:
-        """Begin anew, with one frame in all places."""
+        """Reset, and repeat the first frame."""
         frame, info = self.env.reset(seed=seed, options=options)
         self._stack = np.repeat(frame[None, ..., 0], STACK, axis=0)
         return self._stack, info

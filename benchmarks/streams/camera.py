@@ -41,7 +41,8 @@ def _sensed(steps: Iterator[Step], noise: np.random.Generator | None) -> Iterato
         obs = obs if step.obs is continued else _sense(step.obs, noise)
         next_obs = _sense(step.next_obs, noise)
         yield Step(obs, step.action, step.reward, next_obs, step.terminated, step.truncated)
-        obs, continued = next_obs, step.next_obs
+        obs = next_obs
+        continued = step.next_obs
 
 
 def _sense(observation: dict[str, NDArray[Any]], noise: np.random.Generator | None) -> dict[str, NDArray[Any]]:

@@ -41,7 +41,7 @@ def stacks(sources: list[Source]) -> Iterator[tuple[NDArray[np.uint8], NDArray[n
 
 
 def noise(seed: int) -> Source:
-    """Make frames of which no two are alike; an episode lasts 1,000 steps."""
+    """Make frames of which no two are alike. An episode lasts 1,000 steps."""
     generator = np.random.default_rng(seed)
     steps = 0
 
@@ -62,13 +62,15 @@ def game(seed: int) -> Source:
     ale.setInt("random_seed", seed)
     rom: Any = roms.get_rom_path(GAME.lower())
     ale.loadROM(rom)
-    generator, actions = np.random.default_rng(seed), ale.getMinimalActionSet()
+    generator = np.random.default_rng(seed)
+    actions = ale.getMinimalActionSet()
     screen = np.empty((*ale.getScreenDims(), 3), np.uint8)
     begins = True
 
     def source() -> tuple[Frame, bool]:
         nonlocal begins
-        began, begins = begins, False
+        began = begins
+        begins = False
         for _ in range(_SKIPPED_FRAMES):
             ale.act(actions[generator.integers(len(actions))])
         if ale.game_over():

@@ -1,4 +1,4 @@
-"""A recorded trace, played over and over; `holdall.tools.bench.trace` describes the file."""
+"""A recorded trace, played over and over. `holdall.tools.bench.trace` describes the file."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Measure how long imports take, each in fresh processes: `python benchmarks/import_time.py [--before SRC]`.
+"""Measure how long imports take, in fresh processes: `python benchmarks/imports.py [--before SRC] [--json FILE]`.
 
-In:  with --before, the folder `src` of another commit, whose imports are measured by turns with those of this one.
-Out: benchmarks/results/import_time.json, with the median and the least of `ROUNDS` processes for each module. The bytes
-of the modules are compiled and in the page cache, because a first process imports them without being measured. The time
-of an interpreter that imports nothing is subtracted. CPU time is stored, too, since it depends less on other programs.
+With `--before`, the folder `src` of another commit, the imports of both are measured in turns. The figures are medians
+over the processes. The bytes of the modules are compiled and in the page cache, because a first process imports them
+without being measured. The time of an interpreter that imports nothing is subtracted. CPU time depends less on other
+programs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,9 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from process import commit, machine, versions
+from results import Figure, describe_run, show, store
 
-RESULTS = Path(__file__).parent / "results" / "import_time.json"
 ROUNDS = 7
 STATEMENTS = {
     "holdall": "import holdall",
@@ -45,12 +43,12 @@ def time_process(statement: str, source: Path | None) -> tuple[float, float]:
     return seconds, used.ru_utime + used.ru_stime
 
 
-def measure(sources: dict[str, Path | None]) -> dict[str, Any]:
+def measure(sources: dict[str, Path | None], rounds: int) -> dict[str, Any]:
     """Measure all statements with all sources by turns."""
     cases = [(source, name) for source in sources for name in STATEMENTS]
     times: dict[tuple[str, str], list[tuple[float, float]]] = {case: [] for case in cases}
     idle = []
-    for number in range(1 + ROUNDS):
+    for number in range(1 + rounds):
         idle.append(time_process("pass", None))
         for source, name in cases:
             seconds = time_process(STATEMENTS[name], sources[source])
@@ -72,16 +70,23 @@ def main() -> None:
     """Measure, print and store the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, metavar="SRC")
-    before = parser.parse_args().before
+    parser.add_argument("--short", action="store_true", help="three processes instead of seven")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
+    wanted = parser.parse_args()
+    rounds = 3 if wanted.short else ROUNDS
     sources: dict[str, Path | None] = {"now": None}
-    if before is not None:
-        sources["before"] = before.resolve()
-    found = measure(sources)
-    for source, rows in found.items():
+    if wanted.before is not None:
+        sources["before"] = wanted.before.resolve()
+    run = describe_run({"short": wanted.short, "rounds": rounds})
+    figures = []
+    for source, rows in measure(sources, rounds).items():
         for name, row in rows.items():
-            print(f"{source:8} {name:22} {row['median_s']:.3f} s, CPU {row['cpu_s']:.3f} s")
-    result = {"machine": machine(), "versions": versions(), "commit": commit(), "rounds": ROUNDS, "imports": found}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            case = f"`import {name}`" + (", before" if source == "before" else "")
+            figures.append(Figure(case, "median", "s", row["median_s"]))
+            figures.append(Figure(case, "CPU", "s", row["cpu_s"]))
+    show(figures)
+    if wanted.json is not None:
+        store(wanted.json, figures, run)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What moving to holdall changes: bytes and times before and after, a case for every guide in docs/guides.
+"""Memory and times of other ways to keep transitions, compared with holdall.
 
-    python benchmarks/migration.py [--case loop] [--steps 10000] [--json results/migration.json] [--docs]
+    python benchmarks/libraries.py [--case buffers|loop|tianshou|jax|multi-agent] [--short] [--json FILE]
 
-Memory is what the process's own pages (USS) have grown by when all transitions are held, each side in a fresh process,
-without what libraries take.
-Times are medians of all sides in one process, turn by turn, on the same steps: one step in blocks of 100, by the CPU
-time of the loop's thread, which other programs on the machine change little; one batch of 256, by the wall clock.
-`--docs` writes the tables of the guides from the results, and measures nothing. A case whose packages are missing says
-so, and keeps the results that are there.
+`buffers` runs `holdall bench buffers`, which gives the same recorded steps to every installed library and compares all
+rows afterwards (docs/bench.md). The other cases are those of the guides: a deque of tuples, Tianshou, arrays of NumPy
+for JAX, and arrays for each agent.
+
+In the cases of the guides, memory is the growth of the process's own pages (USS) until all transitions are held. Each
+side has a fresh process, and libraries are not counted. Times are medians of all sides in one process, in turns, on the
+same steps: one step in blocks of 100, by the CPU time of the thread, and one batch of 256, by the wall clock. A case
+whose packages are missing is skipped and named.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import importlib.util
 import itertools
 import json
 import random
-import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,16 +33,21 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, show, store
 from streams import Step, Stream
 
 import holdall
 from holdall.machine import held_bytes
-from holdall.units import format_bytes
+from holdall.tools.bench.compare_buffers import table_rows
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "migration.json"
-BATCH, BLOCK, DRAWN, WARM_UP = 256, 100, 5, 300
+MIB = 2**20
+BATCH = 256
+BLOCK = 100
+DRAWN = 5
+WARM_UP = 300
+STEPS = 10_000
+SHORT_STEPS = 4_000
 SIDES = ("before", "holdall", "compressed")
 AGENTS = ("red", "green", "blue", "white")
 
@@ -49,7 +56,9 @@ class Side:
     """One way to keep transitions: what a loop calls at every step, and what it draws."""
 
     def __init__(self, stream: Stream, capacity: int, budget: str | None) -> None:
-        self.stream, self.capacity, self.budget = stream, capacity, budget
+        self.stream = stream
+        self.capacity = capacity
+        self.budget = budget
 
     def memory(self, **settings: Any) -> holdall.ReplayMemory:
         """Make a memory for the stream."""
@@ -72,7 +81,8 @@ class PlayedEnv(gym.Env[Any, Any]):
     """Gives the steps that it is handed: an environment that costs nothing."""
 
     def __init__(self, stream: Stream) -> None:
-        self.observation_space, self.action_space = stream.observation_space, stream.action_space
+        self.observation_space = stream.observation_space
+        self.action_space = stream.action_space
         self.next: Step
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -90,7 +100,8 @@ class Deque(Side):
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
-        self.env, self.obs = PlayedEnv(self.stream), None
+        self.env = PlayedEnv(self.stream)
+        self.obs = None
         self.held: deque[Any] = deque(maxlen=self.capacity)
 
     def add(self, step: Step) -> None:
@@ -141,10 +152,15 @@ class TianshouBuffer(Side):
         """Make a Batch, and add it."""
         self.held.add(
             self.batch(
-                obs=step.obs[0], act=step.action[0], rew=step.reward[0], obs_next=step.next_obs[0],
-                terminated=step.terminated[0], truncated=step.truncated[0], info={},
+                obs=step.obs[0],
+                act=step.action[0],
+                rew=step.reward[0],
+                obs_next=step.next_obs[0],
+                terminated=step.terminated[0],
+                truncated=step.truncated[0],
+                info={},
             )
-        )  # fmt: skip
+        )
 
     def sample(self) -> Any:
         """Draw a Batch of arrays."""
@@ -173,18 +189,21 @@ class Added(Side):
 
 
 class Rings(Side):
-    """Arrays of NumPy, written in turn; batches go to JAX by `jnp.asarray`."""
+    """Arrays of NumPy, written in turn. Batches go to JAX by `jnp.asarray`."""
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
-        observed, count = self.stream.observation_space, self.capacity
-        self.jnp, self.added = importlib.import_module("jax.numpy"), 0
+        observed = self.stream.observation_space
+        count = self.capacity
+        self.jnp = importlib.import_module("jax.numpy")
+        self.added = 0
         self.rings = {
             "obs": np.zeros((count, *observed.shape), observed.dtype),  # type: ignore[misc]  # a Box has a shape
             "next_obs": np.zeros((count, *observed.shape), observed.dtype),  # type: ignore[misc]  # likewise
-            "action": np.zeros(count, np.int64), "reward": np.zeros(count, np.float32),
+            "action": np.zeros(count, np.int64),
+            "reward": np.zeros(count, np.float32),
             "terminated": np.zeros(count, np.bool_),
-        }  # fmt: skip
+        }
         self.random = np.random.default_rng(0)
 
     def add(self, step: Step) -> None:
@@ -220,8 +239,10 @@ class PerAgent(Side):
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
-        self.added, self.random = 0, np.random.default_rng(0)
-        count, seen = self.capacity, self.stream.observation_space
+        self.added = 0
+        self.random = np.random.default_rng(0)
+        count = self.capacity
+        seen = self.stream.observation_space
         self.rings: dict[str, dict[str, NDArray[Any]]] = {
             agent: {
                 "obs": np.zeros((count, *seen[agent].shape), np.uint8),  # type: ignore[index]  # a Dict
@@ -230,15 +251,19 @@ class PerAgent(Side):
             }
             for agent in AGENTS
         }
-        self.reward, self.terminated = np.zeros((count, len(AGENTS)), np.float32), np.zeros(count, np.bool_)
+        self.reward = np.zeros((count, len(AGENTS)), np.float32)
+        self.terminated = np.zeros(count, np.bool_)
 
     def add(self, step: Step) -> None:
         """Write a row of every agent's arrays."""
-        place, action = self.added % self.capacity, {agent: step.action[0, i] for i, agent in enumerate(AGENTS)}
+        place = self.added % self.capacity
+        action = {agent: step.action[0, i] for i, agent in enumerate(AGENTS)}
         for agent, rings in self.rings.items():
-            rings["obs"][place], rings["next_obs"][place] = step.obs[agent][0], step.next_obs[agent][0]
+            rings["obs"][place] = step.obs[agent][0]
+            rings["next_obs"][place] = step.next_obs[agent][0]
             rings["action"][place] = action[agent]
-        self.reward[place], self.terminated[place] = step.reward[0], step.terminated[0]
+        self.reward[place] = step.reward[0]
+        self.terminated[place] = step.terminated[0]
         self.added += 1
 
     def sample(self) -> Any:
@@ -249,7 +274,7 @@ class PerAgent(Side):
 
 
 def plaza(seed: int = 0) -> Stream:
-    """Four agents walk on a common map; each sees 11 x 11 cells around itself as an image of 88 x 88 x 3."""
+    """Four agents walk on a common map. Each sees 11 x 11 cells around itself as an image of 88 x 88 x 3."""
     observed = spaces.Dict({agent: spaces.Box(0, 255, (88, 88, 3), np.uint8) for agent in AGENTS})
     return Stream(observed, spaces.MultiDiscrete([5] * len(AGENTS)), 1, _walk(np.random.default_rng(seed)))
 
@@ -258,13 +283,15 @@ def _walk(generator: np.random.Generator) -> Iterator[Step]:
     colours = generator.integers(0, 256, (8, 3), np.uint8)
     moves = np.array([(0, 0), (0, 1), (1, 0), (0, -1), (-1, 0)])
     for episode in itertools.count():
-        cells, places = generator.integers(0, 4, (40, 40)), generator.integers(5, 35, (len(AGENTS), 2))
+        cells = generator.integers(0, 4, (40, 40))
+        places = generator.integers(5, 35, (len(AGENTS), 2))
         obs = _views(cells, places, colours)
         for t in range(1, 101):
             action = generator.integers(0, 5, len(AGENTS))
             places = np.clip(places + moves[action], 5, 34)
             cells[tuple(generator.integers(0, 40, 2))] = generator.integers(0, 4)
-            next_obs, ended = _views(cells, places, colours), np.array([t == 100])
+            next_obs = _views(cells, places, colours)
+            ended = np.array([t == 100])
             cut = ended if episode % 2 else ~ended & ended
             yield Step(obs, action[None], np.array([0.0], np.float32), next_obs, ended & ~cut, cut)
             obs = next_obs
@@ -365,68 +392,91 @@ def in_child(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["result"]
 
 
-def measure(name: str, steps: int) -> dict[str, Any]:
-    """Measure a case, in processes of its own."""
+def measure_way(name: str, steps: int) -> dict[str, Any]:
+    """Measure a case of a guide, in processes of its own."""
     common = ("--case", name, "--steps", str(steps))
-    memory = {side: in_child(*common, "--memory", side) for side in SIDES}
-    return {
-        "transitions": steps, "held_bytes": memory, "times_us": in_child(*common, "--times"),
-        "machine": machine(), "versions": versions(*filter(None, [CASES[name].needs])), "commit": commit(),
-    }  # fmt: skip
+    held = {side: in_child(*common, "--memory", side) for side in SIDES}
+    return {"held_bytes": held, "times_us": in_child(*common, "--times")}
 
 
-def table(name: str, result: dict[str, Any]) -> str:
-    """Write a case as the table of its guide."""
-    case, taken, times = CASES[name], result["held_bytes"], result["times_us"]
-    others = SIDES[1:]
-    lines = [
-        f"| {case.played}, {result['transitions']:,} transitions | {case.before} | holdall | holdall, `budget=None` |",
-        "|---|---|---|---|",
-        f"| memory | {format_bytes(taken['before'])} | "
-        + " | ".join(f"{format_bytes(taken[side])}, {taken['before'] / taken[side]:,.1f} x less" for side in others)
-        + " |",
-    ]
-    for act, words in (("add", "one step, CPU time"), ("sample", f"a batch of {BATCH}")):
-        cells = [f"{times[side][act]:,.0f} us" for side in SIDES]
-        lines.append(f"| {words} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def figures_of_way(name: str, result: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a case of a guide."""
+    case = CASES[name]
+    figures = []
+    for side in SIDES:
+        label = f"{case.before}: {case.played}" if side == "before" else f"holdall instead of {case.before}"
+        label = f"ways: {label}" + (", compressed" if side == "compressed" else "")
+        held = result["held_bytes"][side]
+        figures += [
+            Figure(label, "memory", "MiB", held / MIB),
+            Figure(label, "less by", "times", result["held_bytes"]["before"] / held),
+            Figure(label, "`add`", "us", result["times_us"][side]["add"]),
+            Figure(label, f"`sample({BATCH})`", "us", result["times_us"][side]["sample"]),
+        ]
+    return figures
 
 
-def rewritten(name: str, results: dict[str, Any]) -> tuple[Path, str]:
-    """Return a case's guide, and its text with the table of the results."""
-    path = ROOT / "docs" / "guides" / f"{CASES[name].guide}.md"
-    pattern = r"(<!-- measured: [^>]*-->\n).*?(<!-- end of measured -->)"
-    text = path.read_text(encoding="utf-8")
-    return path, re.sub(pattern, lambda found: found[1] + table(name, results[name]) + found[2], text, flags=re.DOTALL)
+# ---------------------------------------------------------------- libraries, by `holdall bench buffers`
+
+
+def measure_buffers(rounds: int) -> list[dict[str, Any]]:
+    """Run `holdall bench buffers`, and return the lines of its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "buffers.jsonl")
+        command = [sys.executable, "-m", "holdall", "bench", "buffers", "--rounds", str(rounds), "--out", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def figures_of_buffers(records: list[dict[str, Any]]) -> list[Figure]:
+    """Return the figures of all libraries. Table cells with text come from `holdall bench buffers` itself."""
+    figures = []
+    for record in records:
+        if record["kind"] == "buffer":
+            played = "Seaquest" if record["case"] == "atari" else record["case"]
+            label = f"{played}: {record['library']} {record['version'] or ''}".strip()
+            right = table_rows([record], record["case"])[0][-1]
+            figures += [
+                Figure(label, "memory", "MiB", record["bytes"] / MIB),
+                Figure(label, "`add`", "us", record["add_us"]),
+                Figure(label, "`sample(256)`", "ms", record["sample_ms"]),
+                Figure(label, "save", "s", record["save_s"]),
+                Figure(label, "bytes on disk", "MiB", record["file_bytes"] / MIB),
+                Figure(label, "load", "s", record["load_s"]),
+                Figure(label, "came back right", "", right),
+                Figure(label, "transitions", "", record["transitions"]),
+            ]
+    return figures
 
 
 def main() -> None:
-    """Read the command line; measure, or write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--docs", action="store_true")
-    parser.add_argument("--memory", choices=SIDES)
-    parser.add_argument("--times", action="store_true")
+    """Read the command line, and measure one part here or all of them in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=("buffers", *CASES), action="append")
+    parser.add_argument("--short", action="store_true", help="4,000 transitions for the guides, one round of libraries")
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
+    parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.memory:
-        emit({"result": measure_memory(wanted.case, wanted.memory, wanted.steps)})
+        emit({"result": measure_memory(wanted.case[0], wanted.memory, wanted.steps)})
         return
     if wanted.times:
-        emit({"result": measure_times(wanted.case, wanted.steps)})
+        emit({"result": measure_times(wanted.case[0], wanted.steps)})
         return
-    results = json.loads(wanted.json.read_text(encoding="utf-8")) if wanted.json.exists() else {}
-    for name in [] if wanted.docs else [wanted.case] if wanted.case else CASES:
-        if (needs := CASES[name].needs) and importlib.util.find_spec(needs) is None:
-            print(f"{name}: not measured, needs pip install {needs}", file=sys.stderr)
+    run = describe_run({"short": wanted.short}, ("torchrl", "tianshou", "cpprb", "sb3-extra-buffers", "jax"))
+    for name in wanted.case or ("buffers", *CASES):
+        if name == "buffers":
+            figures = figures_of_buffers(measure_buffers(1 if wanted.short else 3))
+        elif (needs := CASES[name].needs) and importlib.util.find_spec(needs) is None:
+            print(f"{name}: skipped, needs pip install {needs}", file=sys.stderr)
             continue
-        results[name] = measure(name, wanted.steps)
-        print(table(name, results[name]))
-        wanted.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for name in results if wanted.docs else ():
-        path, text = rewritten(name, results)
-        path.write_text(text, encoding="utf-8")
+        else:
+            figures = figures_of_way(name, measure_way(name, SHORT_STEPS if wanted.short else STEPS))
+        show(figures)
+        if wanted.json is not None:
+            store(wanted.json, figures, run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Vectors in which columns repeat: bytes per transition, `add` and `sample`, compared with Stable-Baselines3's buffer.
 
-    python benchmarks/columns.py [--case ant] [--rounds 2] [--traces DIR] [--json FILE] [--docs FILE]
+    python benchmarks/vectors.py [--case ant] [--rounds 2] [--traces DIR] [--short] [--json FILE]
 
 There are three sides: Stable-Baselines3's buffer, the drop-in as it is by default, and the drop-in with `budget=None`,
 which packs vectors. Every side of every round is a fresh process, and the sides take turns. A process fills a buffer of
@@ -32,19 +32,26 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from process import commit, emit, machine, versions
+from process import emit
+from results import Figure, describe_run, show, store
 
 from holdall.machine import held_bytes
 
 SIDES = {"sb3": {}, "holdall": {}, "packed": {"budget": None}}
 """Arguments of each buffer. By default, holdall packs vectors once a quarter of the free memory is full."""
-STEPS, BATCH, ADDED, DRAWN, DRAWS = 60_000, 256, 50, 20, 800
-EPISODE, PAST, TERMS = 300, 10, 30
+STEPS = 60_000
+BATCH = 256
+ADDED = 50
+DRAWN = 20
+DRAWS = 800
+EPISODE = 300
+PAST = 10
+TERMS = 30
 RECORDED = {"panda": "panda_*.npz", "fetch": "robotics_FetchPush_*.npz", "highway": "highway_*.npz"}
 BARS = {"ant": (4.0, 0.8, 0.9), "terms": (8.0, None, None), "frames": (8.0, None, None)}
 """Of packed vectors: how many times less memory at least, and `add` and `sample` over Stable-Baselines3's at most."""
 Step = tuple[Any, Any, bool]
-"""Observation, next observation, whether the episode ends; without a lane axis."""
+"""Observation, next observation, whether the episode ends, without a lane axis."""
 
 
 class Source(NamedTuple):
@@ -90,7 +97,9 @@ def _ant_like() -> Iterator[Step]:
     rng = np.random.default_rng(0)
     touched = np.repeat([0.31, *[0.03, 0.1] * 4], 6)  # how often the force on a body changes
     for _ in itertools.count():
-        body, goal, forces = rng.normal(size=29), rng.normal(size=2), np.zeros(54)
+        body = rng.normal(size=29)
+        goal = rng.normal(size=2)
+        forces = np.zeros(54)
         seen = None
         for t in range(EPISODE + 1):
             body = body + 0.1 * rng.normal(size=29)
@@ -109,7 +118,8 @@ def _histories(order: tuple[int, int]) -> Source:
     def steps() -> Iterator[Step]:
         rng = np.random.default_rng(0)
         for _ in itertools.count():
-            past, seen = np.zeros((PAST, TERMS), np.float32), None
+            past = np.zeros((PAST, TERMS), np.float32)
+            seen = None
             for t in range(EPISODE + 1):
                 past = np.concatenate([past[1:], rng.normal(size=(1, TERMS)).astype(np.float32)])
                 after = np.ascontiguousarray(past.transpose(order)).reshape(-1)
@@ -151,7 +161,7 @@ CASES: dict[str, Callable[[Path | None], Source]] = {
 
 
 def measure_side(side: str, case: str, traces: Path | None) -> dict[str, Any]:
-    """Fill a buffer and draw from it; nothing but its calls is timed."""
+    """Fill a buffer and draw from it. Nothing but its calls is timed."""
     from stable_baselines3.common import buffers  # noqa: PLC0415  children alone need it
 
     import holdall.sb3  # noqa: PLC0415  likewise
@@ -178,16 +188,20 @@ def measure_side(side: str, case: str, traces: Path | None) -> dict[str, Any]:
         times["sample"].append((time.thread_time() - start) / DRAWN)
     found = "" if side == "sb3" else str(buffer.memory.report())
     return {
-        "bytes": held / STEPS, "add_us": 1e6 * float(np.mean(times["add"])),
-        "add_median_us": 1e6 * float(np.median(times["add"])), "sample_us": 1e6 * float(np.median(times["sample"])),
-        "report": found, "kind": source.kind,
-    }  # fmt: skip
+        "bytes": held / STEPS,
+        "add_us": 1e6 * float(np.mean(times["add"])),
+        "add_median_us": 1e6 * float(np.median(times["add"])),
+        "sample_us": 1e6 * float(np.median(times["sample"])),
+        "report": found,
+        "kind": source.kind,
+    }
 
 
 def _arguments(step: Step) -> tuple[Any, ...]:
     obs, next_obs, ends = step
     lanes = [{key: rows[None] for key, rows in o.items()} if isinstance(o, dict) else o[None] for o in (obs, next_obs)]
-    action, reward = np.zeros((1, 8), np.float32), np.ones(1, np.float32)
+    action = np.zeros((1, 8), np.float32)
+    reward = np.ones(1, np.float32)
     return *lanes, action, reward, np.array([ends]), [{"TimeLimit.truncated": ends}]
 
 
@@ -195,7 +209,7 @@ def _arguments(step: Step) -> tuple[Any, ...]:
 
 
 def measure(cases: list[str], rounds: int, traces: Path | None) -> dict[str, Any]:
-    """Run both sides in turn, each in a fresh process; return the best round of each."""
+    """Run both sides in turn, each in a fresh process. Return the best round of each."""
     found: dict[str, Any] = {case: {side: [] for side in SIDES} for case in cases}
     for turn in range(rounds):
         for case in cases:
@@ -224,25 +238,38 @@ def _compared(sides: dict[str, list[Any]]) -> dict[str, Any]:
 NAMES = {
     "ant": "AntMaze: Dict of 105 float64 and goals",
     "panda": "PandaPickAndPlace: Dict of 19 float32 and goals",
-    "fetch": "FetchPush: Dict of 25 float64 and goals", "highway": "highway-fast: 15 x 5 float32",
-    "terms": "10 past values of 30 terms, term by term, float32", "frames": "the same, step by step",
-}  # fmt: skip
+    "fetch": "FetchPush: Dict of 25 float64 and goals",
+    "highway": "highway-fast: 15 x 5 float32",
+    "terms": "10 past values of 30 terms, term by term, float32",
+    "frames": "10 past values of 30 terms, step by step, float32",
+}
 
 
-def table(found: dict[str, Any]) -> str:
-    """Show what was found as rows of Markdown."""
-    lines = [
-        "| vectors | SB3 | holdall by default: bytes, `add`, `sample(256)` | packed: bytes, `add`, `sample(256)` |",
-        "|---|---|---|---|",
-    ]
-    for case, row in found.items():
-        cells = [f"{NAMES[case]}, {row['kind']}", f"{row['sb3']['bytes']:,.0f} B"]
-        for side in ("holdall", "packed"):
-            ratio = row[side]["ratio"]
-            times = f"{ratio['add_us']:.2f}, {ratio['sample_us']:.2f}"
-            cells.append(f"{row[side]['bytes']:,.0f} B ({row[side]['times_less']:.1f} times less), {times}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def figures_of(case: str, row: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a case."""
+    name = f"{NAMES[case]}, {row['kind']}"
+    figures = [Figure(name, "SB3", "B", row["sb3"]["bytes"])]
+    times_less, add, sample = BARS.get(case, (1.0, None, None))
+    for side, title in (("holdall", "holdall"), ("packed", "packed")):
+        ours = row[side]
+        is_judged = side == "packed"
+        figures += [
+            Figure(name, title, "B", ours["bytes"]),
+            Figure(name, f"{title}, less by", "times", ours["times_less"], _bar("at least", times_less, is_judged)),
+            Figure(name, f"{title}, `add`", "of SB3's time", ours["ratio"]["add_us"], _bar("at most", add, is_judged)),
+            Figure(
+                name,
+                f"{title}, `sample(256)`",
+                "of SB3's time",
+                ours["ratio"]["sample_us"],
+                _bar("at most", sample, is_judged),
+            ),
+        ]
+    return figures
+
+
+def _bar(words: str, limit: float | None, is_judged: bool) -> str | None:
+    return f"{words} {limit}" if is_judged and limit is not None else None
 
 
 def are_met(found: dict[str, Any]) -> bool:
@@ -257,30 +284,27 @@ def are_met(found: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Read the command line; measure one side here, or all of them in processes of their own."""
+    """Read the command line. Measure one side here, or all of them in processes of their own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--traces", type=Path, help="where recordings lie; without it, those cases are left out")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--docs", type=Path, help="a file that has the table between <!-- columns --> marks")
+    parser.add_argument("--short", action="store_true", help="one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     wanted = parser.parse_args()
     if wanted.side:
         emit({"result": measure_side(wanted.side, wanted.case, wanted.traces)})
         return 0
     cases = [wanted.case] if wanted.case else [case for case in CASES if wanted.traces or case not in RECORDED]
-    found = measure(cases, wanted.rounds, wanted.traces)
-    print(table(found))
-    result = {"commit": commit(), "machine": machine(), "versions": versions(), "rounds": wanted.rounds, "found": found}
-    if wanted.json:
-        wanted.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if wanted.docs:
-        text = wanted.docs.read_text(encoding="utf-8")
-        before, rest = text.split("<!-- columns -->\n")
-        after = rest.split("<!-- end of columns -->")[1]
-        shown = f"{before}<!-- columns -->\n{table(found)}\n<!-- end of columns -->{after}"
-        wanted.docs.write_text(shown, encoding="utf-8")
+    rounds = 1 if wanted.short else wanted.rounds
+    run = describe_run({"short": wanted.short, "rounds": rounds})
+    found = measure(cases, rounds, wanted.traces)
+    for case, row in found.items():
+        figures = figures_of(case, row)
+        show(figures)
+        if wanted.json:
+            store(wanted.json, figures, run)
     return 0 if are_met(found) else 1
 
 

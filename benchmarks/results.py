@@ -1,0 +1,138 @@
+"""The one format of results: one JSON file for each benchmark of benchmarks.toml.
+
+    {"name": ..., "claim": ...,
+     "runs": [{"commit", "date", "command", "machine", "versions", "settings"}, ...],
+     "cases": [{"case", "figure", "unit", "value", "bar", "run"}, ...]}
+
+A case is what was measured, for example "Atari, 4 frames, compressed". A figure is one number or one short text about
+it, and `bar` is the limit that the figure must keep, or null. `run` is the index of the run that measured the figure,
+because the parts of a benchmark are often measured at different times. A new run replaces the figures that it measured
+and keeps the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import tomllib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from process import commit, machine, versions
+
+HERE = Path(__file__).parent
+LIST = HERE / "benchmarks.toml"
+Value = float | int | str | None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure.
+
+    Args:
+        unit: "B", "MiB", "us", "ms", "s", "%" and so on; "times" for a factor, "of ..." for a share, "" for a count
+            or a text.
+        bar: The limit in words, for example "at most 1.3".
+    """
+
+    case: str
+    figure: str
+    unit: str
+    value: Value
+    bar: str | None = None
+
+
+def read_list() -> dict[str, dict[str, Any]]:
+    """Return the benchmarks of benchmarks.toml by name."""
+    return tomllib.loads(LIST.read_text(encoding="utf-8"))
+
+
+def describe_run(settings: dict[str, Any] | None = None, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the commit, the date, the command, the machine and the versions of this run."""
+    return {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": versions(*packages),
+        "settings": settings or {},
+    }
+
+
+def store(file: Path, figures: Iterable[Figure], run: dict[str, Any]) -> None:
+    """Write `figures` of `run` to `file`, in place of earlier values of the same figures."""
+    document = read(file) if file.exists() else {"runs": [], "cases": []}
+    new = {(figure.case, figure.figure): asdict(figure) | {"value": _round(figure.value)} for figure in figures}
+    runs: list[dict[str, Any]] = [*document["runs"], run]
+    last = len(runs) - 1
+    rows = []
+    for row in document["cases"]:
+        measured = new.pop((row["case"], row["figure"]), None)
+        rows.append(row if measured is None else measured | {"run": last})
+    rows += [row | {"run": last} for row in new.values()]
+    used = sorted({row["run"] for row in rows})
+    rows = [row | {"run": used.index(row["run"])} for row in rows]
+    write(file, [runs[index] for index in used], rows)
+
+
+def write(file: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Write a file of results with one line for each run and each figure."""
+    name = file.stem
+    claim = read_list().get(name, {}).get("claim", "")
+    lines = ["{", f' "name": {json.dumps(name)},', f' "claim": {json.dumps(claim)},']
+    for key, entries in (("runs", runs), ("cases", rows)):
+        lines.append(f' "{key}": [')
+        lines.append(",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in entries))
+        lines.append(" ]," if key == "runs" else " ]")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
+
+
+def _round(value: Value) -> Value:
+    """Return a number with the six digits that a measurement has at most."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return a file of results."""
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return document
+
+
+def show(figures: Iterable[Figure]) -> None:
+    """Print figures to stderr, one per line."""
+    for figure in figures:
+        bar = f" ({figure.bar})" if figure.bar else ""
+        print(f"{figure.case} | {figure.figure}: {format_value(figure.value, figure.unit)}{bar}", file=sys.stderr)
+
+
+def format_value(value: Value, unit: str) -> str:
+    """Return a value with its unit, with as many digits as a reader needs."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if unit == "times":
+        return f"{value:,.1f} x"
+    if unit.startswith("of "):
+        return _format_small(value)
+    is_whole = isinstance(value, int) or abs(value) >= 100 or unit == "B"
+    number = f"{value:,.0f}" if is_whole else _format_small(value)
+    return f"{number} {unit}".strip()
+
+
+def _format_small(value: float) -> str:
+    if value == 0 or abs(value) >= 10:
+        return f"{value:,.1f}" if value else "0"
+    return f"{value:,.2f}" if abs(value) >= 0.01 else f"{value:.2g}"
+
+
+def figures(name: str) -> dict[str, dict[str, Any]]:
+    """Return the values of a stored result by case and figure."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in read(HERE / "results" / f"{name}.json")["cases"]:
+        rows.setdefault(row["case"], {})[row["figure"]] = row["value"]
+    return rows
