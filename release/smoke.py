@@ -16,7 +16,8 @@ import numpy as np
 
 import holdall
 
-STEPS, SHAPE = 3_000, (4, 42, 42)
+STEPS = 3_000
+SHAPE = (4, 42, 42)
 
 
 def frames() -> np.ndarray:
