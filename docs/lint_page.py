@@ -1,4 +1,4 @@
-"""Write the tables of rules in docs/lint.md: `python docs/lint_page.py`. With `--check`, only compare them."""
+"""Write the lists of rules in docs/lint.md: `python docs/lint_page.py`. With `--check`, only compare them."""
 
 import re
 import sys
@@ -11,22 +11,19 @@ PAGE = Path(__file__).with_name("lint.md")
 MARKED = re.compile(r"(<!-- rules -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def table(rules: list[Rule]) -> str:
-    """Return rules as a table."""
-    head = ["| code | name | severity | what it finds | instead |", "|---|---|---|---|---|"]
-    rows = [
-        f"| {rule.code} | {rule.name} | {rule.severity.word} | {rule.doc.what} | {rule.doc.fix} |" for rule in rules
-    ]
-    return "\n".join([*head, *rows])
+def write_list(rules: list[Rule]) -> str:
+    """Return one line for each rule: its code, its severity and the first sentence of its documentation."""
+    lines = [f"- **{rule.code}** {rule.severity.word}: {rule.doc.what.partition('. ')[0]}" for rule in rules]
+    return "\n".join(f"{line.removesuffix('.')}." for line in lines)
 
 
 def write_page(page: str) -> str:
-    """Return the page with its tables as they should be."""
+    """Return the page with its lists as they should be."""
     in_files = [rule for rule in RULES.values() if not rule.needs_run]
     in_runs = [rule for rule in RULES.values() if rule.needs_run]
     text = (
-        f"### {len(in_files)} rules about files\n\n{table(in_files)}\n\n"
-        f"### {len(in_runs)} rules about values\n\n{table(in_runs)}\n"
+        f"### {len(in_files)} rules about files\n\n{write_list(in_files)}\n\n"
+        f"### {len(in_runs)} rules about values\n\n{write_list(in_runs)}\n"
     )
     current, count = MARKED.subn(lambda found: f"{found[1]}{text}{found[2]}", page)
     if count != 1:

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["holdall[ray,torch]"]
 # ///
-"""Ape-X: actors feed shards, and a learner draws n-step returns by priority; a game of catch.
+"""Ape-X, in a game of catch: actors feed shards, and a learner draws n-step returns by priority.
 
     python examples/ape_x.py [UPDATES] [FOLDER]
 
@@ -22,13 +22,19 @@ from gymnasium import spaces
 
 import holdall.ray
 
-ROWS, COLUMNS, ACTORS, BATCH, STEPS, GAMMA = 10, 5, 2, 64, 3, 0.97
+ROWS = 10
+COLUMNS = 5
+ACTORS = 2
+BATCH = 64
+STEPS = 3
+GAMMA = 0.97
 
 
 class Catch(gym.Env):
-    """A ball falls one row a step; the paddle at the bottom stays, or moves to the left or right."""
+    """A ball falls one row a step. The paddle at the bottom stays, or moves to the left or right."""
 
-    observation_space, action_space = spaces.Box(0, 1, (2 * ROWS * COLUMNS,), np.float32), spaces.Discrete(3)
+    observation_space = spaces.Box(0, 1, (2 * ROWS * COLUMNS,), np.float32)
+    action_space = spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         """Drop another ball."""
@@ -37,7 +43,7 @@ class Catch(gym.Env):
         return self.seen(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Move; at the bottom, say whether the ball was caught."""
+        """Move. At the bottom, say whether the ball was caught."""
         self.row, self.paddle = self.row + 1, min(COLUMNS - 1, max(0, self.paddle + int(action) - 1))
         ended = self.row == ROWS - 1
         return self.seen(), float(ended) * (1 if self.paddle == self.ball else -1), ended, False, {}
@@ -56,11 +62,12 @@ def new_network() -> torch.nn.Sequential:
 
 
 class Policy:
-    """Chooses actions for an actor; each actor has its own probability of a random one."""
+    """Chooses actions for an actor. Each actor has its own probability of a random one."""
 
     def __init__(self, number: int) -> None:
         torch.set_num_threads(1)
-        self.network, self.rng = new_network(), np.random.default_rng(number)
+        self.network = new_network()
+        self.rng = np.random.default_rng(number)
         self.curiosity = 0.4 ** (1 + 7 * number / max(1, ACTORS - 1)) if number else 0.4
 
     def load(self, weights: dict) -> None:
@@ -77,8 +84,11 @@ class Policy:
 
 def caught(network: torch.nn.Module, games: int = 200) -> float:
     """Return the share of balls that the best actions catch."""
-    env, policy, total = Catch(), Policy(0), 0
-    policy.network, policy.curiosity = network, 0.0
+    env = Catch()
+    policy = Policy(0)
+    total = 0
+    policy.network = network
+    policy.curiosity = 0.0
     for game in range(games):
         (obs, _), ended = env.reset(seed=game), False
         while not ended:
@@ -91,8 +101,10 @@ class Learner:
     """A double DQN that can be saved in one step."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.update = file, 0
-        self.network, self.target = new_network(), new_network()
+        self.file = file
+        self.update = 0
+        self.network = new_network()
+        self.target = new_network()
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-3)
         if file.exists():
             saved = torch.load(file, weights_only=True)
@@ -127,11 +139,17 @@ def main(updates: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     learner = Learner(folder / "learner.pt")
     memory = holdall.ray.ReplayMemory(  # 1
-        Catch.observation_space, Catch.action_space, 50_000, shards=2, device="cpu", seed=0,
+        Catch.observation_space,
+        Catch.action_space,
+        50_000,
+        shards=2,
+        device="cpu",
+        seed=0,
         sampler=holdall.NStep(STEPS, GAMMA, by=holdall.Prioritized(0.6, 0.4)),
         limit=holdall.ray.RateLimit(samples_per_insert=8, min_size=500, tolerance=8_192),
-        durability="segment", url=folder,
-    )  # fmt: skip
+        durability="segment",
+        url=folder,
+    )
     print(f"begins with {len(memory)} transitions, after update {learner.update}", flush=True)
     with memory, holdall.ray.collect(Catch, ACTORS, memory, Policy, num_cpus=0.5) as actors:  # 2
         while learner.update < updates:

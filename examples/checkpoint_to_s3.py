@@ -25,9 +25,13 @@ for step in range(1, steps + 1):
     action = env.action_space.sample()
     next_obs, reward, terminated, truncated, _ = env.step(action)
     memory.add(
-        obs[None], np.array([action]), np.array([reward], np.float32), next_obs[None], np.array([terminated]),
+        obs[None],
+        np.array([action]),
+        np.array([reward], np.float32),
+        next_obs[None],
+        np.array([terminated]),
         np.array([truncated]),
-    )  # fmt: skip
+    )
     obs = env.reset()[0] if terminated or truncated else next_obs
     if step % max(steps // 2, 1) == 0:
         handle = memory.save(url)  # 1: returns at once

@@ -26,11 +26,12 @@ RANKS = 2
 
 @ray.remote(num_cpus=0.5)
 def learn(name: str, rank: int, meeting: str, updates: int) -> tuple[dict, list[int]]:
-    """Learn from a share of every batch; return the weights, and the first rows that were drawn."""
+    """Learn from a share of every batch. Return the weights, and the first rows that were drawn."""
     torch.set_num_threads(1)
     torch.manual_seed(0)  # one seed for all, so that the networks start equal
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    network, target = new_network(), new_network()
+    network = new_network()
+    target = new_network()
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     first: list[int] = []
     memory = holdall.ray.attach(name, rank=rank, seed=0, device="cpu")  # 2
@@ -57,7 +58,8 @@ def learn(name: str, rank: int, meeting: str, updates: int) -> tuple[dict, list[
 
 def play(memory: holdall.ray.ReplayMemory, games: int) -> None:
     """Fill the memory with random games."""
-    env, rng = Catch(), np.random.default_rng(0)
+    env = Catch()
+    rng = np.random.default_rng(0)
     for game in range(games):
         (obs, _), ended = env.reset(seed=game), False
         while not ended:

@@ -15,7 +15,9 @@ from torch import nn
 
 import holdall
 
-LANES, BATCH, GAMMA = 4, 128, 0.99
+LANES = 4
+BATCH = 128
+GAMMA = 0.99
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
 torch.manual_seed(0)
 rng = np.random.default_rng(0)

@@ -25,11 +25,13 @@ from torchrl.objectives import DQNLoss, HardUpdate
 
 from holdall.torchrl import HoldallStorage  # 1
 
-SIZE, BATCH, BLOCK = 12, 32, 64
+SIZE = 12
+BATCH = 32
+BLOCK = 64
 
 
 class Catch(gym.Env[np.ndarray, np.int64]):
-    """A ball flies down and sideways, bouncing off the walls; a paddle at the bottom moves left, stays, moves right."""
+    """A ball flies down and sideways, bouncing off the walls. A paddle at the bottom moves left, stays, moves right."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
@@ -50,7 +52,7 @@ class Catch(gym.Env[np.ndarray, np.int64]):
         return image
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Move everything by one; the end is at the bottom."""
+        """Move everything by one. The end is at the bottom."""
         self.paddle = int(np.clip(self.paddle + action - 1, 0, SIZE - 1))
         if not 0 <= self.column + self.flight < SIZE:
             self.flight = -self.flight
@@ -66,9 +68,13 @@ class Network(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(4, 16, 4, stride=2), torch.nn.ReLU(), torch.nn.Flatten(),
-            torch.nn.Linear(16 * 5 * 5, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3),
-        )  # fmt: skip
+            torch.nn.Conv2d(4, 16, 4, stride=2),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(16 * 5 * 5, 64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, 3),
+        )
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Take one stack, or a batch of them."""
@@ -77,7 +83,7 @@ class Network(torch.nn.Module):
 
 
 def train(storage: Storage, steps: int) -> tuple[torch.nn.Module, float]:
-    """Collect and learn in turns; return the network, and the share of the last 100 balls that were caught."""
+    """Collect and learn in turns. Return the network, and the share of the last 100 balls that were caught."""
     torch.manual_seed(0)
     game = GymWrapper(Catch(), categorical_action_encoding=True)
     env = TransformedEnv(game, Compose(InitTracker(), CatFrames(4, dim=-3, in_keys=["observation"])))
@@ -87,7 +93,8 @@ def train(storage: Storage, steps: int) -> tuple[torch.nn.Module, float]:
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=BATCH)  # 2
     loss = DQNLoss(actor, action_space="categorical", delay_value=True, double_dqn=True)
     loss.make_value_estimator(gamma=0.97)
-    target, optimizer = HardUpdate(loss, value_network_update_interval=100), torch.optim.Adam(actor.parameters(), 1e-3)
+    target = HardUpdate(loss, value_network_update_interval=100)
+    optimizer = torch.optim.Adam(actor.parameters(), 1e-3)
     policy = TensorDictSequential(actor, explore)
     caught: list[float] = []
     for block in Collector(env, policy, frames_per_batch=BLOCK, total_frames=steps):

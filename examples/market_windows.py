@@ -18,11 +18,13 @@ from stable_baselines3 import DQN
 
 from holdall.sb3 import ReplayBuffer  # 1
 
-DAYS, STOCKS, WINDOW = 2_000, 12, 120
+DAYS = 2_000
+STOCKS = 12
+WINDOW = 120
 
 
 class Market(gym.Env[Any, Any]):
-    """Hold the first stock or not; the reward is what that earns."""
+    """Hold the first stock or not. The reward is what that earns."""
 
     def __init__(self) -> None:
         returns = np.random.default_rng(0).normal(0.0, 0.01, (DAYS, STOCKS))
@@ -38,7 +40,7 @@ class Market(gym.Env[Any, Any]):
         return self.prices[self.day - WINDOW : self.day], {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Let a day pass."""
+        """Move to the next day."""
         earned = float(self.prices[self.day, 0] / self.prices[self.day - 1, 0] - 1.0)
         self.day += 1
         window = self.prices[self.day - WINDOW : self.day]

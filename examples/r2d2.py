@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["holdall[ray,torch]"]
 # ///
-"""R2D2 over shards: actors with recurrent states feed them, and a learner draws sequences by priority; a T-shaped maze.
+"""R2D2 over shards, in a T-shaped maze: recurrent actors feed them, and a learner draws sequences by priority.
 
     python examples/r2d2.py [UPDATES] [FOLDER]
 
@@ -22,26 +22,33 @@ from r2d2_t_maze import BURN_IN, GAMMA, HIDDEN, LENGTH, Network, TMaze, success
 
 import holdall.ray
 
-ACTORS, LANES, BATCH, STEPS, ETA = 2, 8, 64, 3, 0.9
+ACTORS = 2
+LANES = 8
+BATCH = 64
+STEPS = 3
+ETA = 0.9
 
 
 @ray.remote(num_cpus=0.5, max_restarts=-1, max_task_retries=-1)
 class Actor:
-    """Plays several mazes at once; each lane sometimes takes a random action."""
+    """Plays several mazes at once. Each lane sometimes takes a random action."""
 
     def __init__(self, number: int, writer: holdall.ray.Writer) -> None:
         torch.set_num_threads(1)
-        self.writer, self.network = writer, Network(recurrent=True)
-        self.maze, self.rng = TMaze(LANES, seed=number), np.random.default_rng(number)
+        self.writer = writer
+        self.network = Network(recurrent=True)
+        self.maze = TMaze(LANES, seed=number)
+        self.rng = np.random.default_rng(number)
         lanes = np.arange(number * LANES, (number + 1) * LANES)
         self.curiosity = 0.4 ** (1 + 3 * lanes / (ACTORS * LANES - 1))
         self.state = torch.zeros(LANES, HIDDEN)
 
     def play(self, weights: dict, ticks: int) -> int:
-        """Play some ticks with the learner's weights; return the number of steps."""
+        """Play some ticks with the learner's weights. Return the number of steps."""
         self.network.load_state_dict(weights)
         for _ in range(ticks):
-            obs, hidden = self.maze.obs(), self.state
+            obs = self.maze.obs()
+            hidden = self.state
             with torch.no_grad():
                 values, state = self.network(torch.from_numpy(obs), hidden)
             random = self.rng.choice(3, LANES, p=[0.7, 0.15, 0.15])
@@ -58,8 +65,10 @@ class Learner:
     """A recurrent double DQN with n-step targets, that can be saved in one step."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.update = file, 0
-        self.network, self.target = Network(recurrent=True), Network(recurrent=True)
+        self.file = file
+        self.update = 0
+        self.network = Network(recurrent=True)
+        self.target = Network(recurrent=True)
         self.optimizer = torch.optim.Adam(self.network.parameters(), 2e-3)
         if file.exists():
             saved = torch.load(file, weights_only=True)
@@ -69,7 +78,8 @@ class Learner:
 
     def learn(self, batch: holdall.Batch) -> np.ndarray:
         """Take one step, and return the priorities of the sequences: their errors, between mean and largest."""
-        first, real = batch.extras["hidden"][:, 0], batch.mask
+        first = batch.extras["hidden"][:, 0]
+        real = batch.mask
         values, _, after = self.network.unroll(batch.obs, first, real)
         with torch.no_grad():
             best = self.network(batch.next_obs.flatten(0, 1), after.flatten(0, 1))[0].argmax(dim=-1, keepdim=True)
@@ -114,10 +124,18 @@ def main(updates: int, folder: Path) -> None:
     learner = Learner(folder / "learner.pt")
     state = spaces.Box(-np.inf, np.inf, (HIDDEN,), np.float32)
     memory = holdall.ray.ReplayMemory(  # 1
-        spaces.Box(0, 1, (3,), np.float32), spaces.Discrete(3), 100_000, LANES, shards=2, device="cpu", seed=0,
-        extras={"hidden": state}, durability="segment", url=folder,
+        spaces.Box(0, 1, (3,), np.float32),
+        spaces.Discrete(3),
+        100_000,
+        LANES,
+        shards=2,
+        device="cpu",
+        seed=0,
+        extras={"hidden": state},
+        durability="segment",
+        url=folder,
         sampler=holdall.Sequence(LENGTH, BURN_IN, stride=LENGTH // 2, by=holdall.Prioritized(0.9, 0.6)),
-    )  # fmt: skip
+    )
     print(f"begins with {len(memory)} transitions, after update {learner.update}", flush=True)
     with memory:
         actors = [Actor.remote(number, memory.writer()) for number in range(ACTORS)]

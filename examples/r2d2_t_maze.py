@@ -17,17 +17,23 @@ from gymnasium import spaces
 
 import holdall
 
-CORRIDOR, LANES, HIDDEN = 10, 16, 32
-LENGTH, BURN_IN, BATCH, GAMMA = 14, 4, 32, 0.97
+CORRIDOR = 10
+LANES = 16
+HIDDEN = 32
+LENGTH = 14
+BURN_IN = 4
+BATCH = 32
+GAMMA = 0.97
 FORWARD, LEFT, RIGHT = range(3)
 
 
 class TMaze:
-    """Corridors side by side; an observation is the sign (only at the entrance), and whether this is the junction."""
+    """Corridors side by side. An observation is the sign (only at the entrance), and whether this is the junction."""
 
     def __init__(self, lanes: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        self.place, self.steps = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+        self.place = np.zeros(lanes, np.int64)
+        self.steps = np.zeros(lanes, np.int64)
         self.sign = self._rng.choice([LEFT, RIGHT], lanes)
 
     def obs(self) -> np.ndarray:
@@ -37,8 +43,9 @@ class TMaze:
         return np.stack(seen, axis=1).astype(np.float32)
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Move; return rewards, true next observations, terminated, truncated. Lanes that ended begin again."""
-        at_junction, forward = self.place == CORRIDOR, action == FORWARD
+        """Move. Return rewards, true next observations, terminated, truncated. Lanes that ended begin again."""
+        at_junction = self.place == CORRIDOR
+        forward = action == FORWARD
         terminated = at_junction & ~forward
         reward = np.where(
             terminated, np.where(action == self.sign, 1.0, -1.0), np.where(at_junction == forward, -0.1, 0.0)
@@ -46,14 +53,15 @@ class TMaze:
         self.place += forward & ~at_junction
         self.steps += 1
         truncated = ~terminated & (self.steps == 4 * CORRIDOR)
-        next_obs, ended = self.obs(), terminated | truncated
+        next_obs = self.obs()
+        ended = terminated | truncated
         self.sign = np.where(ended, self._rng.choice([LEFT, RIGHT], len(ended)), self.sign)
         self.place[ended] = self.steps[ended] = 0
         return reward.astype(np.float32), next_obs, terminated, truncated
 
 
 class Network(torch.nn.Module):
-    """Values of actions after each observation; the state is a GRU's, or zeros that nothing reads."""
+    """Values of actions after each observation. The state is a GRU's, or zeros that nothing reads."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
@@ -69,8 +77,10 @@ class Network(torch.nn.Module):
         return self.head(state), state
 
     def unroll(self, obs: torch.Tensor, state: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
-        """Return values, states before and states after every step; padding leaves the state as it is."""
-        values, before, after = [], [], []
+        """Return values, states before and states after every step. Padding leaves the state as it is."""
+        values = []
+        before = []
+        after = []
         for t in range(obs.shape[1]):
             with torch.set_grad_enabled(torch.is_grad_enabled() and t >= BURN_IN):
                 value, new = self(obs[:, t], state)
@@ -85,15 +95,22 @@ def new_memory() -> holdall.ReplayMemory:
     """Return a memory that keeps, with every step, the recurrent state before it."""
     state = spaces.Box(-np.inf, np.inf, (HIDDEN,), np.float32)
     return holdall.ReplayMemory(
-        spaces.Box(0, 1, (3,), np.float32), spaces.Discrete(3), 100_000, LANES, device="cpu", seed=0,
-        extras={"hidden": state}, sampler=holdall.Sequence(LENGTH, burn_in=BURN_IN),  # 1
-    )  # fmt: skip
+        spaces.Box(0, 1, (3,), np.float32),
+        spaces.Discrete(3),
+        100_000,
+        LANES,
+        device="cpu",
+        seed=0,
+        extras={"hidden": state},
+        sampler=holdall.Sequence(LENGTH, burn_in=BURN_IN),  # 1
+    )
 
 
 def learn(memory: holdall.ReplayMemory, network: Network, target: Network, optimizer: torch.optim.Optimizer) -> None:
     """Draw sequences, start each from its stored state, learn from what follows the burn-in, and store fresh states."""
     batch = memory.sample(BATCH)  # 2: fields are (batch, burn_in + length, ...)
-    first, real = batch.extras["hidden"][:, 0], batch.mask
+    first = batch.extras["hidden"][:, 0]
+    real = batch.mask
     values, before, after = network.unroll(batch.obs, first, real)
     with torch.no_grad():
         best = network(batch.next_obs.flatten(0, 1), after.flatten(0, 1))[0].argmax(dim=-1, keepdim=True)
@@ -111,11 +128,16 @@ def learn(memory: holdall.ReplayMemory, network: Network, target: Network, optim
 def train(recurrent: bool, ticks: int) -> tuple[Network, holdall.ReplayMemory]:
     """Play in all lanes, and learn once a tick."""
     torch.manual_seed(0)
-    maze, rng, memory = TMaze(LANES, seed=1), np.random.default_rng(2), new_memory()
-    network, target = Network(recurrent), Network(recurrent)
-    optimizer, state = torch.optim.Adam(network.parameters(), 2e-3), torch.zeros(LANES, HIDDEN)
+    maze = TMaze(LANES, seed=1)
+    rng = np.random.default_rng(2)
+    memory = new_memory()
+    network = Network(recurrent)
+    target = Network(recurrent)
+    optimizer = torch.optim.Adam(network.parameters(), 2e-3)
+    state = torch.zeros(LANES, HIDDEN)
     for tick in range(ticks):
-        obs, hidden = maze.obs(), state
+        obs = maze.obs()
+        hidden = state
         with torch.no_grad():
             values, state = network(torch.from_numpy(obs), state)
         curious = rng.random(LANES) < max(0.05, 1 - tick / (0.5 * ticks))
@@ -132,7 +154,9 @@ def train(recurrent: bool, ticks: int) -> tuple[Network, holdall.ReplayMemory]:
 
 def success(network: Network, lanes: int = 400) -> float:
     """Return the share of mazes in which the best actions turn the right way."""
-    maze, state, right = TMaze(lanes, seed=3), torch.zeros(lanes, HIDDEN), np.zeros(lanes, np.bool_)
+    maze = TMaze(lanes, seed=3)
+    state = torch.zeros(lanes, HIDDEN)
+    right = np.zeros(lanes, np.bool_)
     going = ~right
     for _ in range(4 * CORRIDOR):
         with torch.no_grad():

@@ -16,7 +16,10 @@ import torch
 
 import holdall
 
-LENGTH, BURN_IN, BATCH, GAMMA = 10, 5, 32, 0.99
+LENGTH = 10
+BURN_IN = 5
+BATCH = 32
+GAMMA = 0.99
 
 
 class Recurrent(torch.nn.Module):
@@ -37,9 +40,13 @@ steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
 env = gym.make("CartPole-v1")
 positions = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 memory = holdall.ReplayMemory(
-    positions, env.action_space, capacity=50_000, device="cpu", seed=0,
+    positions,
+    env.action_space,
+    capacity=50_000,
+    device="cpu",
+    seed=0,
     sampler=holdall.Sequence(LENGTH, burn_in=BURN_IN),  # 1
-)  # fmt: skip
+)
 network = Recurrent()
 optimizer = torch.optim.Adam(network.parameters(), 1e-3)
 rng = np.random.default_rng(0)
@@ -70,11 +77,16 @@ for step in range(steps):
     action = int(rng.integers(2)) if rng.random() < 0.1 else int(values[0, 0].argmax())
     obs, reward, terminated, truncated, _ = env.step(action)
     memory.add(
-        seen[None], np.array([action]), np.array([reward], np.float32), obs[[0, 2]].astype(np.float32)[None],
-        np.array([terminated]), np.array([truncated]),
-    )  # fmt: skip
+        seen[None],
+        np.array([action]),
+        np.array([reward], np.float32),
+        obs[[0, 2]].astype(np.float32)[None],
+        np.array([terminated]),
+        np.array([truncated]),
+    )
     if terminated or truncated:
-        obs, state = env.reset()[0], None
+        obs = env.reset()[0]
+        state = None
     if step > 4 * BATCH and step % 4 == 0:
         loss = learn()
         if step % 1_000 == 0:
