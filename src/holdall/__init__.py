@@ -1,7 +1,7 @@
 """holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory.
 
-Every name is imported from its module when it is first asked for: `import holdall` itself costs next to nothing, so
-that `holdall lint` and `holdall plan` wait for no more than what they use.
+Every name is imported from its module when it is first used. So `import holdall` takes little time, and commands
+such as `holdall lint` load only what they use.
 """
 
 import importlib
@@ -79,9 +79,9 @@ _MODULES = frozenset(
         "watch",
     }
 )
-"""Modules that may be asked for without an import of their own, as in `holdall.plan.model(model)`."""
+"""Modules that are imported when they are first used, as in `holdall.plan.model(model)`."""
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "batch": ("Batch", "RolloutBatch"),
     "checkpoint": ("Checkpoint", "SaveHandle"),
     "dataset": ("Dataset",),
@@ -104,19 +104,18 @@ _HOMES = {
     "sampling": ("Hindsight", "NStep", "Prioritized", "Sequence", "Uniform"),
     "shared": ("SharedObservations",),
 }
-"""Which module a public name lives in."""
-_HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-if not TYPE_CHECKING:  # a type checker would take every misspelt name for a module
+if not TYPE_CHECKING:  # With this function, a type checker would accept every misspelt name.
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return importlib.import_module(f"holdall.{name}")
-        if name not in _HOME_BY_NAME:
+        if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module 'holdall' has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"holdall.{_HOME_BY_NAME[name]}"), name)
-        globals()[name] = found  # asked for once
-        return found
+        value = getattr(importlib.import_module(f"holdall.{_MODULE_BY_NAME[name]}"), name)
+        globals()[name] = value  # Python finds it there next time, without this function.
+        return value
 
 
 def __dir__() -> list[str]:

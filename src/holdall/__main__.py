@@ -1,4 +1,4 @@
-"""`python -m holdall`: the same as the `holdall` script."""
+"""`python -m holdall`, which does what the `holdall` script does."""
 
 from holdall.cli import main
 

@@ -17,27 +17,30 @@ ROLE_OBSERVATION: int  # An observation and the next one.
 ROLE_ROW: int  # An action, the reward or an extra.
 ROLE_FLAGS: int  # terminated, truncated and valid, one byte per transition.
 
-FLAG_TERMINATED: int  # Bits of the flags of a transition.
+FLAG_TERMINATED: int  # The bits of the flags of a transition.
 FLAG_TRUNCATED: int
-FLAG_INVALID: int
+FLAG_INVALID: int  # The entry was added with valid=False, so it is not a transition.
 
-MAX_COLUMNS: int  # Columns of a writer.
-MAX_NDIM: int  # Axes of one lane's row of a column.
+MAX_COLUMNS: int  # The most columns of a writer.
+MAX_NDIM: int  # The most axes of one lane's row of a column.
 
 WRITTEN: int  # `Writer.append`: the tick was written.
 FULL: int  # The open segment has no room for this tick: call `Writer.roll`, then try again.
-UNCHECKED: int  # An argument is not an array of the expected dtype and shape: let `Schema.check` convert or refuse it.
+UNCHECKED: int  # An argument is not an array of the expected dtype and shape: `check_step` converts or refuses it.
 
 Layout = tuple[str] | tuple[str, int, int, int, int]
-"""How an observation column is stored: ("shared",), ("paired",), or ("sliced", count, outer, run_bytes, shift)."""
+"""How an observation column is stored: ("shared",), ("paired",), or ("sliced", count, outer, run_bytes, shift).
+
+`holdall.store.windows.Window` explains the numbers.
+"""
 
 Group = tuple[int, tuple[str, ...] | None]
-"""Leaves that are passed together as one argument."""
+"""The number of leaves that are passed as one argument, and their keys if the argument may be a dict."""
 
 class Raw:
     """Uncompressed slices, one after another."""
 
-    nbytes: int
+    nbytes: int  # Bytes of slices that fit.
 
 class Dictionary:
     """Bytes that the slices of a field have in common. Immutable, compared by content."""
@@ -80,7 +83,7 @@ class Coded:
         file: object = None,
         is_shared: bool = False,
     ) -> Coded:
-        """Make compressed slices of the attributes of another object.
+        """Make compressed slices from the attributes of another object.
 
         Args:
             data: A buffer, which is copied, or (descriptor, start, nbytes) of a file. `checks` are then required.
@@ -89,7 +92,7 @@ class Coded:
             is_shared: Keep the buffer `data`, whose content must never change, instead of copying it.
 
         Raises:
-            ValueError: A length, an offset, a place or the codec does not fit. The message names it.
+            ValueError: A length, an offset, a place or the codec does not fit. The message names the argument.
         """
     def in_file(self, descriptor: int, start: int, owner: object, /) -> Coded:
         """Return a copy whose data is read from byte `start` of a file, and which keeps `owner` alive."""
@@ -125,7 +128,7 @@ class Block:
     is_open: bool  # Whether slices may still be added.
     form: Raw | Coded
 
-    def __init__(self, slice_bytes: int, slice_count: int, form: Any, is_shared: bool = False, /) -> None:
+    def __new__(cls, slice_bytes: int, slice_count: int, form: Any, is_shared: bool = False, /) -> Block:
         """Make a closed block. A buffer becomes a Raw form that is copied from it.
 
         With `is_shared`, the Raw form keeps the buffer instead, whose content must never change.
@@ -173,7 +176,7 @@ class PackedRun:
         """Pack the rows of all leaves. Every row is read back and compared. Releases the GIL.
 
         Args:
-            rows: A contiguous buffer for each leaf. Row `tick * lanes + lane` is an observation.
+            rows: A contiguous buffer for each leaf. Row `tick * lanes + lane` is the observation of that tick and lane.
             max_share: Largest share of the plain rows that the run may take.
 
         Returns:
@@ -197,13 +200,13 @@ class Part:
     kind: str  # "rows", "shared", "paired", "sliced", "packed", "halves" or "bits"
     row_bytes: int  # Bytes of one lane's row, or observation.
     nbytes: int  # Bytes in memory, without the block.
-    block: Block | None
-    slice_count: int  # Slices of the block that this part may name.
-    layout: Layout | None  # Of an observation column that is not packed.
+    block: Block | None  # The block that has the slices of a sliced part.
+    slice_count: int  # Slices of the block that the log may name.
+    layout: Layout | None  # Layout of a part that is shared, paired or sliced.
     exceptions: int  # Next observations of a shared part that are stored apart.
     broken: int  # Transitions of a sliced part whose next observation did not overlap as the window says.
 
-    packed: tuple[PackedRun, int] | None  # The run of a packed part, and the number of the leaf in the run.
+    packed: tuple[PackedRun, int] | None  # Run of a packed part, and number of the leaf in the run.
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of the arrays: rows, exception_rows and exceptions, or cursors and log.
@@ -230,7 +233,7 @@ class Part:
         layout: Layout | None,
         block: Block | None,
     ) -> Part:
-        """Make a part of arrays that `arrays` returned. Raise ValueError unless every length and number fits.
+        """Make a part from arrays that `arrays` returned. Raise ValueError unless every length and number fits.
 
         `arrays["run"]` of a packed part may also be a PackedRun, which several parts then share.
         """
@@ -244,7 +247,7 @@ class Segment:
     invalid_count: int  # Entries that were added with valid=False.
     parts: tuple[Part, ...]
 
-    def __init__(self, first_tick: int, ticks: int, lanes: int, parts: Sequence[Part]) -> None: ...
+    def __new__(cls, first_tick: int, ticks: int, lanes: int, parts: Sequence[Part]) -> Segment: ...
 
 class Catalog:
     """The ticks `first_tick` to `next_tick` - 1, in segments without gaps between them."""
@@ -261,7 +264,7 @@ class Catalog:
         """Return all segments but the last one that begin with `first_tick` or later."""
 
 def get_heap_bytes() -> int:
-    """Return the bytes of stored data in areas below 256 KiB, which come from the allocator of the C library."""
+    """Return the bytes of stored data in the heap of the C library: areas below 256 KiB, and packed runs."""
 
 class Writer:
     """Owner of everything that `add` changes: the open segment and the catalog."""
@@ -269,10 +272,10 @@ class Writer:
     catalog: Catalog  # The segments that are held right now. The last one is open and grows with every tick.
     next_tick: int
     first_tick: int
-    dropped_early: int  # Transitions that `evict` dropped with `is_early`, in all.
+    dropped_early: int  # Transitions that all calls of `evict` with `is_early` dropped.
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         columns: tuple[tuple[int, int, tuple[int, ...]], ...],
         groups: tuple[Group, Group, Group],
         lanes: int,
@@ -281,16 +284,15 @@ class Writer:
         block_bytes: int,
         layouts: tuple[Layout | None, ...],
         first_tick: int = 0,
-    ) -> None:
+    ) -> Writer:
         """Make an empty writer.
 
         Args:
             columns: Role, type number (-1: not known yet) and shape of every column, in the order observation leaves,
                 action leaves, reward, extras, flags.
-            groups: The leaves of observations, actions and extras: their number, and their keys in leaf order if the
-                argument may be a dict of the leaves.
-            segment_ticks: Ticks of a segment at most.
-            block_bytes: Bytes of a block at most, unless one tick needs more.
+            groups: The leaves of observations, of actions and of extras. Keys are in leaf order.
+            segment_ticks: The most ticks of a segment.
+            block_bytes: The most bytes of a block, unless two ticks need more.
             layouts: How each column is stored in the first segment; None for columns that are not observations.
         """
     def append(
@@ -318,7 +320,7 @@ class Writer:
         """Write steps until the open segment is full. Return how many were written.
 
         Args:
-            steps: The arguments of `append`, checked, with a leading time axis.
+            steps: The first eight arguments of `append` as `check_step` returns them, with a leading time axis.
             progress: An array with one number, the steps that are written already. It is increased in the same call,
                 so it is right even if an interrupt is raised before the result is used.
         """
@@ -330,7 +332,7 @@ class Writer:
     def evict(self, before_tick: int, is_early: bool = False, /) -> None:
         """Publish a catalog without older ticks.
 
-        With `is_early`, `dropped_early` grows by their transitions in the same call.
+        With `is_early`, the same call adds the transitions of these ticks to `dropped_early`.
         """
     def replace(self, segment: Segment, parts: dict[int, Part]) -> bool:
         """Publish a catalog in which `segment` has other parts. Return False if it is no longer held."""
@@ -345,7 +347,10 @@ class Writer:
     def snapshot(self) -> Catalog:
         """Return a catalog that never changes."""
     def set_type(self, column: int, type_number: int) -> None:
-        """Set the dtype of a column whose type was not known. Raise if it has another type, or ticks were written."""
+        """Set the dtype of a column whose dtype was not known.
+
+        Raise ValueError if the column has another dtype, or if ticks were written.
+        """
 
 class Reader:
     """Copies rows out of a catalog. Threads that call `help` share the work."""
@@ -353,7 +358,7 @@ class Reader:
     kept_bytes: int  # Memory of freed arrays that is kept for the next ones.
     wanted_helpers: int  # The most helpers that a gather could have used so far.
 
-    def __init__(self, max_kept_bytes: int = 0, bytes_per_thread: int = 524_288) -> None:
+    def __new__(cls, max_kept_bytes: int = 0, bytes_per_thread: int = 524_288) -> Reader:
         """Make a reader.
 
         Args:
@@ -378,7 +383,7 @@ class Reader:
 
         Args:
             first_tick: Oldest tick that may be read; by default the oldest one that is held. What was held when this
-                catalog was taken can be read from it for as long as it is referred to, also after its eviction.
+                catalog was taken can be read for as long as the catalog is referred to, also after its eviction.
             into: Memory of the arrays, at a multiple of 64 bytes. The arrays have the order of `outputs` there.
 
         Rows are copied and slices are located with the GIL held. Slices are then copied and decoded without the GIL.
@@ -446,9 +451,10 @@ class SumTree:
             ValueError: A number is not above 0 and at most `max_value`.
         """
     def find(self, points: NDArray[np.float64], /) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the slots that points of [0, 1), multiplied by `total`, fall on. Slots that are 0 are never found.
+        """Return the slots that points of [0, 1), multiplied by `total`, fall on. `total` must be above 0.
 
-        The second array has, for each slot found, the lowest number found divided by the slot's own.
+        Slots that are 0 are never found. The second array has, for each slot found, the lowest number of all slots
+        found, divided by the number of this slot.
         """
     def values(self, slots: NDArray[np.int64], /) -> NDArray[np.float64]:
         """Return the numbers in some slots. Raise IndexError if a slot does not exist."""
@@ -465,9 +471,9 @@ def draw_slots(
     The generator continues as if `RandomState.randint` had been called. Tick `t` is stored in slot `t % slots`.
 
     Args:
-        filled: Slots that are drawn from.
-        newest: The newest tick. Slots after its slot hold ticks of the round before, whose ids are below 0 if that
-            round does not exist.
+        filled: Slots that are drawn from: those below `filled`.
+        newest: The newest tick. Slots after its slot hold ticks of the round before. If there was no such round, their
+            ids are below 0.
     """
 
 def estimate_advantages(
@@ -495,7 +501,7 @@ def estimate_advantages(
 class ObservationLog:
     """The observations of one field of a rollout, tick by tick. Observations that overlap share memory.
 
-    Memory for the case that nothing overlaps is reserved once, and takes RAM only as it is written to.
+    The memory for observations that do not overlap is reserved once. It takes RAM only as it is written to.
     """
 
     ticks: int  # Ticks that were written.

@@ -1,7 +1,7 @@
-"""What happens to memories after a fork, and to background threads and jobs when the program ends.
+"""Functions that Python calls after a fork and at the end of a program.
 
-A memory belongs to the process that made it: it is closed in a forked child. When the program ends, background threads
-are stopped, and saves are completed. Nothing waits longer than `CLOSE_S` without progress.
+A memory belongs to the process that made it, so a forked child closes it. When the program ends, background threads are
+stopped, and saves are completed. Nothing waits longer than `CLOSE_S` without progress.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG = logging.getLogger("holdall")
 
 
 def _after_fork_in_child() -> None:
-    """Close the parent's memories in a forked child, whose only thread calls this."""
+    """Close the parent's memories. Called in a forked child, by its only thread."""
     MEMORIES.close_in_child()
     JOBS.clear()
     _watch_exit()
@@ -38,46 +38,49 @@ if hasattr(os, "register_at_fork"):
 
 # ---------------------------------------------------------------- the end of a program
 
-_END_S = 30.0
+_JOIN_S = 30.0
 """Seconds that the end of a program waits for a thread, because a disk may hang."""
-_ENDED: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+_STOP_BY_THREAD: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
-def end_before_python(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
-    """Register a daemon thread that is stopped, and waited for, when the program ends.
+def end_at_exit(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
+    """Call `stop` when the program ends, and then wait for `thread`, which is a daemon thread.
 
-    Python would otherwise end the thread in the middle of a call, and C++ code in NumPy aborts the process then.
+    Python would otherwise end the thread in the middle of a call. C++ code in NumPy then aborts the process.
 
     `stop` must not refer to an object that refers to `thread`. Both would then stay in memory until the program ends.
     """
-    _ENDED[thread] = stop
+    _STOP_BY_THREAD[thread] = stop
 
 
 def _end_threads() -> None:
-    alive = [(thread, stop) for thread, stop in tuple(_ENDED.items()) if thread.is_alive()]
+    alive = [(thread, stop) for thread, stop in tuple(_STOP_BY_THREAD.items()) if thread.is_alive()]
     for _, stop in alive:
         stop()
     for thread, _ in alive:
-        thread.join(_END_S)
+        thread.join(_JOIN_S)
 
 
 CLOSE_S = 30.0
 """Seconds that `close`, and the end of the program, wait for a job that makes no progress."""
 JOBS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects with jobs that the end of the program waits for. Each adds itself. Empty in a forked child."""
+"""Objects with jobs that the end of the program waits for. Each object adds itself. Empty in a forked child."""
 _EXIT_PRIORITY = 100
 
 
 def _watch_exit(_jobs: object = None) -> None:
-    """Make the end of this process wait for jobs. Processes of multiprocessing do not run `atexit` functions."""
+    """Make the end of this process wait for jobs, also in processes of multiprocessing, which ignore `atexit`.
+
+    In a new process, multiprocessing removes all finalizers, and then calls this function with `JOBS`.
+    """
     util.Finalize(None, _end_jobs, exitpriority=_EXIT_PRIORITY)
 
 
 def _end_jobs() -> None:
     began = time.monotonic()
-    for doer in 2 * list(JOBS):  # Twice, because a save that ends may give a mirror another job.
+    for owner in 2 * list(JOBS):  # Twice, because a save that ends may give a mirror another job.
         try:
-            doer.end(CLOSE_S, began)
+            owner.end(CLOSE_S, began)
         except CheckpointError as error:
             _LOG.error("the program ends: %s", error)
     JOBS.clear()  # This function runs twice in the main process, and must not wait again for an abandoned job.

@@ -18,7 +18,7 @@ from holdall.schema import as_array
 Ids = NDArray[np.int64]
 """Transition ids."""
 Flags = NDArray[np.bool_]
-"""One bool per id or step."""
+"""One boolean per id or step."""
 
 
 class RewardFunction(Protocol):
@@ -80,8 +80,9 @@ class Batch:
     """A batch of transitions. The first axis of every array is the batch.
 
     `obs`, `next_obs`, `action` and `extras` are nested like their spaces. Arrays are NumPy arrays, or torch tensors on
-    the memory's device. `ids` is a NumPy array, because callers pass it back to the memory and not to a network. It is
-    a tensor if the device draws. In a batch of sequences, time is the second axis of every array except `weights`.
+    the memory's device. `ids` is a NumPy array, because callers pass it back to the memory and not to a network. Only a
+    memory with `store_device` may draw ids on the device, and then returns them as a tensor. In a batch of sequences,
+    time is the second axis of every array except `weights`.
 
     Examples:
         >>> batch = memory.sample(32)
@@ -142,28 +143,31 @@ def _convert_to_jax(value: Any, name: str) -> Any:
 
 
 def _narrow_to_32_bits(value: Any, name: str) -> Any:
-    """Convert integers of 64 bits to 32 bits, with or without a sign as before. Raise ArgumentError if one changes."""
-    narrow = None
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "iu":
-            narrow = value.astype(f"{value.dtype.kind}4")
-        is_same = narrow is not None and bool((narrow == value).all())
-    elif value.is_floating_point():
-        is_same = False
-    elif str(value.dtype) == "torch.uint64":  # torch cannot compare uint64 with other dtypes.
-        torch = import_torch()
-        wide = value.view(torch.int64)
-        narrow = wide.int().view(torch.uint32)
-        is_same = bool((wide >> 32 == 0).all())
-    else:
-        narrow = value.int()
-        is_same = bool((narrow == value).all())
-    if not is_same:
+    """Return integers of 64 bits as int32 or uint32. Raise ArgumentError for floats, or if an integer does not fit."""
+    narrow = _convert_to_32_bits(value)
+    if narrow is None:
         raise ArgumentError(
-            f"{name} has dtype {value.dtype}, of which JAX would keep 32 bits. Call "
+            f"{name} has dtype {value.dtype}, and JAX would keep only 32 bits of each value. Call "
             "jax.config.update('jax_enable_x64', True), or store the field with 32 bits."
         )
     return narrow
+
+
+def _convert_to_32_bits(value: Any) -> Any:
+    """Return integers of 64 bits as int32 or uint32. Return None for floats, or if an integer does not fit."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iu":
+            return None
+        narrow: Any = value.astype(f"{value.dtype.kind}4")
+        return narrow if (narrow == value).all() else None
+    if value.is_floating_point():
+        return None
+    if str(value.dtype) == "torch.uint64":  # torch cannot compare uint64 with other dtypes.
+        torch = import_torch()
+        wide = value.view(torch.int64)
+        return wide.int().view(torch.uint32) if bool((wide >> 32 == 0).all()) else None
+    narrow = value.int()
+    return narrow if bool((narrow == value).all()) else None
 
 
 def find_jax_device() -> str | None:
@@ -285,6 +289,6 @@ def require_held(ids: Ids, first_id: int, next_id: int, validity: Validity) -> N
     is_valid = validity.are_valid(ids)
     if not is_valid.all():
         raise TransitionIdError(
-            f"ids holds {int(ids[~is_valid][0])}, which was added with valid=False and is not a transition. Leave it "
-            "out."
+            f"ids holds {int(ids[~is_valid][0])}, which was added with valid=False and is not a transition. Leave that "
+            "id out."
         )

@@ -1,7 +1,7 @@
-"""Checks of numbers and words that users pass, and of values that were read from files.
+"""Checks of arguments, and of values that were read from files.
 
 A `require_` function returns the checked value, or raises ArgumentError with the argument, its value and the rule. A
-`read_` function does the same for a value from a file or the network, and raises DamageError.
+`read_` function does the same for a value from a file or the network, but raises DamageError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MAX_COUNT = 2**62
 
 
 def require_count(argument: str, value: Any, least: int = 1, reason: str = "", most: int | None = None) -> int:
-    """Return `value`, which must be a whole number of at least `least`, and at most `most` if that is given."""
+    """Return `value`, which must be a whole number of at least `least`, and at most `most` if that is given.
+
+    The error message has `reason` after `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
     if most is not None and int(value) > most:
@@ -88,7 +91,7 @@ def read_text(value: Any, pattern: re.Pattern[str]) -> str:
 _MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-class refuse_malformed:  # noqa: N801  A function in use. A class, because it is entered for every record.
+class refuse_malformed:  # noqa: N801  Used like a function. contextlib.contextmanager takes longer for every record.
     """Context manager that turns the errors of reading malformed JSON into a DamageError that names `subject`."""
 
     __slots__ = ("_subject",)

@@ -37,7 +37,7 @@ _BOOL = np.dtype(np.bool_)
 _get_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it.
 
 Spec = tuple[tuple[int, ...], np.dtype[Any]]
-"""Shape, environments first, and dtype of an array that is stored."""
+"""Shape and dtype of one step of a stored array. The first axis of the shape is the environments."""
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -99,15 +99,15 @@ class ReplayBuffer:
         self._flag: Spec = ((self.n_envs,), _BOOL)
         self.obs_shape = self._obs[0][1:] or (1,)
         self.action_dim = prod(action_shape[1:])
-        self._tiers: dict[str, Any] = {
+        self._memory_settings: dict[str, Any] = {
             "budget": budget,
             "prefer": prefer,
             "spill_dir": spill_dir,
             "_tuning": _tuning,
         }
-        self._none_truncated = np.zeros(self.n_envs, np.bool_)
-        # Whether steps have to be converted before the memory accepts them.
-        self._casts = self.handle_timeout_termination
+        self._never_truncated = np.zeros(self.n_envs, np.bool_)
+        # Whether `add` has to convert steps, because the memory refuses them otherwise.
+        self._has_to_cast = self.handle_timeout_termination
         self.memory = self._new_memory()
         columns = self.memory.store.columns
         self._outputs = (
@@ -135,19 +135,19 @@ class ReplayBuffer:
             next_obs: At a truncation the final observation, as CleanRL's scripts pass it.
             infos: One dict per environment. Not read without `handle_timeout_termination`.
         """
-        if not self._casts:
+        if not self._has_to_cast:
             try:
-                self.memory.store.append(obs, action, reward, next_obs, done, self._none_truncated)
+                self.memory.store.append(obs, action, reward, next_obs, done, self._never_truncated)
             except ArgumentError:
                 pass  # The memory has written nothing.
             else:
                 return
         self._add_cast(obs, next_obs, action, reward, done, infos)
-        self._casts = True
+        self._has_to_cast = True
 
     def _add_cast(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Cast a step as CleanRL does, and add it."""
-        truncated = self._none_truncated
+        truncated = self._never_truncated
         terminated = _cast(self._flag, done, "done")
         if self.handle_timeout_termination:
             truncated = self._read_time_limits(infos)
@@ -167,7 +167,7 @@ class ReplayBuffer:
             self.add(*step)
 
     def sample(self, batch_size: int) -> ReplayBufferSamples:
-        """Draw transitions, in the order of CleanRL's own buffer."""
+        """Draw the transitions that CleanRL's own buffer draws, in the same order."""
         require_count("batch_size", batch_size)
         ids = self._replace_evicted(self._draw_ids(batch_size))
         if self.device.type != "cpu":
@@ -178,7 +178,7 @@ class ReplayBuffer:
         return ReplayBufferSamples(*map(torch.from_numpy, samples))
 
     def _make_samples(self, obs: Any, action: Any, next_obs: Any, ended: Any, reward: Any) -> ReplayBufferSamples:
-        """Return arrays or tensors in the shapes that CleanRL's have."""
+        """Return arrays or tensors in the shapes of CleanRL's samples."""
         rows = len(ended)
         if obs.ndim == 1:
             obs = obs.reshape(rows, 1)
@@ -191,21 +191,22 @@ class ReplayBuffer:
         return (self.memory.next_id - self.memory.first_id) // self.n_envs
 
     def reset(self) -> None:
-        """Forget every transition."""
+        """Remove every transition."""
         self.memory.close()
         self.memory = self._new_memory()
 
     def adopt(self, memory: ReplayMemory) -> None:
-        """Continue with a memory that was loaded, and close the present one."""
+        """Use a memory that was loaded, and close the present one."""
         if memory.capacity != self.memory.capacity or memory.num_envs != self.n_envs:
             raise ArgumentError(
                 f"A memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
-                f"{self.memory.capacity} in {self.n_envs}. Make the buffer with the settings that it was saved with."
+                f"{self.memory.capacity} in {self.n_envs}. Make the buffer with the settings of the saved one."
             )
         if memory.schema != self.memory.schema:
             raise ArgumentError(
                 f"A memory of {_describe_leaves(memory)} does not fit a buffer of {_describe_leaves(self.memory)}: "
-                "observation and action must be the same. Make the buffer with the spaces that it was saved with."
+                "observation and action must have the same shapes and dtypes. Make the buffer with the spaces that the "
+                "memory was saved with."
             )
         self.memory.close()
         self.memory = memory
@@ -222,7 +223,7 @@ class ReplayBuffer:
             stored_space(action_shape[1:], action_dtype),
             self.buffer_size * self.n_envs,
             self.n_envs,
-            **self._tiers,
+            **self._memory_settings,
         )
         memory.store.set_reward_dtype(_FLOAT32)
         return memory
@@ -239,7 +240,7 @@ class ReplayBuffer:
         filled = min(steps, self.buffer_size)
         if not self.optimize_memory_usage or steps < self.buffer_size or self.buffer_size == 1:
             return draw_slots(_get_generator(), count, filled, self.buffer_size, steps - 1, self.n_envs)
-        # CleanRL has no next observation of the oldest step, because the newest one has overwritten it.
+        # CleanRL does not draw the oldest step. The newest step has overwritten its next observation there.
         ticks = steps - filled + np.random.randint(1, filled, size=count)  # noqa: NPY002  CleanRL's generator
         lanes = np.random.randint(0, high=self.n_envs, size=count)  # noqa: NPY002  CleanRL's generator
         return ticks * self.n_envs + lanes
@@ -252,11 +253,11 @@ class ReplayBuffer:
         is_evicted = ids < first_id
         if not is_evicted.any():
             return ids
-        held = np.random.randint(first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002  CleanRL's generator
-        return np.where(is_evicted, held, ids)
+        held_ids = np.random.randint(first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002  CleanRL's generator
+        return np.where(is_evicted, held_ids, ids)
 
     def _read_time_limits(self, infos: Any) -> NDArray[np.bool_]:
-        """Return which environments' episodes a time limit ended."""
+        """Return in which environments a time limit ended the episode."""
         if isinstance(infos, Mapping):
             raise ArgumentError(
                 "infos is a dict, as Gymnasium's vector environments return it, and does not say which episodes a time "
@@ -270,12 +271,12 @@ class ReplayBuffer:
                 raise ArgumentError(f"infos[{i}] is a {type(info).__name__}. Pass a dict per environment.")
         flags = [info.get(_TIME_LIMIT_KEY, False) for info in infos]
         if not any(flags):
-            return self._none_truncated
+            return self._never_truncated
         return _cast(self._flag, flags, f'infos[...]["{_TIME_LIMIT_KEY}"]')
 
 
 def _cast(spec: Spec, value: Any, argument: str) -> NDArray[Any]:
-    """Return `value` as assigning it to one of CleanRL's arrays would store it. Raise if an integer would change.
+    """Return `value` in the dtype and shape of `spec`. Raise ArgumentError if a cast to integers would change a value.
 
     Axes of length 1 may be added or removed. Actions may have any shape, as in CleanRL.
     """
@@ -304,7 +305,7 @@ def _cast(spec: Spec, value: Any, argument: str) -> NDArray[Any]:
 
 
 def _describe_space(space: spaces.Space[Any], n_envs: int, argument: str) -> Spec:
-    """Return the shape and dtype of the rows of a space. Raise SpaceError if CleanRL's buffer does not accept it."""
+    """Return the shape and dtype of one step of a space. Raise SpaceError if CleanRL's buffer does not accept it."""
     kinds = spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
     if not isinstance(space, kinds) or space.shape is None:
         raise SpaceError(
@@ -319,7 +320,7 @@ def _describe_leaves(memory: ReplayMemory) -> list[tuple[tuple[int, ...], str]]:
 
 
 def _find_device(device: torch.device | str) -> torch.device:
-    """Return a device. If it is a CUDA device that does not exist, return the CPU, as CleanRL does."""
+    """Return a device of torch. Without CUDA, return the CPU instead of a CUDA device, as CleanRL does."""
     try:
         found = torch.device("cuda" if device == "auto" else device)
     except RuntimeError as error:

@@ -1,12 +1,12 @@
-"""Dataset: a checkpoint that is only read, by as many DataLoader workers as there are.
+"""Dataset: a checkpoint that is only read, by this process and by any number of DataLoader workers.
 
     open        -> the newest complete checkpoint, whose blocks stay in their files
     dataset[i]  -> one step by key, with windows over time
     to_memory   -> a ReplayMemory that begins with these transitions
 
-Compressed blocks are read from their files by position when a step is read, so the page cache holds one copy for all
-processes. Forked workers share the rows of small fields with their parent. Spawned workers open the checkpoint again: a
-pickle of a dataset has its settings and no data.
+Compressed blocks are read from their files when a step is read, so the page cache holds one copy for all processes.
+Forked workers share the rows of small fields with their parent. Spawned workers open the checkpoint again, because a
+pickle of a dataset contains only its settings.
 
 Guarantee: a row equals, bit for bit, what was added. Windows never contain steps of another episode.
 """
@@ -57,8 +57,9 @@ METADATA = "dataset.json"
 
 _TOLERANCE_S = 1e-4
 _CHECKED_STEPS = 64
-"""Recorded timestamps that are compared with `fps`."""
+"""Number of recorded timestamps that are compared with `fps`."""
 _RESULT_KEYS = ("id", "discount", "mask")
+"""Keys of results that are not stored fields. A field of such a name gets the prefix "extras."."""
 
 
 class Feature(NamedTuple):
@@ -73,9 +74,9 @@ class Feature(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Keys that are read at the same steps around each index."""
+    """Keys that are read at the same offsets from each step."""
 
-    offsets: NDArray[np.int64] | None  # In steps. None: the step itself, without an axis of time.
+    offsets: NDArray[np.int64] | None  # Offsets in steps. None: the step itself, without an axis of time.
     keys: tuple[str, ...]
 
 
@@ -95,7 +96,7 @@ class _DatasetSettings:
 
 
 class Dataset:
-    """The transitions of a checkpoint, for `torch.utils.data.DataLoader` and for loops of your own. Made by `open`.
+    """The transitions of a checkpoint, for `torch.utils.data.DataLoader` and for loops of your own. Made with `open`.
 
     `dataset[i]` is a dict of arrays by key: `observation` or, for Dict spaces, `observation.NAME`, and likewise
     `action`, `reward`, `next_observation`, `terminated`, `truncated`, every extra by its name, and `id`. An index
@@ -132,17 +133,17 @@ class Dataset:
         self._store: Store | None = Store(self.schema, ticks, budget, tuning=tuning, threads=threads)
         restored.fill_on_demand(self._store)
         self._columns = Columns(self.schema)
-        self._process = os.getpid()
+        self._pid = os.getpid()  # The process that opened the dataset.
+        self._child_pid = self._pid  # The forked child that made `_child_reader`.
         self._child_reader: Reader | None = None
-        self._pool: BlockPool | None = None  # Of a DataLoader worker.
-        self._child_process = self._process
+        self._block_pool: BlockPool | None = None  # Only a DataLoader worker has one.
         self._max_kept_bytes = tuning.max_staging_bytes
         self._delivery = HostDelivery(self.schema)
         self._episodes = Episodes()
         self._outputs = _list_outputs(self.schema, self._columns, restored.reward_dtype)
         view = self._store.view()
         self._held = Held(view.first_id, view.next_id, self.schema.num_envs, max(view.next_id - view.first_id, 1), view)
-        self._valid_ids: Ids | None = None  # Ids by index, if some entries are not transitions.
+        self._valid_ids: Ids | None = None  # Ids by index. None: all entries are transitions.
         if not view.all_valid:
             ids = np.arange(view.first_id, view.next_id)
             self._valid_ids = ids[view.are_valid(ids)]
@@ -150,7 +151,8 @@ class Dataset:
         self.fps = self._find_fps()
         self._windows = self._plan_windows()
         if settings.delta_timestamps is not None and len(self) > 0:
-            self._episodes.find_bounds(self._held, self._find_ids(np.zeros(1, np.int64)))  # Forked workers share it.
+            # The bounds of all episodes are found now, so that forked workers share them.
+            self._episodes.find_bounds(self._held, self._find_ids(np.zeros(1, np.int64)))
 
     @classmethod
     def open(
@@ -175,14 +177,15 @@ class Dataset:
                 `{"observation.image": [-0.1, 0.0], "action": [0.0, 0.1]}`. These keys get an axis of time. Steps beyond
                 the episode repeat its first or last step, and are True in `KEY_is_pad`.
             fps: Steps per second. None: as recorded by `holdall checkpoint import`.
-            sampler: `NStep(n, gamma)` or `Sequence(length)`: what `dataset[i]` makes of the steps that follow step `i`.
-                Instead of `delta_timestamps`.
+            sampler: `NStep(n, gamma)` or `Sequence(length)`. `dataset[i]` is then the n-step transition or the sequence
+                that begins with step `i`. It cannot be combined with `delta_timestamps`.
             keys: Keys that are read; all by default. With `delta_timestamps`, next observations are left out.
             seed: Seed of `sample`.
             cache_dir: Directory for the parts of a remote checkpoint that were read. Processes with the same directory
                 fetch each part once. None: a temporary directory, which is removed when the dataset is closed.
-            allow_writer: Open a checkpoint although a memory still saves to the same place. The dataset has the newest
-                checkpoint of this moment. Spawned workers need it, so that memory must keep it.
+            allow_writer: Open a checkpoint although a memory still saves to the same place. The dataset is the newest
+                checkpoint of this moment. Spawned workers open that checkpoint again, so the memory must not remove it:
+                pass a larger `keep` to its `save`.
             timeout: Seconds without an answer of an object store after which an error is raised.
         """
         location = normalized_url(url)
@@ -192,8 +195,8 @@ class Dataset:
                 f"url ({location}) is being written by {writer}. Close the memory that saves there, or pass "
                 "allow_writer=True to read the newest complete checkpoint."
             )
-        if fps is not None:
-            require_number("fps", fps, 0)
+        if fps is not None and require_number("fps", fps, 0) == 0:
+            raise ArgumentError(f"fps ({fps!r}) must be a number above 0. Pass the steps per second.")
         cache = None
         if cache_dir is None and is_remote(location):
             cache = _CacheDirectory()
@@ -210,7 +213,7 @@ class Dataset:
         )
         return cls(settings, cache)
 
-    # ---------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------- size and keys
 
     def __len__(self) -> int:
         """Count the transitions."""
@@ -252,7 +255,7 @@ class Dataset:
         return SharedRows(self._read(indices, partial(self._lease, leases)), leases)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Return several steps, which are read at once. The fetcher of torch's DataLoader calls this."""
+        """Return several steps. torch's DataLoader calls this method, so that a batch is read at once."""
         rows = self._read(self._check_indices(indices))
         return [{key: array[row, ...] for key, array in rows.items()} for row in range(len(indices))]
 
@@ -260,7 +263,7 @@ class Dataset:
         """Return the transitions `ids` as `ReplayMemory.gather` does, without windows."""
         wanted = check_ids(ids)
         view = self._view()
-        self._held_in(view).require_ids(wanted)
+        self._bind_held(view).require_ids(wanted)
         return self._delivery.deliver(Draw.from_ids(wanted), view)
 
     def sample(self, batch_size: int) -> dict[str, Array]:
@@ -268,7 +271,7 @@ class Dataset:
         batch_size = require_count("batch_size", batch_size, 1)
         if len(self) == 0:
             raise ArgumentError(f"{self.url} has no transitions, so there is nothing to draw. Open another place.")
-        self._view()  # A forked child gets a generator of its own.
+        self._view()  # The first view in a forked child gives this dataset another generator.
         return self._read(self._generator.integers(0, len(self), size=batch_size))
 
     def batches(
@@ -276,20 +279,20 @@ class Dataset:
     ) -> Batches:
         """Return batches of indices: a `batch_sampler` of torch's DataLoader, or an iterable for loops of your own.
 
-        Without `weights`, each pass has every index at most once, in random order. With `weights`, indices are drawn
-        with replacement.
+        Without `weights`, each pass has every index at most once, in random order, unless `num_batches` asks for more.
+        With `weights`, indices are drawn with replacement.
 
         Args:
             weights: One number of at least 0 per index. An index is drawn in proportion to its weight.
             seed: Seed of the order. Pass `n` depends only on the seed and `n`.
-            num_batches: Batches of one pass; by default as many as there are whole ones.
+            num_batches: Number of batches in one pass; by default all full batches of the dataset.
         """
         return Batches(len(self), batch_size, weights=weights, seed=seed, num_batches=num_batches)
 
     def loader(
         self, batch_size: int, *, weights: Any = None, seed: int | None = None, prefetch: int = 2
     ) -> Iterator[dict[str, Array]]:
-        """Return an endless iterator over batches that threads of this process make ahead.
+        """Return an endless iterator over batches, which a thread of this process makes ahead.
 
         Batches of images arrive faster than from the processes of torch's DataLoader, because they are not copied from
         one process to another. The arguments are those of `batches`.
@@ -304,11 +307,11 @@ class Dataset:
         return _iterate(loader)
 
     def _read(self, indices: NDArray[np.int64], allocate: Allocate = allocate_nothing) -> dict[str, Array]:
-        """Return the rows of `indices`. Large ones are read into the memory that `allocate` returns."""
+        """Return the rows of `indices` by key. Large arrays are read into the memory that `allocate` returns."""
         view = self._view()
         ids = self._find_ids(indices)
         if self._settings.sampler is not None:
-            draw = self._settings.sampler.complete(self._held_in(view), Draw.from_ids(ids))
+            draw = self._settings.sampler.complete(self._bind_held(view), Draw.from_ids(ids))
             return self._read_draw(view, draw, allocate)
         rows: dict[str, Array] = {}
         for window in self._windows:
@@ -325,9 +328,9 @@ class Dataset:
 
     def _lease(self, leases: list[LentBytes], nbytes: int) -> LentBytes | None:
         """Return memory for `nbytes` that another process can read, and append it to `leases`."""
-        if self._pool is None or self._pool.process != os.getpid():
-            self._pool = BlockPool()
-        lease = self._pool.lease(nbytes)
+        if self._block_pool is None or self._block_pool.pid != os.getpid():
+            self._block_pool = BlockPool()
+        lease = self._block_pool.lease(nbytes)
         if lease is not None:
             leases.append(lease)
         return lease
@@ -350,12 +353,14 @@ class Dataset:
         """Return the stored fields of a draw. Fields of the last step are read at `draw.last_ids`."""
         if draw.last_ids is None:
             return self._read_keys(view, draw.ids.reshape(-1), keys, allocate)
-        of_last_step = set(self._columns.last_step_outputs)
+        last_step_outputs = set(self._columns.last_step_outputs)
+        last_keys = tuple(key for key in keys if self._outputs[key][0] in last_step_outputs)
+        first_keys = tuple(key for key in keys if key not in last_keys)
         rows: dict[str, Array] = {}
-        for ids, is_last in ((draw.ids, False), (draw.last_ids, True)):
-            some = tuple(key for key in keys if (self._outputs[key][0] in of_last_step) == is_last)
-            if some:
-                rows |= self._read_keys(view, np.ascontiguousarray(ids), some, allocate)
+        if first_keys:
+            rows |= self._read_keys(view, np.ascontiguousarray(draw.ids), first_keys, allocate)
+        if last_keys:
+            rows |= self._read_keys(view, np.ascontiguousarray(draw.last_ids), last_keys, allocate)
         return {key: rows[key] for key in keys}
 
     def _read_keys(self, view: View, ids: Ids, keys: tuple[str, ...], allocate: Allocate) -> dict[str, Array]:
@@ -366,7 +371,7 @@ class Dataset:
 
     def _find_steps(self, view: View, ids: Ids, offsets: NDArray[np.int64]) -> tuple[Ids, Flags]:
         """Return the steps at `offsets` from each of `ids`, and which of them are padding."""
-        held = self._held_in(view)
+        held = self._bind_held(view)
         first, last = self._episodes.find_bounds(held, ids)
         wanted = held.find_places(ids)[:, None] + offsets
         inside = np.clip(wanted, first[:, None], last[:, None])
@@ -391,7 +396,7 @@ class Dataset:
             raise TransitionIdError(f"index ({outside[0]}) is outside of the dataset, which has {count} transitions.")
         return np.where(wanted < 0, wanted + count, wanted)
 
-    # ---------------------------------------------------------------- offline to online
+    # ---------------------------------------------------------------- a memory of the dataset
 
     def to_memory(
         self, capacity: float, *, keep_extras: bool = True, sampler: Sampler | None = None, **settings: Any
@@ -402,7 +407,7 @@ class Dataset:
         transition of each lane is marked as truncated unless its episode ended, because an unrelated one follows it.
 
         Args:
-            capacity: Transitions that the memory holds at most. The newest ones of the dataset are kept.
+            capacity: Maximum number of transitions. If the dataset has more, the newest ones are kept.
             keep_extras: False leaves the extras out, so that `add` needs none.
             sampler: As in the constructor of `ReplayMemory`, like the other `settings`.
         """
@@ -427,7 +432,7 @@ class Dataset:
         )
         try:
             state = store.snapshot()
-            memory.store.restore(state if keep_extras else self._without_extras(state))
+            memory.store.restore(state if keep_extras else self._remove_extras(state))
             memory.store.before_read = store.before_read
             newest = np.arange(max(memory.next_id - lanes, memory.first_id), memory.next_id)
             newest = newest[memory.are_valid(newest)]
@@ -438,7 +443,8 @@ class Dataset:
             raise
         return memory
 
-    def _without_extras(self, state: StoreState) -> StoreState:
+    def _remove_extras(self, state: StoreState) -> StoreState:
+        """Return a state whose segments have no extras."""
         first_extra = self._columns.first_extra
         segments = []
         for segment in state.segments:
@@ -449,22 +455,25 @@ class Dataset:
     # ---------------------------------------------------------------- processes
 
     def _view(self) -> View:
-        """Return everything that is held, as this process reads it."""
+        """Return a view of all transitions, with the reader of this process."""
         store = self._require_store()
-        if os.getpid() == self._process:
+        if os.getpid() == self._pid:
             return store.view()
-        return View(store.catalog, self._reader_of_child(), self._columns, store.before_read)
+        return View(store.catalog, self._get_child_reader(), self._columns, store.before_read)
 
-    def _reader_of_child(self) -> Reader:
-        """Return the reader of a forked child. The parent's reader has threads that do not exist here."""
-        if self._child_reader is None or self._child_process != os.getpid():
+    def _get_child_reader(self) -> Reader:
+        """Return the reader of a forked child. The threads of the parent's reader do not exist in the child.
+
+        The first call in a child also gives the dataset another generator.
+        """
+        if self._child_reader is None or self._child_pid != os.getpid():
             if is_remote(self.url):
                 raise ClosedError(
                     f"{self.url} is in an object store, whose connections do not survive a fork. Pass "
                     "multiprocessing_context='forkserver' to the DataLoader, or open the dataset in the child."
                 )
             self._child_reader = Reader(self._max_kept_bytes)
-            self._child_process = os.getpid()
+            self._child_pid = os.getpid()
             self._generator = self._new_generator()
         return self._child_reader
 
@@ -485,7 +494,7 @@ class Dataset:
         """Free everything. Rows that were returned stay valid."""
         store = self._store
         self._store = None
-        if store is not None and os.getpid() == self._process:
+        if store is not None and os.getpid() == self._pid:
             store.close()
         if self._cache is not None:
             self._cache.remove()
@@ -503,17 +512,20 @@ class Dataset:
             raise ClosedError(f"The dataset of {self.url} was closed. Call Dataset.open again.")
         return self._store
 
-    def _held_in(self, view: View) -> Held:
+    def _bind_held(self, view: View) -> Held:
+        """Return the held transitions, read from `view`."""
         return replace(self._held, fields=view)
 
     # ---------------------------------------------------------------- keys and windows
 
     def _plan_windows(self) -> tuple[_Window, ...]:
-        """Return which keys are read at which steps."""
+        """Return the keys to read, grouped by the offsets at which they are read."""
         deltas = self._settings.delta_timestamps
         keys = self._settings.keys
         if keys is None:
-            keys = tuple(key for key in self._outputs if deltas is None or not key.startswith("next_observation"))
+            # Windows contain the following steps already, so next observations are left out.
+            next_outputs = () if deltas is None else self._columns.next_obs_outputs
+            keys = tuple(key for key, (output, _) in self._outputs.items() if output not in next_outputs)
             keys += tuple(key for key in deltas or () if key not in keys)
         self._require_known("keys", keys)
         self._require_known("delta_timestamps", tuple(deltas or ()))
@@ -527,10 +539,7 @@ class Dataset:
                 offsets = self._find_offsets(key, deltas[key])
             keys_by_offsets.setdefault(offsets, []).append(key)
         return tuple(
-            _Window(
-                None if offsets is None else np.array(offsets, np.int64),
-                tuple(group),
-            )
+            _Window(None if offsets is None else np.array(offsets, np.int64), tuple(group))
             for offsets, group in keys_by_offsets.items()
         )
 
@@ -543,7 +552,7 @@ class Dataset:
             )
 
     def _find_offsets(self, key: str, deltas: tuple[float, ...]) -> tuple[int, ...]:
-        """Return seconds as numbers of steps."""
+        """Convert the seconds of a key to numbers of steps. Raise ArgumentError if steps are at other times."""
         if self.fps is None:
             raise ArgumentError(
                 f"delta_timestamps needs fps, because {self.url} does not have {METADATA}. Pass the steps per second "
@@ -555,13 +564,13 @@ class Dataset:
             if abs(steps / self.fps - delta) > _TOLERANCE_S:
                 raise ArgumentError(
                     f"delta_timestamps[{key!r}] has {delta} s, but at fps={self.fps:g} steps are {1 / self.fps:g} s "
-                    f"apart. Use multiples of that, such as {steps / self.fps:g}, or pass another fps."
+                    f"apart. Use multiples of this interval, such as {steps / self.fps:g}, or pass another fps."
                 )
             offsets.append(steps)
         return tuple(offsets)
 
     def _find_fps(self) -> float | None:
-        """Return the steps per second. Raise ArgumentError if recorded timestamps are at other intervals."""
+        """Return the steps per second, or None if they are not known. Compare them with recorded timestamps."""
         given = self._settings.fps
         recorded = None
         if METADATA in self.attached:
@@ -579,8 +588,10 @@ class Dataset:
 
     def _measure_interval(self) -> float | None:
         """Return the median seconds between recorded timestamps of the first steps. None if there are none."""
-        found = self._outputs.get("timestamp")
-        if found is None or found[1].dtype.kind != "f" or len(self) < 2:
+        if "timestamp" not in self._outputs or len(self) < 2:
+            return None
+        output, feature = self._outputs["timestamp"]
+        if feature.dtype.kind != "f":
             return None
         ids = self._find_ids(np.arange(min(len(self), _CHECKED_STEPS)))
         following = ids + self.schema.num_envs
@@ -589,8 +600,8 @@ class Dataset:
         is_inside[is_inside] &= view.are_valid(following[is_inside])
         if not is_inside.any():
             return None
-        (before,) = view.read(ids[is_inside], (found[0],))
-        (after,) = view.read(following[is_inside], (found[0],))
+        (before,) = view.read(ids[is_inside], (output,))
+        (after,) = view.read(following[is_inside], (output,))
         interval = float(np.median((after - before).reshape(-1)))
         return interval if interval > 0 else None
 
@@ -602,14 +613,14 @@ def _find_torch_worker() -> Any:
 
 
 def _iterate(loader: Any) -> Iterator[dict[str, Array]]:
-    """Yield the batches of a loader, and close it when nobody reads them any more."""
+    """Yield the batches of a loader. Close the loader when the iterator is closed or freed."""
     with loader:
         while True:
             yield next(loader)
 
 
 class _CacheDirectory:
-    """A temporary directory of one dataset, which the process that made it removes."""
+    """A temporary directory of one dataset. Only the process that made it removes it."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="holdall-dataset-")
@@ -628,24 +639,24 @@ _NO_EXTRAS = Tree((), {})
 def _list_outputs(
     schema: Schema, columns: Columns, reward_dtype: np.dtype[Any] | None
 ) -> dict[str, tuple[int, Feature]]:
-    """Return the output of `Columns`, and the feature, of every key."""
-    found: dict[str, tuple[int, Feature]] = {}
+    """Return for every key the number of its output in `Columns`, and its feature."""
+    outputs: dict[str, tuple[int, Feature]] = {}
 
-    def add(prefix: str, tree: Tree, outputs: tuple[int, ...]) -> None:
-        for leaf, output in zip(tree.leaves, outputs, strict=True):
-            name = ".".join(part for part in (prefix, leaf.name) if part)
-            if name in found or name in _RESULT_KEYS:
-                name = f"extras.{name}"
-            found[name] = (output, Feature(leaf.shape, leaf.dtype))
+    def add_leaves(prefix: str, tree: Tree, numbers: tuple[int, ...]) -> None:
+        for leaf, number in zip(tree.leaves, numbers, strict=True):
+            key = ".".join(part for part in (prefix, leaf.name) if part)
+            if key in outputs or key in _RESULT_KEYS:
+                key = f"extras.{key}"
+            outputs[key] = (number, Feature(leaf.shape, leaf.dtype))
 
-    add("observation", schema.observation, columns.obs_outputs)
-    add("action", schema.action, columns.action_outputs)
-    found["reward"] = (columns.reward_output, Feature(schema.reward_shape, reward_dtype or np.dtype(np.float64)))
-    add("next_observation", schema.observation, columns.next_obs_outputs)
-    found["terminated"] = (columns.terminated_output, Feature((), np.dtype(np.bool_)))
-    found["truncated"] = (columns.truncated_output, Feature((), np.dtype(np.bool_)))
-    add("", schema.extras, columns.extra_outputs)
-    return found
+    add_leaves("observation", schema.observation, columns.obs_outputs)
+    add_leaves("action", schema.action, columns.action_outputs)
+    outputs["reward"] = (columns.reward_output, Feature(schema.reward_shape, reward_dtype or np.dtype(np.float64)))
+    add_leaves("next_observation", schema.observation, columns.next_obs_outputs)
+    outputs["terminated"] = (columns.terminated_output, Feature((), np.dtype(np.bool_)))
+    outputs["truncated"] = (columns.truncated_output, Feature((), np.dtype(np.bool_)))
+    add_leaves("", schema.extras, columns.extra_outputs)
+    return outputs
 
 
 def _check_deltas(deltas: Any) -> dict[str, tuple[float, ...]] | None:
@@ -655,10 +666,14 @@ def _check_deltas(deltas: Any) -> dict[str, tuple[float, ...]] | None:
         raise ArgumentError(f"delta_timestamps ({deltas!r}) must map keys to lists of seconds. Pass a dict.")
     checked = {}
     for key, seconds in deltas.items():
-        if isinstance(seconds, str) or not isinstance(seconds, Sequence | np.ndarray) or len(seconds) == 0:
-            raise ArgumentError(f"delta_timestamps[{key!r}] ({seconds!r}) must be a list of seconds, such as [0.0].")
         argument = f"delta_timestamps[{key!r}]"
-        checked[str(key)] = tuple(require_number(argument, float(each), -np.inf) for each in seconds)
+        if isinstance(seconds, str) or not isinstance(seconds, Sequence | np.ndarray) or len(seconds) == 0:
+            raise ArgumentError(f"{argument} ({seconds!r}) must be a list of seconds, such as [0.0].")
+        try:
+            numbers = [float(number) for number in seconds]
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{argument} ({seconds!r}) must be a list of seconds, such as [0.0].") from error
+        checked[str(key)] = tuple(require_number(argument, number, -np.inf) for number in numbers)
     return checked
 
 

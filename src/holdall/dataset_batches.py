@@ -34,7 +34,7 @@ class Batches:
     ) -> None:
         self._count = count
         self._batch_size = require_count("batch_size", batch_size, 1)
-        self._ends = None if weights is None else _add_up(weights, count)
+        self._weight_sums = None if weights is None else _sum_weights(weights, count)
         self._num_batches = count // self._batch_size
         if num_batches is not None:
             self._num_batches = require_count("num_batches", num_batches, 1)
@@ -52,15 +52,16 @@ class Batches:
         return self._num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A pass is counted when its first batch is requested, because torch makes iterators that it does not use.
+        # `epoch` is increased when the first batch is requested, because torch makes iterators that it does not use.
         generator = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(self.epoch,)))
         self.epoch += 1
         size = self._batch_size
-        if self._ends is not None:
+        if self._weight_sums is not None:
+            total = self._weight_sums[-1]
             for _ in range(self._num_batches):
-                points = generator.random(size) * self._ends[-1]
-                points = np.minimum(points, np.nextafter(self._ends[-1], 0.0))  # A product may round up to the sum.
-                yield np.searchsorted(self._ends, points, side="right").tolist()
+                points = generator.random(size) * total
+                points = np.minimum(points, np.nextafter(total, 0.0))  # A product may be rounded up to `total`.
+                yield np.searchsorted(self._weight_sums, points, side="right").tolist()
             return
         order: Indices = np.empty(0, np.int64)
         for _ in range(self._num_batches):
@@ -70,8 +71,8 @@ class Batches:
             order = order[size:]
 
 
-def _add_up(weights: Any, count: int) -> NDArray[np.float64]:
-    """Return the sum of the weights up to each index."""
+def _sum_weights(weights: Any, count: int) -> NDArray[np.float64]:
+    """Return the cumulative sums of the weights."""
     array = as_array(weights, "weights")
     if array.shape != (count,) or array.dtype.kind not in "biuf":
         raise ArgumentError(

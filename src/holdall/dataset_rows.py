@@ -1,14 +1,14 @@
-"""SharedRows: a batch that a DataLoader worker hands to the main process with little copying.
+"""SharedRows: a batch that a DataLoader worker sends to the main process with little copying.
 
     BlockPool.lease -> a block of shared memory, into which the worker reads the large arrays of a batch
     SharedRows      -> the batch; multiprocessing sends file descriptors of its blocks, and small arrays by value
-    main process    -> a plain dict of arrays of its own, copied from the blocks, which the worker then uses again
+    main process    -> a plain dict of arrays, which are copied from the blocks; then the worker uses the blocks again
 
 torch maps new shared memory for every tensor of every batch, which takes more time than decoding images does. These
 blocks are mapped once.
 
-Guarantee: the main process gets the same bits. A block is used again only after the arrays of the earlier batch were
-deleted in the worker, and received if they were sent.
+Guarantee: the main process gets the same bits. A block is used again only after the worker has deleted the arrays of
+the earlier batch, and, if they were sent, the main process has received them.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from holdall.store.view import ALIGNMENT_BYTES
 
 Rows = dict[str, Any]
 Allocate = Callable[[int], NDArray[np.uint8] | None]
-"""Returns memory of that many bytes for the arrays of a batch, or None if they get memory of their own."""
+"""Function that gets a number of bytes, and returns memory for the arrays of a batch. None: the reader allocates it."""
 
 MIN_SHARED_BYTES = 32 * 1024
 """Arrays below this size are sent by value, which takes less time than a file descriptor."""
-_IS_SENT = b"\1"
-_IS_RECEIVED = b"\0"
+_SENT = b"\1"
+_RECEIVED = b"\0"
 
 
 def allocate_nothing(_nbytes: int) -> None:
-    """Leave it to the reader to allocate."""
+    """Return None, so that the reader allocates the memory."""
 
 
 class LentBytes(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The memory of a block for one batch. It lives as long as an array in it."""
+    """The memory of a block for one batch. It exists as long as an array that uses it."""
 
     block: _Block
     is_sent: bool
 
 
 class _Block:
-    """Shared memory: a flag that says whether arrays were sent and not yet received, and the bytes of the arrays."""
+    """Shared memory. It has a flag, which is set while sent arrays were not received yet, and the bytes of arrays."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -59,12 +59,13 @@ class _Block:
         self._lease: weakref.ref[LentBytes] | None = None
 
     def is_free(self) -> bool:
-        """Return whether nobody uses the memory, here or in the process that receives it."""
-        return (self._lease is None or self._lease() is None) and self._map[:1] == _IS_RECEIVED
+        """Return whether neither this process nor the receiving one uses the memory."""
+        return (self._lease is None or self._lease() is None) and self._map[:1] == _RECEIVED
 
     def lease(self) -> LentBytes:
         """Return the memory. Requires a free block."""
-        # Its base must not be an array: a view of the lease would then keep that array and not the lease.
+        # The lease is made from the map and not from an array. A view of a lease would keep that array alive, and not
+        # the lease.
         lease = LentBytes((self.nbytes,), np.uint8, self._map, ALIGNMENT_BYTES)
         lease.block = self
         lease.is_sent = False
@@ -72,8 +73,8 @@ class _Block:
         return lease
 
     def send(self) -> Any:
-        """Mark the memory as sent, and return a handle for the process that receives it."""
-        self._map[:1] = _IS_SENT
+        """Mark the memory as sent, and return a handle for the receiving process."""
+        self._map[:1] = _SENT
         return reduction.DupFd(self.descriptor)
 
 
@@ -81,18 +82,18 @@ class BlockPool:
     """The blocks of one worker. Not thread-safe: `lease` is called by the thread that reads batches."""
 
     def __init__(self) -> None:
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self._blocks: list[_Block] = []
 
     def lease(self, nbytes: int) -> LentBytes | None:
-        """Return memory for arrays of together `nbytes`. None if they are small, or cannot be shared on this system."""
+        """Return memory for `nbytes` of arrays. None if `nbytes` is small, or if this system cannot share memory."""
         if nbytes < MIN_SHARED_BYTES or not hasattr(os, "memfd_create"):
             return None
         free = [block for block in self._blocks if block.is_free()]
         for block in free:
             if block.nbytes >= nbytes:
                 return block.lease()
-        self._blocks = [block for block in self._blocks if block not in free]  # They are too small.
+        self._blocks = [block for block in self._blocks if block not in free]  # The free blocks are too small.
         try:
             self._blocks.append(_Block(nbytes))
         except OSError:  # Too many open files, or a sandbox without anonymous files.
@@ -117,7 +118,7 @@ class SharedRows(dict[str, Any]):
 
 
 class _Place:
-    """Place of a large array: number of the block and offset there."""
+    """Place of a large array: the number of a block, and the offset of the array in it."""
 
     def __init__(self, number: int, offset: int, array: NDArray[Any]) -> None:
         self.number = number
@@ -139,8 +140,8 @@ class _Place:
         return array
 
 
-class _Sent:
-    """An array or a tensor, by value or by place."""
+class _SentArray:
+    """An array or a tensor as it is sent: its value, or its place in a block."""
 
     def __init__(self, value: NDArray[Any] | _Place, is_tensor: bool) -> None:
         self.value = value
@@ -156,43 +157,44 @@ class _Sent:
         return torch.from_numpy(array)
 
 
-def _send(rows: SharedRows) -> tuple[Any, ...]:
-    """Return how multiprocessing makes the rows in the process that receives them."""
+def _reduce_rows(rows: SharedRows) -> tuple[Any, ...]:
+    """Return a function and its arguments, which multiprocessing calls in the receiving process to get the rows."""
+    # Arrays in a lease that was sent before are pickled, because one flag cannot say whether two receivers are done.
     leases = [lease for lease in rows.leases if not lease.is_sent]
-    values = {key: _describe(value, leases) for key, value in rows.items()}
-    used = sorted({sent.value.number for sent in values.values() if _has_place(sent)})
+    values = {key: _pack(value, leases) for key, value in rows.items()}
+    numbers = sorted({sent.value.number for sent in values.values() if _has_place(sent)})
     handles = {}
-    for number in used:
-        leases[number].is_sent = True  # Nobody knows when arrays that are sent twice were received for the last time.
+    for number in numbers:
+        leases[number].is_sent = True
         handles[number] = leases[number].block.send()
     return _receive, (handles, values)
 
 
-reduction.register(SharedRows, _send)
+reduction.register(SharedRows, _reduce_rows)
 
 
 def _has_place(value: Any) -> bool:
-    return isinstance(value, _Sent) and isinstance(value.value, _Place)
+    return isinstance(value, _SentArray) and isinstance(value.value, _Place)
 
 
-def _describe(value: Any, leases: list[LentBytes]) -> Any:
-    """Return the `_Sent` of an array or tensor. Return other values unchanged."""
+def _pack(value: Any, leases: list[LentBytes]) -> Any:
+    """Return the `_SentArray` of an array or tensor. Return other values unchanged."""
     array, is_tensor = _find_array(value)
     if array is None:
         return value  # Multiprocessing pickles it.
     if array.nbytes < MIN_SHARED_BYTES:
-        return _Sent(array, is_tensor)
+        return _SentArray(array, is_tensor)
     if array.flags.c_contiguous:
         address = _find_address(array)
         for number, lease in enumerate(leases):
             offset = address - _find_address(lease)
             if 0 <= offset <= lease.nbytes - array.nbytes:
-                return _Sent(_Place(number, offset, array), is_tensor)
+                return _SentArray(_Place(number, offset, array), is_tensor)
     return value
 
 
 def _find_array(value: Any) -> tuple[NDArray[Any] | None, bool]:
-    """Return the array of a value, and whether it is a tensor. None if it is neither array nor a tensor like one."""
+    """Return a value as an array of plain bytes, and whether the value is a tensor. None: it has to be pickled."""
     if type(value) is np.ndarray:
         return (None if value.dtype.hasobject else value), False
     torch: Any = sys.modules["torch"]
@@ -210,12 +212,14 @@ def _find_address(array: NDArray[Any]) -> int:
 
 
 def _receive(handles: dict[int, Any], values: Rows) -> Rows:
-    """Return the rows in the process that receives them, and give the blocks back to the worker."""
+    """Return the rows, and give the blocks back to the worker. Called in the receiving process."""
     descriptors = {number: handle.detach() for number, handle in handles.items()}
     try:
-        rows = {key: value.receive(descriptors) if isinstance(value, _Sent) else value for key, value in values.items()}
+        rows: Rows = {}
+        for key, value in values.items():
+            rows[key] = value.receive(descriptors) if isinstance(value, _SentArray) else value
         for descriptor in descriptors.values():
-            os.pwrite(descriptor, _IS_RECEIVED, 0)
+            os.pwrite(descriptor, _RECEIVED, 0)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)

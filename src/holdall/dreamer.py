@@ -1,11 +1,11 @@
 """Replay: DreamerV3's `embodied.replay.Replay` over a ReplayMemory.
 
-    add    -> one transition; steps of all workers follow each other in the memory
-    sample -> start of a sequence -> the steps that follow it in the same stream -> View.read
+    add    -> one transition; the memory holds the steps of all workers in the order in which they were added
+    sample -> first step of a sequence -> the next steps of the same worker -> View.read
     update -> ReplayMemory.update, by step id
 
-Images of more than 4 KiB are stored as observations, which are compressed. All other keys are extras, which `update`
-rewrites in place.
+Arrays of more than 4 KiB are stored as observations, which are compressed, unless they are floating point. All other
+keys except the reward are extras, which `update` rewrites in place.
 
 Guarantee: a batch has, bit for bit, the steps that were added and the latents that `update` wrote last. With the same
 seed, `sample` draws the same sequences as DreamerV3's own class.
@@ -51,6 +51,7 @@ _WORKERS = 32
 _STEP_ID_BYTES = 20
 _TOKEN_BYTES = 12
 _WARNING_S = 30.0
+"""Seconds between warnings while `sample` waits for a sequence."""
 _MODES = ("train", "report", "eval")
 _STATE = "dreamer/state.json"
 _FORMAT = 1
@@ -63,7 +64,7 @@ class Selector(Protocol):
         """Return the number of a sequence."""
 
     def __len__(self) -> int:
-        """Return how many sequences there are."""
+        """Return the number of sequences."""
 
     def __setitem__(self, number: int, step_ids: NDArray[np.uint8]) -> None:
         """Add a sequence, whose steps have `step_ids`, (length, 20)."""
@@ -81,10 +82,10 @@ class Replay:
 
     Args:
         length: Steps of a sequence, with the context.
-        capacity: Sequences that are held. The oldest is removed first.
+        capacity: Maximum number of sequences. The oldest one is removed first.
         directory: Place of the checkpoints of `save` and `load`: a directory, or a prefix of an object store.
         chunksize: Not used. holdall chooses the lengths of its segments.
-        online: Whether `sample` first returns new sequences, with each step of a worker once. Then the selector draws.
+        online: Whether `sample` first returns new sequences, each step of a worker once. Then the selector draws.
         selector: Object that draws sequences, as in `embodied.replay.selectors`; uniform by default.
         save_wait: Whether `save` returns only when the checkpoint is complete.
         name: Name for log messages.
@@ -138,21 +139,22 @@ class Replay:
         self._memory: ReplayMemory | None = None
         self._keys: dict[str, _Key] = {}
         self._token = uuid.uuid4().bytes[:_TOKEN_BYTES]  # The first bytes of all step ids.
-        self._change = threading.Condition(threading.RLock())  # Guards everything below; notified of new sequences.
+        self._condition = threading.Condition(threading.RLock())  # Held for every change; notified of new sequences.
         ring = self.capacity + _WORKERS * self.length
-        # By id modulo `ring`: the distance to the id of the next step of the same worker. 0: it has not been added yet.
+        # By id modulo `ring`: the distance to the id of the worker's next step. 0: that step has not been added yet.
         self._distances: NDArray[np.uint32] = np.zeros(ring, np.uint32)
-        self._starts: Ids = np.zeros(self.capacity, np.int64)  # By number of the sequence modulo the capacity.
+        # Ids of the first steps of sequences, by number of the sequence modulo the capacity.
+        self._starts: Ids = np.zeros(self.capacity, np.int64)
         self._first_number = 0
         self._next_number = 0
         self._uniform = _Uniform(self.capacity, seed) if selector is None else None
         self.sampler: Selector = selector if self._uniform is None else self._uniform  # type: ignore[assignment]
         self._streams: dict[Any, _Stream] = {}
-        self._queue: deque[int] = deque()  # Starts of the sequences that are drawn next, if `online`.
+        self._queue: deque[int] = deque()  # With `online`: ids of the first steps of the sequences to return next.
 
     @property
     def memory(self) -> ReplayMemory:
-        """The memory that stores the steps, for `report()` and the like. It is made with the first step."""
+        """The memory that stores the steps. The first `add` makes it."""
         if self._memory is None:
             raise ArgumentError(f"Replay {self.name!r} is empty, so it has no memory yet. Add a step first.")
         return self._memory
@@ -166,22 +168,22 @@ class Replay:
     def add(self, step: Mapping[str, Any], worker: Any = 0) -> None:
         """Add the next step of a worker. Keys that begin with "log/" are dropped.
 
-        The first step decides keys, shapes and dtypes. Raise ArgumentError if a later one has others.
+        The first step decides keys, shapes and dtypes. Raise ArgumentError if a later step differs.
         """
         arrays = {key: np.asarray(value) for key, value in step.items() if not key.startswith("log/")}
-        with self._change:
+        with self._condition:
             if self._memory is None:
-                # Smaller arrays become extras. As observations they would be stored twice, because `add` does not get
-                # `next_obs`.
+                # Smaller arrays become extras. As observations they would be stored twice: `next_obs` is not known, so
+                # the memory gets `obs` in its place, and stores both rows of small observations.
                 tuning = self._settings["_tuning"] or Tuning()
-                self._begin({key: _Key.of(key, array, tuning.small_field_bytes) for key, array in arrays.items()})
+                self._make_memory({key: _Key.of(key, array, tuning.small_field_bytes) for key, array in arrays.items()})
             memory = self.memory
-            given = _make_arguments(self._keys, arrays)
-            number = memory.next_id
-            memory.add(**given)
-            self._record_step(number, self._streams.setdefault(worker, _Stream()))
+            arguments = _make_arguments(self._keys, arrays)
+            transition_id = memory.next_id
+            memory.add(**arguments)
+            self._record_step(transition_id, self._streams.setdefault(worker, _Stream()))
 
-    def _begin(self, keys: dict[str, _Key]) -> None:
+    def _make_memory(self, keys: dict[str, _Key]) -> None:
         """Make the memory for steps with `keys`."""
         observation: dict[str, spaces.Space[Any]]
         observation = {key.name: key.space for key in keys.values() if key.kind == "image"}
@@ -191,18 +193,18 @@ class Replay:
         )
         self._keys = keys
 
-    def _record_step(self, number: int, stream: _Stream) -> None:
-        """Append the step with id `number` to a stream. Record the sequence that ends with this step."""
+    def _record_step(self, transition_id: int, stream: _Stream) -> None:
+        """Append a step to a stream. Record the sequence that ends with this step."""
         first_id = self.memory.first_id
         ring = len(self._distances)
-        self._distances[number % ring] = 0
+        self._distances[transition_id % ring] = 0
         if stream.newest is not None and stream.newest >= first_id:
-            self._distances[stream.newest % ring] = number - stream.newest
-        stream.newest = number
+            self._distances[stream.newest % ring] = transition_id - stream.newest
+        stream.newest = transition_id
         pending = stream.pending
         while pending and pending[0] < first_id:
             pending.popleft()  # The worker paused for so long that its steps were evicted.
-        pending.append(number)
+        pending.append(transition_id)
         if len(pending) >= self.length:
             start = pending.popleft()
             self._record_sequence(start)
@@ -211,17 +213,22 @@ class Replay:
         stream.count += 1
 
     def _record_sequence(self, start: int) -> None:
+        """Add the sequence that begins with step `start`. Remove sequences that do not fit or were evicted."""
         while len(self) >= self.capacity:
             self._remove_oldest()
         self._remove_evicted()
         number = self._next_number
         self._starts[number % self.capacity] = start
         self._next_number += 1
-        self.sampler[number] = (
-            self._make_step_ids(self._follow(np.array([start]))[0]) if self._uniform is None else _NONE
-        )
+        self._add_to_sampler(number, start)
         self.metrics["inserts"] += 1
-        self._change.notify_all()
+        self._condition.notify_all()
+
+    def _add_to_sampler(self, number: int, start: int) -> None:
+        step_ids = _NO_STEP_IDS  # The uniform selector does not read them.
+        if self._uniform is None:
+            step_ids = self._make_step_ids(self._follow(np.array([start]))[0])
+        self.sampler[number] = step_ids
 
     def _remove_oldest(self) -> None:
         del self.sampler[self._first_number]
@@ -236,15 +243,15 @@ class Replay:
     # ---------------------------------------------------------------- sampling
 
     def sample(self, batch: int, mode: str = "train") -> dict[str, Array]:
-        """Return `batch` sequences, each key with the axes (batch, length). Wait until there is a sequence.
+        """Return `batch` sequences: arrays of shape (batch, length, ...) by key. Wait until there is a sequence.
 
         `stepid` identifies every step, for `update`. `is_first` is set in the first step of every sequence. `is_last`
-        is set in every step that is followed by the first step of another episode.
+        is also set in every step before the first step of another episode.
         """
         batch = require_count("batch", batch, 1)
         if mode not in _MODES:
             raise ArgumentError(f"mode is {mode!r}. Pass one of {', '.join(_MODES)}.")
-        with self._change:
+        with self._condition:
             starts = np.array([self._draw(mode) for _ in range(batch)], np.int64)
             ids = self._follow(starts)
             view = self.memory.store.view()
@@ -259,7 +266,7 @@ class Replay:
             self.metrics["samples"] += 1
         while True:
             while len(self) == 0:
-                if not self._change.wait(_WARNING_S):
+                if not self._condition.wait(_WARNING_S):
                     _LOG.warning("Replay %r is empty, and sample waits for %d steps.", self.name, self.length)
             if self.online and self._queue and mode == "train":
                 start = self._queue.popleft()
@@ -272,7 +279,7 @@ class Replay:
                 return start
 
     def _follow(self, starts: Ids) -> Ids:
-        """Return the ids of the steps from each start on, (sequences, length)."""
+        """Return the ids of the steps of the sequences that begin with `starts`, (sequences, length)."""
         ids = np.empty((len(starts), self.length), np.int64)
         ids[:, 0] = starts
         ring = len(self._distances)
@@ -282,7 +289,7 @@ class Replay:
         return ids
 
     def _read(self, view: View, ids: Ids) -> dict[str, Array]:
-        """Return all keys of steps, in the order in which `add` had them."""
+        """Return all keys of steps, in the order of the first step that was added."""
         schema = self.memory.schema
         columns = view.columns
         outputs = dict(zip(schema.observation.keys or (), columns.obs_outputs, strict=True))
@@ -308,15 +315,15 @@ class Replay:
         rows = {key: np.asarray(value) for key, value in data.items()}
         step_ids = rows.pop("stepid", None)
         if step_ids is None or step_ids.ndim != 3 or step_ids.shape[2] != _STEP_ID_BYTES or step_ids.dtype != np.uint8:
-            shown = "missing" if step_ids is None else f"{step_ids.dtype} of shape {step_ids.shape}"
-            raise ArgumentError(f"stepid is {shown}. Pass the uint8 array (batch, time, 20) that sample returned.")
+            given = "missing" if step_ids is None else f"{step_ids.dtype} of shape {step_ids.shape}"
+            raise ArgumentError(f"stepid is {given}. Pass the uint8 array (batch, time, 20) that sample returned.")
         leading = step_ids.shape[:2]
         priority = rows.pop("priority", None)
         if priority is not None and priority.shape != leading:
             raise ArgumentError(f"priority has shape {priority.shape}, expected {leading}: one for each step id.")
         for key, array in rows.items():
             self._require_rewritable(key, array, leading)
-        with self._change:
+        with self._condition:
             self.metrics["updates"] += prod(leading)
             if priority is not None:
                 self._set_priorities(step_ids.reshape(-1, _STEP_ID_BYTES), priority.reshape(-1))
@@ -326,13 +333,14 @@ class Replay:
                 self.memory.update(ids[is_held], **some)
 
     def _require_rewritable(self, name: str, array: Array, leading: tuple[int, ...]) -> None:
+        """Raise ArgumentError unless `array` can replace rows of the key `name`. `leading` is (batch, time)."""
         key = self._keys.get(name)
         if key is None:
             raise ArgumentError(f"{name!r} is not a key of the steps, which have {sorted(self._keys)}. Leave it out.")
         if key.kind != "extra":
             raise ArgumentError(
-                f"{name!r} is stored as an {key.kind}, which cannot be rewritten. Add what the network computes "
-                "under another key, as floating point numbers."
+                f"{name!r} is stored as {'an image' if key.kind == 'image' else 'the reward'}, which cannot be "
+                "rewritten. Add the results of the network under another key, as floating point numbers."
             )
         if array.shape != (*leading, *key.shape) or array.dtype != key.dtype:
             raise ArgumentError(
@@ -354,7 +362,7 @@ class Replay:
         return step_ids
 
     def _find_held(self, step_ids: NDArray[np.uint8]) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return the transition ids of step ids, flat, and whether the memory holds them."""
+        """Return the transition ids of step ids as a flat array, and which of them the memory holds."""
         if self._memory is None:
             return np.zeros(0, np.int64), np.zeros(0, np.bool_)
         flat = np.ascontiguousarray(step_ids.reshape(-1, _STEP_ID_BYTES))
@@ -365,8 +373,8 @@ class Replay:
     # ---------------------------------------------------------------- accounting
 
     def stats(self) -> dict[str, float]:
-        """Return sizes and counts. The counts are those since the last call."""
-        with self._change:
+        """Return sizes, and counts since the last call."""
+        with self._condition:
             metrics = self.metrics
             self.metrics = dict.fromkeys(metrics, 0)
             memory = self._memory
@@ -391,7 +399,7 @@ class Replay:
         """Write a checkpoint to `directory`, if there is one. Only new and rewritten steps are written."""
         if self.directory is None or self._memory is None:
             return
-        with self._change:
+        with self._condition:
             self._remove_evicted()
             handle = self._memory.save(self.directory, attach=self._pack_state(), keep=1)
         if self.save_wait:
@@ -440,7 +448,7 @@ class Replay:
         place = self.directory if directory is None else str(directory)
         if place is None or not _has_checkpoint(place):
             return
-        with self._change:
+        with self._condition:
             if self._memory is not None:
                 raise ArgumentError(f"Replay {self.name!r} has steps already. Load before the first step is added.")
             memory = ReplayMemory.load(place, capacity=len(self._distances), **self._settings)
@@ -450,7 +458,7 @@ class Replay:
             except BaseException:
                 memory.close()
                 raise
-            self._change.notify_all()
+            self._condition.notify_all()
 
     def _restore(
         self, memory: ReplayMemory, state: dict[str, Any], arrays: dict[str, Ids], amount: float | None
@@ -464,7 +472,7 @@ class Replay:
         newest = np.arange(memory.next_id - len(arrays["distances"]), memory.next_id)
         is_held = newest >= memory.first_id
         self._distances[newest[is_held] % len(self._distances)] = arrays["distances"][is_held]
-        self._keys = {name: _Key.from_json(name, words) for name, words in state["keys"].items()}
+        self._keys = {name: _Key.from_json(name, fields) for name, fields in state["keys"].items()}
         self._token = bytes.fromhex(state["token"])
         self._memory = memory
         self._first_number = state["next_number"] - kept
@@ -474,24 +482,23 @@ class Replay:
             self._uniform.restore(np.cumsum(arrays["places"]), state["generator"])
             return
         for number in numbers.tolist():
-            start = self._starts[number % self.capacity]
-            self.sampler[number] = self._make_step_ids(self._follow(np.array([start]))[0])
+            self._add_to_sampler(number, int(self._starts[number % self.capacity]))
 
 
 class _Stream:
-    """The newest steps of one worker. `pending` are those whose sequence of `length` steps is not complete."""
+    """The steps of one worker, by transition id."""
 
     def __init__(self) -> None:
-        self.pending: deque[int] = deque()
+        self.pending: deque[int] = deque()  # First steps of sequences that are not complete yet.
         self.newest: int | None = None
-        self.count = 0
+        self.count = 0  # Number of steps that were added.
 
 
 class _Key(NamedTuple):
-    """One key of the steps. Kinds: "image" is an observation, "reward" the reward, "extra" an extra."""
+    """One key of the steps."""
 
     name: str
-    kind: str
+    kind: str  # Field of the memory: "image" for an observation, "reward" or "extra".
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
@@ -506,10 +513,11 @@ class _Key(NamedTuple):
                 f"{name!r} has dtype {array.dtype}. Steps have booleans and numbers, and stepid is holdall's own key. "
                 f"Convert {name!r}, or leave it out."
             )
+        kind = "extra"
         if name == "reward" and array.shape == ():
             kind = "reward"
-        else:
-            kind = "image" if array.nbytes > small_bytes and array.dtype.kind != "f" else "extra"
+        elif array.nbytes > small_bytes and array.dtype.kind != "f":
+            kind = "image"
         return cls(name, kind, array.shape, array.dtype)
 
     @property
@@ -522,23 +530,23 @@ class _Key(NamedTuple):
         return {"kind": self.kind, "shape": self.shape, "dtype": dtype_to_json(self.dtype)}
 
     @classmethod
-    def from_json(cls, name: str, words: Mapping[str, Any]) -> _Key:
+    def from_json(cls, name: str, fields: Mapping[str, Any]) -> _Key:
         """Return the key that `to_json` described."""
-        return cls(name, str(words["kind"]), tuple(map(int, words["shape"])), dtype_from_json(words["dtype"]))
+        return cls(name, str(fields["kind"]), tuple(map(int, fields["shape"])), dtype_from_json(fields["dtype"]))
 
 
 class _Uniform:
     """Draws all sequences with the same probability. The draws are those of DreamerV3's uniform selector.
 
     Attributes:
-        numbers: Numbers of the sequences. A removed one is replaced by the last.
+        numbers: Numbers of the sequences. The last number replaces one that is removed.
         generator: The random generator.
     """
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.numbers: Ids = np.zeros(capacity, np.int64)
         self.generator = np.random.default_rng(seed)
-        self._places: Ids = np.zeros(capacity, np.int64)  # By number of the sequence modulo the capacity.
+        self._places: Ids = np.zeros(capacity, np.int64)  # Index in `numbers`, by sequence number modulo the capacity.
         self._count = 0
 
     def __len__(self) -> int:
@@ -567,8 +575,8 @@ class _Uniform:
         self.generator.bit_generator.state = generator_state
 
 
-_NONE = np.zeros((0, _STEP_ID_BYTES), np.uint8)
-_FLAG = np.zeros(1, np.bool_)
+_NO_STEP_IDS = np.zeros((0, _STEP_ID_BYTES), np.uint8)
+_NOT_ENDED = np.zeros(1, np.bool_)
 _NO_REWARD = np.zeros(1, np.float32)
 
 
@@ -579,7 +587,7 @@ def _make_arguments(keys: Mapping[str, _Key], arrays: Step) -> dict[str, Any]:
         unknown = sorted(arrays.keys() - keys.keys())
         raise ArgumentError(
             f"The step misses the keys {missing} and has the unknown keys {unknown}, compared with the first step. Add "
-            "steps with the same keys."
+            "steps with the keys of the first one."
         )
     by_kind: dict[str, dict[str, Array]] = {"image": {}, "extra": {}, "reward": {}}
     for name, key in keys.items():
@@ -594,15 +602,15 @@ def _make_arguments(keys: Mapping[str, _Key], arrays: Step) -> dict[str, Any]:
         "obs": by_kind["image"],
         "action": {},
         "reward": by_kind["reward"].get("reward", _NO_REWARD),
-        "next_obs": by_kind["image"],  # Nobody reads it. An image that equals `obs` takes no memory.
-        "terminated": _FLAG,
-        "truncated": _FLAG,
+        "next_obs": by_kind["image"],  # It is never read. An image that equals `obs` takes no memory.
+        "terminated": _NOT_ENDED,
+        "truncated": _NOT_ENDED,
         "extras": by_kind["extra"],
     }
 
 
 def _mark_ends(data: dict[str, Array]) -> None:
-    """Mark the first step of every sequence, and the last step of episodes that were abandoned."""
+    """Mark the first step of every sequence, and the last step of every episode that was abandoned."""
     if "is_first" not in data:
         return
     is_first = data["is_first"]
@@ -622,13 +630,14 @@ def _has_checkpoint(place: str) -> bool:
         return True
     if any(folder.glob("*.npz")):
         raise ArgumentError(
-            f"directory ({place}) has chunks of DreamerV3's own Replay, which holdall does not read. Pass an empty one."
+            f"directory ({place}) has chunks of DreamerV3's own Replay, which holdall does not read. Pass an empty "
+            "directory."
         )
     return False
 
 
 def _unpack_state(memory: ReplayMemory, place: str, length: int) -> tuple[dict[str, Any], dict[str, Ids]]:
-    """Return what `_pack_state` packed. Raise if it does not fit."""
+    """Return the state and the arrays that `_pack_state` saved. Raise an error if they are damaged or do not fit."""
     if _STATE not in memory.attached:
         raise CheckpointError(
             f"{place} is a checkpoint of a memory, but not of a Replay. Load it with ReplayMemory.load."
@@ -639,19 +648,21 @@ def _unpack_state(memory: ReplayMemory, place: str, length: int) -> tuple[dict[s
             f"{place} has format {state.get('format')}, but this version reads {_FORMAT}. Update holdall."
         )
     if state["length"] != length:
-        raise ArgumentError(f"{place} has sequences of {state['length']} steps, but length is {length}. Pass the same.")
+        raise ArgumentError(
+            f"{place} has sequences of {state['length']} steps, but length is {length}. Pass the saved length."
+        )
     count = int(state["next_number"]) - int(state["first_number"])
-    lengths = {
-        "starts": count,
-        "places": count if state["generator"] else 0,
-        "distances": state["steps"],
-        "queue": state["queued"],
+    nbytes_by_name = {
+        "starts": 8 * count,
+        "places": 8 * count if state["generator"] else 0,
+        "distances": 8 * state["steps"],
+        "queue": 8 * state["queued"],
     }
     arrays = {}
-    for name, length_of in lengths.items():
+    for name, nbytes in nbytes_by_name.items():
         # A damaged file must not decompress to more bytes than the state says.
-        content = zlib.decompressobj().decompress(memory.attached[f"dreamer/{name}"], 8 * length_of + 1)
-        if len(content) != 8 * length_of:
+        content = zlib.decompressobj().decompress(memory.attached[f"dreamer/{name}"], nbytes + 1)
+        if len(content) != nbytes:
             raise CheckpointError(f"{place} is damaged: its number of {name} is wrong. Load another checkpoint.")
         arrays[name] = np.frombuffer(content, "<i8").astype(np.int64)
     return state, arrays

@@ -37,7 +37,7 @@ _DEFAULT_SIZE = 1_000_000
 """`replay_buffer_size` of DrQ-v2's configuration."""
 _REQUIRED = ("observation", "action", "reward", "discount")
 _STORAGES: WeakValueDictionary[Path, ReplayBufferStorage] = WeakValueDictionary()
-"""The storages by their folder, so that `make_replay_loader` finds the one that was made before."""
+"""Storages by folder. `make_replay_loader` gets only the folder, and finds its storage here."""
 
 Ids = NDArray[np.int64]
 
@@ -90,7 +90,7 @@ class ReplayBufferStorage:
         self._replay_dir = Path(replay_dir)
         self._replay_dir.mkdir(parents=True, exist_ok=True)
         self._max_size = None if max_size is None else require_count("max_size", to_whole(max_size), 1)
-        self._tiers: dict[str, Any] = {
+        self._memory_settings: dict[str, Any] = {
             "budget": budget,
             "prefer": prefer,
             "spill_dir": spill_dir,
@@ -115,12 +115,12 @@ class ReplayBufferStorage:
         """The memory that holds the transitions. The first `add` makes it."""
         if self._memory is None:
             self._memory = ReplayMemory(
-                _space(self._specs["observation"]),
-                _space(self._specs["action"]),
+                _make_space(self._specs["observation"]),
+                _make_space(self._specs["action"]),
                 self._max_size or _DEFAULT_SIZE,
-                extras={name: _space(spec) for name, spec in self._specs.items() if name in self._extras},
+                extras={name: _make_space(spec) for name, spec in self._specs.items() if name in self._extras},
                 reward_shape=tuple(self._specs["reward"].shape),
-                **self._tiers,
+                **self._memory_settings,
             )
         return self._memory
 
@@ -165,40 +165,38 @@ class ReplayBufferStorage:
         return array
 
     def _end_episode(self, *, is_cut: bool) -> None:
-        """Complete the current episode, if it has transitions. `is_cut`: mark its last transition as truncated."""
+        """Complete the current episode, if it has transitions. With `is_cut`, mark its last transition as truncated."""
         self._latest = None
-        if self._memory is None:
-            return
-        length = self._memory.next_id - self._first_id
-        if not length:
+        if self._memory is None or self._memory.next_id == self._first_id:
             return
         if is_cut:
             self._memory.set_flags([self._memory.next_id - 1], [False], [True])
+        self._record_episode(self._memory.next_id)
+
+    def _record_episode(self, next_id: int) -> None:
+        """Record the episode from `_first_id` to `next_id` - 1."""
+        length = next_id - self._first_id
         self._episodes.append(_Episode(self._first_id, length))
         self._transitions += length
-        self._first_id = self._memory.next_id
+        self._first_id = next_id
 
     def _resume(self) -> None:
-        """Load the checkpoint in the folder, and find its episodes."""
-        self._memory = ReplayMemory.load(self._replay_dir, self._max_size, **self._tiers)
+        """Load the checkpoint in the folder, and find its episodes. The last one is cut if it has not ended."""
+        self._memory = ReplayMemory.load(self._replay_dir, self._max_size, **self._memory_settings)
         view = self._memory.store.view()
         ids = np.arange(view.first_id, view.next_id)
+        self._first_id = view.first_id
         for end in ids[view.are_ends(ids)].tolist():
-            start = self._first_id if self._episodes else view.first_id
-            self._episodes.append(_Episode(start, end + 1 - start))
-            self._transitions += end + 1 - start
-            self._first_id = end + 1
-        if not self._episodes:
-            self._first_id = view.first_id
+            self._record_episode(end + 1)
         self._end_episode(is_cut=True)
 
     def set_loader(self, max_size: int, *, save_snapshot: bool) -> None:
         """Apply the settings of a loader. For `make_replay_loader`."""
-        held = self._max_size if self._memory is None else self._memory.capacity
-        if held is not None and held != max_size:
+        storage_size = self._max_size if self._memory is None else self._memory.capacity
+        if storage_size is not None and storage_size != max_size:
             raise ArgumentError(
-                f"max_size ({max_size}) is not that of the storage, {held}. Make the loader before the first add, or "
-                f"pass max_size={max_size} to ReplayBufferStorage."
+                f"max_size ({max_size}) differs from the storage, which has {storage_size}. Make the loader before the "
+                f"first add, or pass max_size={max_size} to ReplayBufferStorage."
             )
         self._max_size = max_size
         self._saves_snapshots = save_snapshot
@@ -225,10 +223,9 @@ class ReplayBufferStorage:
         view = self.memory.store.view()
         columns = view.columns
         steps = draw.first_ids[:, None] + np.arange(draw.nstep)
-        numbers = {leaf.name: number for number, leaf in enumerate(self.memory.schema.extras.leaves)}
-        rewards, discounts = view.read(
-            steps.reshape(-1), (columns.reward_output, columns.extra_outputs[numbers["discount"]])
-        )
+        extra_names = [leaf.name for leaf in self.memory.schema.extras.leaves]
+        discount_output = columns.extra_outputs[extra_names.index("discount")]
+        rewards, discounts = view.read(steps.reshape(-1), (columns.reward_output, discount_output))
         rewards = rewards.reshape(*steps.shape, *rewards.shape[1:])
         discounts = discounts.reshape(*steps.shape, *discounts.shape[1:])
         reward = np.zeros_like(rewards[:, 0])
@@ -263,12 +260,13 @@ class ReplayLoader:
         self._discount = discount
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        loader: Any = Loader(self._draw, _return, self._prefetch)
+        loader: Any = Loader(self._draw, lambda batch: batch, self._prefetch)
         return iter(loader)
 
     def _draw(self) -> Any:
-        drawn = self._storage.draw(self._batch_size, self._nstep, self._discount)
-        return lambda: self._storage.read(drawn)
+        """Draw a batch, and return the function that reads it."""
+        draw = self._storage.draw(self._batch_size, self._nstep, self._discount)
+        return lambda: self._storage.read(draw)
 
 
 def make_replay_loader(
@@ -287,14 +285,14 @@ def make_replay_loader(
         max_size: Maximum number of transitions of the storage.
         num_workers: Batches that one thread reads ahead. There are no processes: all batches come from one memory.
         save_snapshot: Write a checkpoint to `replay_dir` at the end of every episode, in the background.
-        nstep: Consecutive steps from `obs` to `next_obs`. Episodes with fewer steps are not drawn.
+        nstep: Steps from the observation to the next observation. Episodes with fewer steps are not drawn.
         discount: Discount of one step.
     """
     storage = _STORAGES.get(Path(replay_dir).resolve())
     if storage is None:
         raise ArgumentError(
             f"replay_dir ({replay_dir}) has no storage in this process. Make ReplayBufferStorage(data_specs, "
-            "replay_dir) first, and keep it."
+            "replay_dir) first, and keep a reference to it."
         )
     max_size = require_count("max_size", to_whole(max_size), 1)
     require_number("discount", discount, 0)
@@ -308,9 +306,5 @@ def make_replay_loader(
     )
 
 
-def _space(spec: Any) -> spaces.Box:
+def _make_space(spec: Any) -> spaces.Box:
     return stored_space(tuple(spec.shape), np.dtype(spec.dtype))
-
-
-def _return(batch: Any) -> Any:
-    return batch

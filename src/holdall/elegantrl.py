@@ -1,7 +1,7 @@
-"""TrajectoryBuffer: ElegantRL's list of trajectories as tensors on the device that every update overwrites.
+"""TrajectoryBuffer: ElegantRL's list of trajectories as tensors on a device, which every update overwrites.
 
-Guarantee: the tensors have, bit for bit, what concatenating the trajectories gives. An update allocates device memory
-only if it brings more than every update before, and never holds the data twice there.
+Guarantee: the tensors equal, bit for bit, the concatenated trajectories. An update allocates device memory only if it
+has more data than every update before, and never holds the data twice there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from holdall.delivery.staging import SLOT_BYTES, Staging
 _ALIGNMENT_BYTES = 256
 """Alignment of device tensors that torch allocates."""
 _GROWTH = 1.5
+"""Smallest factor by which the device memory grows."""
 _REWARDS = 1
-"""Number of the rewards in ElegantRL's order: states, rewards, masks, actions, noises."""
+"""Index of the rewards in ElegantRL's order: states, rewards, masks, actions, noises."""
 
 Trajectory = Sequence[torch.Tensor]
 Item = tuple[torch.Tensor, ...]
@@ -36,7 +37,7 @@ Item = tuple[torch.Tensor, ...]
 
 
 class _Section(NamedTuple):
-    """The place of one item in the buffer's memory."""
+    """The place of one item in the buffer's memory. `start` and `nbytes` are bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,11 +52,11 @@ class _Section(NamedTuple):
 class TrajectoryBuffer(list[torch.Tensor]):
     """Drop-in for ElegantRL's on-policy buffer, a list: `buffer[0]` has the states of all workers, and so on.
 
-    The next update overwrites the tensors. Clone what you want to keep.
+    The next update overwrites the tensors. Clone tensors that you want to keep.
 
     Args:
         device: Device of the tensors. None for a CUDA device if there is one, else the CPU.
-        slot_bytes: Size of a pinned staging slot. There are four.
+        slot_bytes: Bytes of one of the four slots of pinned memory through which data is sent to a GPU.
 
     Examples:
         >>> import torch
@@ -84,8 +85,8 @@ class TrajectoryBuffer(list[torch.Tensor]):
             raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1. Pass some MiB.")
         self._staging = None if self.device.type == "cpu" else Staging(self.device, slot_bytes)
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        # Shapes, dtypes and devices of the last update, which was checked.
-        self._checked: list[Any] = []
+        # Number of trajectories, and shape, dtype and device of every tensor, of the last update that was checked.
+        self._checked_forms: list[Any] = []
         self._sections: list[_Section] = []
 
     @torch.no_grad()
@@ -114,19 +115,22 @@ class TrajectoryBuffer(list[torch.Tensor]):
         return self._memory.nbytes
 
     def _check(self, traj_list: Sequence[Trajectory]) -> list[Item]:
-        """Return the tensors by kind, with a section for each. Trajectories like the last ones need no new checks."""
+        """Check trajectories, give every item a section, and return the items.
+
+        Trajectories with the forms of the last ones are not checked again.
+        """
         try:
-            given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
+            forms = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
         except (TypeError, AttributeError) as error:
             raise ArgumentError(
                 f"traj_list is a {type(traj_list).__name__} that holds no trajectories ({error}); pass a list of them, "
                 "each a list of tensors"
             ) from error
-        if given != self._checked:
+        if forms != self._checked_forms:
             items = _transpose(traj_list)
-            self._checked = []  # If memory runs out below, the next update is checked again.
+            self._checked_forms = []  # If memory runs out below, the next update is checked again.
             self._lay_out(items)
-            self._checked = given
+            self._checked_forms = forms
         return list(zip(*traj_list, strict=True))
 
     def _lay_out(self, items: list[Item]) -> None:
@@ -151,7 +155,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
         self.extend(section.view(self._memory) for section in sections)
 
     def _send(self, group: list[int], items: list[Item]) -> None:
-        """Send neighbouring items from the host to the device."""
+        """Send neighbouring items from the host to the device. Do nothing if the device is the CPU."""
         if self._staging is None:
             return
         starts = []
@@ -168,9 +172,9 @@ class TrajectoryBuffer(list[torch.Tensor]):
 
 
 def _group_host_items(items: list[Item]) -> list[list[int]]:
-    """Return the numbers of items on the host, in groups of neighbours. Items between groups are not overwritten."""
+    """Return the indices of items on the host, in groups of neighbours. A copy of a group changes no other item."""
     on_host = [number for number, item in enumerate(items) if item[0].device.type == "cpu"]
-    # Neighbouring numbers have the same difference to their position.
+    # In a group of neighbours, the item's index minus its position in `on_host` is constant.
     groups = groupby(enumerate(on_host), lambda pair: pair[1] - pair[0])
     return [[number for _, number in group] for _, group in groups]
 
@@ -184,7 +188,7 @@ def _copy_parts(item: Item, tensor: torch.Tensor) -> None:
 
 
 def _fill(source: torch.Tensor, piece: NDArray[np.uint8], start: int) -> None:
-    """Copy bytes of `source` from `start` on into pinned memory."""
+    """Fill `piece`, which is pinned memory, with the bytes of `source` from `start` on."""
     torch.from_numpy(piece).copy_(source[start : start + len(piece)])
 
 
@@ -196,7 +200,7 @@ def _transpose(traj_list: Sequence[Trajectory]) -> list[Item]:
     if kinds <= _REWARDS or any(len(trajectory) != kinds for trajectory in traj_list):
         counts = [len(trajectory) for trajectory in traj_list]
         raise ArgumentError(
-            f"traj_list has trajectories of {counts} items; all must have the same, states and rewards at least"
+            f"traj_list has trajectories of {counts} items; all must have the same number, at least states and rewards"
         )
     items: list[Item] = list(zip(*traj_list, strict=True))
     for i, item in enumerate(items):

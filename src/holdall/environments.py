@@ -3,8 +3,8 @@
     make_source(envs) -> EnvironmentSource.step(actions) -> StepResult
                          ReportedFinals.find(info) -> the true final observation of a lane
 
-A source returns the results of every step with a leading lane axis. It also knows the autoreset mode of its
-environment: what happens when an episode ends. `holdall.Recorder` makes transitions from these results.
+A source returns the results of every step with a leading lane axis. It also has the autoreset mode of its environment,
+which says when a lane is reset after the end of an episode. `holdall.Recorder` makes transitions from the results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Leaf, Tree, as_array, fit_flags, on_host
+from holdall.schema import Array, Leaf, Tree, as_array, fit_flags, move_to_host
 
 NEXT_STEP = "next_step"
 SAME_STEP = "same_step"
 DISABLED = "disabled"
 _MODES = (NEXT_STEP, SAME_STEP, DISABLED)
 _MODE_BY_WRAPPER = {"Autoreset": NEXT_STEP, "AutoResetWrapper": SAME_STEP}
-"""Modes of the wrappers that reset a single environment: Gymnasium's, and the one of versions before 1.0."""
+"""Modes of the wrappers that reset a single environment: that of Gymnasium, and that of versions before 1.0."""
 _FINAL_KEYS = ("final_obs", "final_observation", "terminal_observation")
 """Keys of true final observations in `info`: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
 
@@ -59,13 +59,13 @@ class EnvironmentSource:
         declared = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
         self.mode = None if declared is None else parse_mode(declared, "envs.metadata['autoreset_mode']")
         self.declares_mode = declared is not None
-        self._library: str | None = None  # Package of the first observations: "numpy", "torch", "jax".
+        self._library: str | None = None  # Package of the arrays in the first observations: "numpy", "torch", "jax".
 
     def convert_actions(self, tree: Tree, actions: Any, checked: list[Array], obs: Any) -> Any:
         """Return actions in a form that the environment accepts.
 
-        NumPy arrays, and arrays of the environment's own library, are passed on unchanged. Other actions, such as
-        tensors for an environment of NumPy, are replaced by copies of the `checked` arrays.
+        NumPy arrays, and arrays of the library that `obs` has, are returned unchanged. Other actions, such as tensors
+        for an environment of NumPy, are replaced by copies of the `checked` arrays.
         """
         if type(tree.structure) is int and self._is_accepted(tree.leaves[0], actions):
             return actions
@@ -81,22 +81,24 @@ class EnvironmentSource:
         return tree.build([self._convert_checked(leaf) for leaf in checked])
 
     def _is_accepted(self, leaf: Leaf, value: Any) -> bool:
+        """Return whether every environment of this kind accepts `value` for a leaf of the action."""
         return isinstance(value, np.ndarray)
 
     def _convert_checked(self, checked: Array) -> Any:
-        return checked.copy()  # Environments may write to their arguments.
+        """Return a copy of a checked action for the environment, which may write to it."""
+        return checked.copy()
 
     def step(self, actions: Any) -> tuple[Any, StepResult]:
         """Step all lanes. Return the environment's own return value, and its parts."""
         returned = self.envs.step(actions)
         obs, reward, terminated, truncated, info = _require_parts(returned, "step", 5)
         if type(terminated) is not np.ndarray:
-            terminated = on_host(terminated)
-            truncated = on_host(truncated)
+            terminated = move_to_host(terminated)
+            truncated = move_to_host(truncated)
         return returned, StepResult(obs, _make_rewards(reward), terminated, truncated, info)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
-        """Reset. Return the environment's own return value, and the observations in it."""
+        """Reset the lanes. Return the environment's own return value, and the observations in it."""
         returned = _require_parts(self.envs.reset(seed=seed, options=options), "reset", 2)
         return returned, returned[0]
 
@@ -112,7 +114,7 @@ class EnvironmentSource:
 class _SB3Source(EnvironmentSource):
     """A VecEnv of Stable-Baselines3.
 
-    It resets in the step that ends an episode, has one flag for both kinds of ends, and returns a list of infos.
+    It resets a lane in the step that ends an episode, has one flag for both kinds of ends, and returns a list of infos.
     """
 
     def __init__(self, envs: Any) -> None:
@@ -134,13 +136,13 @@ class _SB3Source(EnvironmentSource):
         return returned, StepResult(obs, rewards, done & ~is_cut, done & is_cut, infos)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
-        if seed is not None:
-            self.envs.seed(seed)
         if options is not None and "reset_mask" in options:
             raise ArgumentError(
                 "options has a 'reset_mask', but a VecEnv of Stable-Baselines3 always resets all lanes, and resets a "
                 "lane by itself when its episode ends. Leave reset_mask out."
             )
+        if seed is not None:
+            self.envs.seed(seed)
         if options is not None:
             self.envs.set_options(options)
         obs = self.envs.reset()
@@ -148,7 +150,7 @@ class _SB3Source(EnvironmentSource):
 
 
 class _SingleSource(EnvironmentSource):
-    """One environment. Its values have no lane axis, and its caller resets it."""
+    """One environment. Its values have no lane axis. Its caller resets it, unless a wrapper does."""
 
     def __init__(self, envs: gymnasium.Env[Any, Any]) -> None:
         self.envs = envs
@@ -176,7 +178,10 @@ class _SingleSource(EnvironmentSource):
         return returned, StepResult(obs, rewards, np.array([bool(terminated)]), np.array([bool(truncated)]), [info])
 
     def _keep_reward_dtype(self, given: Any) -> Array:
-        """Return a reward in the dtype of the first one: environments may return 1 in one step and 0.5 in the next."""
+        """Return a reward in the dtype of the first reward, if that changes no value.
+
+        An environment may return 1 in one step and 0.5 in the next.
+        """
         reward = _make_rewards(given, may_change_dtype=type(given) is not np.ndarray or given.ndim == 0)
         if self._reward_dtype is None:
             self._reward_dtype = reward.dtype
@@ -201,12 +206,12 @@ class _SingleSource(EnvironmentSource):
 
 def _fit_lanes(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Check the values of all lanes, which may be tensors on any device."""
-    return leaf.fit(value if type(value) is np.ndarray else on_host(value), leading, argument)
+    return leaf.fit(value if type(value) is np.ndarray else move_to_host(value), leading, argument)
 
 
 def _fit_single(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
-    """Check the value of a single environment, and add the lane axis. Python numbers get the dtype of the leaf."""
-    array = value if type(value) is np.ndarray else as_array(on_host(value), leaf.describe(argument))
+    """Check a value of a single environment, and add the lane axis. Python numbers get the leaf's dtype if they fit."""
+    array = value if type(value) is np.ndarray else as_array(move_to_host(value), leaf.describe(argument))
     if array.dtype != leaf.dtype and isinstance(value, int | float) and leaf.dtype.type(value) == value:
         array = np.asarray(value, leaf.dtype)
     return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)
@@ -230,7 +235,7 @@ def _make_rewards(given: Any, *, may_change_dtype: bool = False) -> Array:
     """
     if type(given) is np.ndarray and not may_change_dtype:
         return given
-    rewards = as_array(on_host(given), "reward")
+    rewards = as_array(move_to_host(given), "reward")
     if rewards.dtype.kind not in "biu" or not (may_change_dtype or type(given) in {list, tuple}):
         return rewards
     floats = rewards.astype(np.float64)
@@ -278,8 +283,8 @@ class ReportedFinals(NamedTuple):
     """The true final observations of a step, in the form in which the environment returned them.
 
     Attributes:
-        values: One observation per lane in a sequence, or batched like the observations of a step. Lanes whose episode
-            did not end have None, a False entry in a mask, or a missing key.
+        values: A sequence of one observation per lane, or one batch like the observations of a step. Lanes whose
+            episode did not end have None, a False entry in a mask, or a missing key.
         mask: Lanes that have a final observation, or None if the environment returned no mask.
     """
 
@@ -306,7 +311,7 @@ class ReportedFinals(NamedTuple):
 
 
 def _get_lane(structure: Any, values: Any, lane: int) -> Any:
-    """Return the value of one lane from a sequence of lanes or from batched leaves, or None if the lane has none."""
+    """Return the value of one lane, from a sequence of lanes or from batched leaves. None: the lane has no value."""
     if isinstance(structure, dict) and isinstance(values, Mapping):
         parts = {}
         for key, child in structure.items():
@@ -321,8 +326,8 @@ def _get_lane(structure: Any, values: Any, lane: int) -> Any:
 
 
 def _fit_final(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
-    """Check a final observation. Its dtype may differ from the space's as far as vector environments cast."""
-    array = as_array(on_host(value), argument)
+    """Check a final observation. Dtypes that vector environments cast, and single numbers, are converted."""
+    array = as_array(move_to_host(value), argument)
     if array.dtype != leaf.dtype and (np.can_cast(array.dtype, leaf.dtype, "same_kind") or array.ndim == 0):
         array = array.astype(leaf.dtype)
     return leaf.fit(array, leading, argument)

@@ -20,7 +20,7 @@ Each message names the argument, its value, the rule and the remedy.
 
 
 class HoldallError(Exception):
-    """Base of all errors raised by holdall."""
+    """Base class of all errors that holdall raises on purpose."""
 
 
 class ArgumentError(HoldallError, ValueError):
@@ -40,10 +40,10 @@ class ClosedError(HoldallError, RuntimeError):
 
 
 class _StorageError(HoldallError, OSError):
-    """Base of errors that may have an `errno`."""
+    """Base class of errors that may have an `errno`."""
 
     def __str__(self) -> str:
-        """Return the message. `OSError` puts the number before it."""
+        """Return the message without the `errno`, which `OSError` would put before it."""
         return self.strerror or super().__str__()
 
 

@@ -4,8 +4,8 @@
     sample -> BatchSource -> Sampler.draw -> Delivery      one native call for the rows
     save   -> Store.snapshot -> checkpoint                 written in the background
 
-This class has the methods that users call. Adapters also use `memory.store`, which has every field of every transition,
-and `memory.batch_source`, which draws ids and makes batches.
+This class has the methods that users call. Adapters also use `memory.store`, which holds every field of every
+transition, and `memory.batch_source`, which draws ids and makes batches.
 
 Guarantee: `gather(ids)` returns, bit for bit, what `add` was given. `add` refuses arguments that do not fit before it
 writes anything.
@@ -46,7 +46,7 @@ from holdall.sampling import (
     restore_generator,
     resume_sampler,
 )
-from holdall.schema import MAX_LANES, Schema, fit_flags, on_host
+from holdall.schema import MAX_LANES, Schema, fit_flags, move_to_host
 from holdall.schema_json import schema_to_json
 from holdall.store.budget import Budget
 from holdall.store.closed import FORKED, ClosedStore
@@ -58,7 +58,7 @@ from holdall.store.tuning import Tuning
 _LOG = logging.getLogger("holdall")
 
 _MAX_CAPACITY = 2**60
-"""Ids stay below 2**63, however many transitions are added."""
+"""With this limit, ids stay below 2**63, however many transitions are added."""
 
 
 class ReplayMemory:
@@ -68,7 +68,7 @@ class ReplayMemory:
         observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple. The schema of another
             memory may be passed instead. It then also replaces `action_space`, `num_envs`, `extras` and `reward_shape`.
         action_space: Any of these spaces.
-        capacity: Transitions over all lanes, rounded down to whole ticks. 1e6 is a million.
+        capacity: Maximum number of transitions over all lanes, rounded down to whole ticks. 1e6 is a million.
         num_envs: Number of lanes, which is the leading axis of everything that is added.
         budget: RAM that the memory may use. "8GiB" or a number of bytes is a hard limit. "auto" keeps the newest
             transitions raw, up to a quarter of the RAM that is available when the first block is full, and compresses
@@ -85,10 +85,10 @@ class ReplayMemory:
         reward_shape: Shape of one lane's reward if it is not a number: `(n,)` for one reward per agent or objective.
 
     Attributes:
-        store: Every transition that is held: a `MemoryStore`. For adapters.
-        batch_source: The sampler, the generator, and batches that are made with them. For adapters.
+        store: The `MemoryStore` that holds every transition. For adapters.
+        batch_source: The sampler and the generator, and the methods that make batches with them. For adapters.
         schema: Spaces of all fields.
-        capacity: Transitions over all lanes that are held at most.
+        capacity: Maximum number of transitions over all lanes.
 
     Examples:
         >>> with holdall.ReplayMemory(Box(-1, 1, (3,)), Discrete(2), capacity=100, seed=0) as small:
@@ -118,13 +118,14 @@ class ReplayMemory:
         reward_shape: tuple[int, ...] = (),
         _tuning: Tuning | None = None,
     ) -> None:
-        capacity = to_whole(capacity)
+        if isinstance(observation_space, Schema):
+            num_envs = observation_space.num_envs
+        require_count("num_envs", num_envs, 1, most=MAX_LANES)
+        of_lanes = " (num_envs: it counts transitions over all lanes)"
+        transitions = require_count("capacity", to_whole(capacity), num_envs, of_lanes, _MAX_CAPACITY)
         if isinstance(observation_space, Schema):
             schema = observation_space
         else:
-            require_count("num_envs", num_envs, 1, most=MAX_LANES)
-            of_lanes = " (num_envs: it counts transitions over all lanes)"
-            capacity = require_count("capacity", capacity, num_envs, of_lanes, _MAX_CAPACITY)
             schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
         require_choice("prefer", prefer, PREFERENCES)
         self._settings: dict[str, Any] = {
@@ -137,13 +138,13 @@ class ReplayMemory:
         }
         self.schema = schema
         self.num_envs = schema.num_envs
-        self.capacity = int(capacity) // schema.num_envs * schema.num_envs
+        self.capacity = transitions // schema.num_envs * schema.num_envs
         self.spill_dir = spill_dir
         self._savers = Savers()
         self._attached = Attached()
         self._autosave: Any = None
         self._fetch: Any = None  # Background download of a checkpoint in an object store.
-        # Any, because adapters to memories on the host also use methods that only `Store` has.
+        # `Any`, because adapters for memories on the host also use methods that only `Store` has.
         self.store: Any
         self.batch_source: BatchSource
         self.store, self.batch_source = self._new_store(check_sampler(sampler), new_generator(seed))
@@ -284,7 +285,7 @@ class ReplayMemory:
     # ---------------------------------------------------------------- validity and rewriting
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
-        """Return which of some held ids are transitions. Entries added with `valid=False` are not.
+        """Return which of the held `ids` are transitions. Entries added with `valid=False` are not.
 
         Examples:
             >>> memory.are_valid([memory.first_id])
@@ -312,7 +313,7 @@ class ReplayMemory:
         self.batch_source.update_priorities(ids, priorities)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
-        """Rewrite extras of transitions that are held: recurrent states, latents, values that were computed again.
+        """Rewrite extras of held transitions, such as recurrent states, latents, or values that were computed again.
 
         Batches that were already returned, or drawn ahead by a loader, do not change.
 
@@ -331,7 +332,7 @@ class ReplayMemory:
         """
         store: MemoryStore = self.store
         view = store.view()
-        wanted = check_ids(on_host(ids))
+        wanted = check_ids(move_to_host(ids))
         if not columns:
             raise ArgumentError("update was given no rows. Name an extra: update(ids, hidden=...).")
         rows = self.schema.extras.flatten_some(columns, wanted.shape, store.fit_rows)
@@ -340,7 +341,9 @@ class ReplayMemory:
         store.rewrite(wanted, rows)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Overwrite terminated and truncated of transitions: some frameworks cut the last episode afterwards.
+        """Overwrite `terminated` and `truncated` of held transitions.
+
+        For frameworks that cut an episode after its last transition was added.
 
         Examples:
             >>> newest = [memory.next_id - 1]
@@ -351,11 +354,11 @@ class ReplayMemory:
         store: MemoryStore = self.store
         view = store.view()
         wanted = check_ids(ids)
-        ended = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
-        cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
+        new_terminated = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
+        new_truncated = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         require_held(wanted, view.first_id, view.next_id, view)
         self.batch_source.wait_until_read()
-        store.set_flags(wanted, ended, cut)
+        store.set_flags(wanted, new_terminated, new_truncated)
 
     # ---------------------------------------------------------------- size and accounting
 
@@ -473,10 +476,10 @@ class ReplayMemory:
             >>> memory.close()
         """
         autosave = self._savers.save_every(self, url, seconds, transitions, keep, mirror)
-        before = self._autosave
+        previous = self._autosave
         self._autosave = autosave
-        if before is not None:
-            before.stop()
+        if previous is not None:
+            previous.stop()
 
     @classmethod
     def load(
@@ -511,10 +514,10 @@ class ReplayMemory:
                 under a new id. Where a lane's stream is cut, the transition before the cut is marked as truncated.
                 Samplers start without state.
             recover: Load the newest checkpoint even if some of its records are damaged or missing. All transitions
-                that do not need these records are loaded, and the log says what is lost. Everything is read.
+                that do not need these records are loaded, and the log says what is lost. All data is read and checked.
             store_device: As in the constructor. A memory whose data lived on a device returns there.
-            timeout: Seconds without an answer of an object store after which `load` raises an error. Later, sampling
-                waits until the store answers or the memory is closed.
+            timeout: Seconds without an answer of an object store after which `load` raises an error. After `load`,
+                sampling waits until the object store answers or the memory is closed.
 
         Examples:
             >>> _ = memory.save("runs/second").result()
@@ -564,7 +567,7 @@ class ReplayMemory:
             )
 
     def _restore(self, restored: Restored, sampler: Sampler | None) -> None:
-        """Continue a checkpoint in this new memory."""
+        """Take over the content of a checkpoint. Requires a new memory."""
         restored.fill(self.store)
         saved = restored.state["sampler"]
         self.batch_source.generator = restore_generator(restored.state["generator"])
@@ -623,6 +626,7 @@ class ReplayMemory:
             self._free()
 
     def _free(self) -> None:
+        """Close the store. Later calls raise ClosedError."""
         store: MemoryStore = self.store
         self.batch_source.close()
         self.store = ClosedStore()
@@ -639,10 +643,10 @@ class ReplayMemory:
         except CheckpointError as abandoned:
             if error is None:
                 raise
-            _LOG.warning("%s", abandoned)  # The error that ended the block is raised, not this one.
+            _LOG.warning("%s", abandoned)  # The error that ended the `with` block is raised instead.
 
     def _set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Call `check` each time the memory grew by a segment. A memory on a device ignores it."""
+        """Call `check` each time the memory grows by a segment. A memory on a device ignores `check`."""
         self.store.set_pressure_check(check)
 
     def _close_in_child(self) -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from holdall.report import MemoryReport
 
 PressureCheck = Callable[[int], bool]
-"""Gets the bytes by which a memory grew. If it returns True, RAM is short, and the thread that adds waits until the
-memory has compressed and spilled what it was asked to."""
+"""Function that gets the bytes by which a memory grew, and returns whether RAM is short. If it is, the thread that adds
+waits until the memory has compressed and spilled all blocks in its queue."""
 
 
 class RegisteredMemory(Protocol):
@@ -23,7 +23,6 @@ class RegisteredMemory(Protocol):
     @property
     def fill(self) -> float:
         """Fraction of the capacity that is filled, from 0 to 1."""
-        ...
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field. Raise ClosedError after `close`."""
@@ -58,13 +57,13 @@ class MemoryRegistry:
             hooks.close_in_child(memory)
 
     def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Give `check` to every memory, and to every later one, in place of the check before."""
+        """Give `check` to every memory, also to those that are added later. It replaces the present check."""
         self._pressure_check = check
         for memory, hooks in list(self._hooks.items()):
             hooks.set_pressure_check(memory, check)
 
     def clear_pressure_check(self, check: PressureCheck) -> None:
-        """Remove `check`. Do nothing if another check is in its place."""
+        """Remove `check`. Do nothing if another check has replaced it."""
         if self._pressure_check == check:
             self.set_pressure_check(None)
 

@@ -16,6 +16,7 @@ from holdall.units import parse_bytes
 __all__ = ["command", "model"]
 
 _MEASURE_S = 10.0
+"""Seconds for measuring a model, most of which its environments play."""
 
 
 def model(
@@ -27,9 +28,9 @@ def model(
     two updates; make a new model afterwards.
 
     Args:
-        total_timesteps: Argument of `learn`: the buffer may never fill.
-        budget: Bytes, or text such as "8GiB": a limit beside those of the machine.
-        measures: Measure an update, and what holdall's memory takes.
+        total_timesteps: Argument of `learn`. It shows whether the run fills the buffer.
+        budget: A limit in addition to those of the machine: bytes, or text such as "8GiB".
+        measures: Measure an update, and the bytes of holdall's memory.
 
     Examples:
         >>> from holdall import plan
@@ -56,7 +57,7 @@ def command(
     """Run `command` until it is about to train, measure it, and plan it.
 
     Args:
-        budget: Bytes, or text such as "8GiB": a limit beside those of the machine.
+        budget: A limit in addition to those of the machine: bytes, or text such as "8GiB".
         timeout_s: Seconds after which the command is stopped.
         changes: Other values to plan with, such as `buffer_size=200_000`.
     """

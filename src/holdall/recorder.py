@@ -77,25 +77,26 @@ class Recorder:
                 "correct envs.metadata['autoreset_mode'] if that is wrong"
             )
         self._mode = mode or NEXT_STEP
-        self._is_assumed = mode is None  # Whether the mode is a guess.
-        self._has_seen_end = False
+        self._is_mode_assumed = mode is None
+        self._has_seen_end = False  # Whether an episode has ended while the mode was assumed.
         self._require_same_spaces()
         self._rollout = memory if isinstance(memory, RolloutMemory) else None
-        self._kept: list[Array] | None = None  # Copies of the observations that the next step begins with, by leaf.
-        self._shown: Any = None  # The same observations as the environment returned them.
+        # The observations that the next step begins with: copies by leaf, and as the environment returned them.
+        self._obs_leaves: list[Array] | None = None
+        self._obs: Any = None
         self._ended: Flags = np.zeros(self._lanes, np.bool_)  # Lanes whose episode ended and that were not reset since.
-        self._has_ended = False  # Whether there are such lanes.
+        self._has_ended = False  # Whether any lane is set in `_ended`.
         self._running: Flags = np.zeros(self._lanes, np.bool_)  # Lanes whose last transition did not end its episode.
         self._last_reward: Array | None = None
-        self._is_watched = isinstance(memory, ReplayMemory)  # Whether to check that nobody else adds.
-        self._left_at: int | None = None  # The memory's next id after this recorder's last step.
-        self._is_torn = False  # Whether a step was interrupted. The lanes must then be reset.
+        self._is_checking_writers = isinstance(memory, ReplayMemory)  # Whether to warn if other code adds steps.
+        self._expected_next_id: int | None = None  # The memory's next id if only this recorder adds. None: not known.
+        self._is_step_incomplete = False  # Whether the last step failed or was interrupted. The lanes must be reset.
 
     @property
     def obs(self) -> Any:
         """The observations that the next step begins with. Lanes that need a reset are reset first."""
         self._reset_where_needed()
-        return self._shown
+        return self._obs
 
     def step(self, actions: Any, extras: Mapping[str, Any] | None = None, **named: Any) -> Any:
         """Step the environments, add the transitions, and return what `envs.step` returned.
@@ -106,38 +107,41 @@ class Recorder:
         """
         if extras is not None and not isinstance(extras, Mapping):
             raise ArgumentError(f"extras ({extras!r}) must be a dict of fields by name; pass one, or name=value")
-        action, others = self._fit_before(actions, named if extras is None else {**extras, **named})
+        action, others = self._fit_arguments(actions, named if extras is None else {**extras, **named})
         self._require_fresh_estimates()
         self._reset_where_needed()
-        if self._is_watched:
-            self._look_for_others()
-        self._is_torn = True
-        returned, made = self._source.step(
-            self._source.convert_actions(self._schema.action, actions, action, self._shown)
-        )
-        after = self._flatten_observation(made.obs)
-        terminated = fit_flags(made.terminated, (self._lanes,), "terminated")
-        truncated = fit_flags(made.truncated, (self._lanes,), "truncated")
+        if self._is_checking_writers:
+            self._check_writers()
+        self._is_step_incomplete = True
+        accepted_actions = self._source.convert_actions(self._schema.action, actions, action, self._obs)
+        returned, result = self._source.step(accepted_actions)
+        obs_after = self._flatten_observation(result.obs)
+        terminated = fit_flags(result.terminated, (self._lanes,), "terminated")
+        truncated = fit_flags(result.truncated, (self._lanes,), "truncated")
         ends = terminated | truncated
         has_ends = bool(np.count_nonzero(ends))
         valid = ~self._ended if self._has_ended and self._mode == NEXT_STEP else None
         if valid is not None:
-            self._require_only_resets(made, ends, ~valid)
-        if self._is_assumed and has_ends:
-            self._examine(made)
-        next_obs = self._with_final(after, made.info, ends) if has_ends and self._mode == SAME_STEP else after
-        reward = made.reward if made.reward.ndim > len(self._schema.reward_shape) else made.reward[None]
+            self._require_only_resets(result, ends, ~valid)
+        if self._is_mode_assumed and has_ends:
+            self._detect_mode(result)
+        is_reset_by_step = has_ends and self._mode == SAME_STEP
+        next_obs = self._insert_final_obs(obs_after, result.info, ends) if is_reset_by_step else obs_after
+        reward = result.reward if result.reward.ndim > len(self._schema.reward_shape) else result.reward[None]
         self._write(action, others, reward, terminated, truncated, next_obs, valid)
-        self._kept = [np.array(leaf, order="C") for leaf in after]
-        self._shown = made.obs
+        self._obs_leaves = [np.array(leaf, order="C") for leaf in obs_after]
+        self._obs = result.obs
         self._running = ~ends if valid is None else ~ends & valid
-        self._has_ended = has_ends and self._mode != SAME_STEP
-        self._ended = ends if self._has_ended or not has_ends else np.zeros_like(ends)
-        self._is_torn = False
+        self._ended = np.zeros_like(ends) if is_reset_by_step else ends
+        self._has_ended = has_ends and not is_reset_by_step
+        self._is_step_incomplete = False
         return returned
 
     def _require_fresh_estimates(self) -> None:
-        """Refuse a step of a rollout before whose value and log_prob a lane had to be reset."""
+        """Raise ArgumentError if a lane must be reset before a step of a rollout.
+
+        The value and the log_prob of the step are then those of an observation of the episode before.
+        """
         if self._rollout is None:
             return
         stale = self._find_lanes_to_reset()
@@ -157,7 +161,7 @@ class Recorder:
         mask = np.ones(self._lanes, np.bool_)
         if options is not None and "reset_mask" in options:
             mask = fit_flags(options["reset_mask"], (self._lanes,), "options['reset_mask']")
-            if (self._kept is None or self._is_torn) and not mask.all():
+            if (self._obs_leaves is None or self._is_step_incomplete) and not mask.all():
                 raise ArgumentError(
                     f"options['reset_mask'] leaves out lanes {_list_lanes(~mask)}, whose observations are not known. "
                     "Reset all lanes first."
@@ -168,20 +172,20 @@ class Recorder:
                 f"A reset would cut the episodes of lanes {_list_lanes(cut)} within a rollout, and their advantages "
                 "would reach into other episodes. Call memory.reset() first, which begins a new rollout."
             )
-        returned, shown = self._source.reset(seed, None if options is None else dict(options))
-        new = [np.array(leaf, order="C") for leaf in self._flatten_observation(shown)]
-        if self._kept is not None and not mask.all():
-            for leaf, kept in zip(new, self._kept, strict=True):
-                leaf[~mask] = kept[~mask]
-            shown = self._schema.observation.build([leaf.copy() for leaf in new])
+        returned, obs = self._source.reset(seed, None if options is None else dict(options))
+        obs_leaves = [np.array(leaf, order="C") for leaf in self._flatten_observation(obs)]
+        if self._obs_leaves is not None and not mask.all():
+            for leaf, before in zip(obs_leaves, self._obs_leaves, strict=True):
+                leaf[~mask] = before[~mask]
+            obs = self._schema.observation.build([leaf.copy() for leaf in obs_leaves])
         if self._rollout is None and cut.any():
-            self._add_border(new)
-        self._kept = new
-        self._shown = shown
+            self._add_border(obs_leaves)
+        self._obs_leaves = obs_leaves
+        self._obs = obs
         self._ended = self._ended & ~mask
         self._has_ended = bool(self._ended.any())
         self._running = self._running & ~mask
-        self._is_torn = False
+        self._is_step_incomplete = False
         return returned
 
     def collect(self, policy: Policy, steps: float | None = None, *, progress: bool = True) -> int:
@@ -197,25 +201,29 @@ class Recorder:
                 f"policy ({policy!r}) must be a function of observations; pass one that returns actions"
             )
         if self._rollout is not None:
-            left = round(self._rollout.num_steps * (1 - self._rollout.fill))
-            steps = left if steps is None else steps
-            if require_count("steps", to_whole(steps), 0) > left:
+            room = round(self._rollout.num_steps * (1 - self._rollout.fill))
+            steps = room if steps is None else steps
+            if require_count("steps", to_whole(steps), 0) > room:
                 raise ArgumentError(
-                    f"steps ({steps}) is more than the {left} that the rollout has room for; pass {left} or fewer, or "
+                    f"steps ({steps}) is more than the {room} that the rollout has room for; pass {room} or fewer, or "
                     "call memory.reset() before"
                 )
         count = require_count("steps", to_whole(steps), 0)
-        made = 0
-        for _ in _show_progress(count) if progress and sys.stderr.isatty() else range(count):
+        shows_progress = progress and sys.stderr.isatty()
+        transitions = 0
+        for _ in _show_progress(count) if shows_progress else range(count):
             actions, extras = self._split_answer(policy(self.obs))
-            made += self._lanes
+            transitions += self._lanes
             if self._mode == NEXT_STEP:
-                made -= int(np.count_nonzero(self._ended))  # These lanes are only reset by the step.
+                transitions -= int(np.count_nonzero(self._ended))  # The step only resets these lanes.
             self.step(actions, extras)
-        return made
+        return transitions
 
-    def _fit_before(self, actions: Any, fields: dict[str, Any]) -> tuple[list[Array], dict[str, Any]]:
-        """Check the arguments of a step, and return copies, because environments may write to their arguments."""
+    def _fit_arguments(self, actions: Any, fields: dict[str, Any]) -> tuple[list[Array], dict[str, Any]]:
+        """Check the arguments of a step. Return copies of the action's leaves, and the other arguments of `memory.add`.
+
+        The environment may write to its arguments, so the memory gets copies.
+        """
         schema = self._schema
         flatten = self._source.flatten
         others: dict[str, Any] = {}
@@ -259,47 +267,46 @@ class Recorder:
         valid: Flags | None,
     ) -> None:
         """Add a step to the memory."""
-        tree = self._schema.observation
-        kept = self._kept
-        assert kept is not None  # All lanes were reset before the step.
-        obs = tree.build(kept)
-        acted = self._schema.action.build(action)
-        following = tree.build(next_obs)
+        schema = self._schema
+        assert self._obs_leaves is not None  # All lanes were reset before the step.
+        obs = schema.observation.build(self._obs_leaves)
+        actions = schema.action.build(action)
+        following = schema.observation.build(next_obs)
         if valid is not None:
             others["valid"] = valid
         if self._rollout is not None:
-            self._rollout.add(obs, acted, reward, terminated, truncated, final_obs=following, **others)
+            self._rollout.add(obs, actions, reward, terminated, truncated, final_obs=following, **others)
             return
-        self.memory.add(obs, acted, reward, following, terminated, truncated, **others)
+        self.memory.add(obs, actions, reward, following, terminated, truncated, **others)
         self._last_reward = reward
 
-    def _add_border(self, new: list[Array]) -> None:
+    def _add_border(self, obs_after: list[Array]) -> None:
         """Add a tick in which no lane made a transition, so that no episode before it continues after it."""
         schema = self._schema
         lanes = self._lanes
-        like = self._last_reward
-        if like is None:
-            like, _, _ = self.memory.store.view().outcomes(np.array([self.memory.next_id - lanes]))
-        none = np.zeros(lanes, np.bool_)
+        reward = self._last_reward
+        if reward is None:
+            reward, _, _ = self.memory.store.view().outcomes(np.array([self.memory.next_id - lanes]))
+        all_false = np.zeros(lanes, np.bool_)
         self.memory.add(
-            schema.observation.build(new if self._kept is None else self._kept),
+            schema.observation.build(obs_after if self._obs_leaves is None else self._obs_leaves),
             schema.action.build(_make_zeros(schema.action, lanes)),
-            np.zeros((lanes, *schema.reward_shape), like.dtype),
-            schema.observation.build(new),
-            none,
-            none,
-            schema.extras.build(_make_zeros(schema.extras, lanes)),
-            none,
+            np.zeros((lanes, *schema.reward_shape), reward.dtype),
+            schema.observation.build(obs_after),
+            all_false,
+            all_false,
+            extras=schema.extras.build(_make_zeros(schema.extras, lanes)),
+            valid=all_false,
         )
-        self._left_at = None  # This recorder has added the tick.
+        self._expected_next_id = None
 
-    def _look_for_others(self) -> None:
-        """Warn once if something else has added to the memory in the middle of an episode."""
+    def _check_writers(self) -> None:
+        """Warn once if other code has added steps to the memory in the middle of an episode."""
         next_id = self.memory.next_id
-        is_alone = self._left_at is None or self._left_at == next_id
-        self._left_at = next_id + self._lanes
+        is_alone = self._expected_next_id is None or self._expected_next_id == next_id
+        self._expected_next_id = next_id + self._lanes
         if not is_alone and self._running.any():
-            self._is_watched = False
+            self._is_checking_writers = False
             warnings.warn(
                 "Steps were added to memory outside of this Recorder, in the middle of the episodes of lanes "
                 f"{_list_lanes(self._running)}. N-step returns and sequences continue from one stream of steps into "
@@ -311,7 +318,7 @@ class Recorder:
     def _find_cut_lanes(self, mask: Flags) -> Flags:
         """Return the lanes of `mask` whose newest transition does not end its episode."""
         if not isinstance(self.memory, ReplayMemory):
-            return mask & (self._running | self._is_torn)
+            return mask & (self._running | self._is_step_incomplete)
         cut = np.zeros(self._lanes, np.bool_)
         next_id = self.memory.next_id
         if next_id > 0:
@@ -323,35 +330,36 @@ class Recorder:
 
     def _find_lanes_to_reset(self) -> Flags | None:
         """Return the lanes that must be reset before they are stepped, or None if there are none."""
-        if self._kept is None or self._is_torn:
+        if self._obs_leaves is None or self._is_step_incomplete:
             return np.ones(self._lanes, np.bool_)
         return self._ended.copy() if self._has_ended and self._mode == DISABLED else None
 
     def _reset_where_needed(self) -> None:
+        """Reset the lanes that must be reset before the next step."""
         lanes = self._find_lanes_to_reset()
         if lanes is not None:
             self.reset(options=None if lanes.all() else {"reset_mask": lanes})
 
-    def _require_only_resets(self, made: StepResult, ends: Flags, resets: Flags) -> None:
-        """Refuse an end in a step that only resets, which is impossible with next-step autoreset.
+    def _require_only_resets(self, result: StepResult, ends: Flags, resets: Flags) -> None:
+        """Raise ArgumentError if an episode ends in a lane of `resets`, which next-step autoreset has just reset.
 
-        A reward is evidence, too, but a wrapper may have added it. It counts only if next-step autoreset is a guess.
+        A reward in such a lane is an error only if the mode is assumed, because a wrapper may add rewards.
         """
-        if ends[resets].any() or (self._is_assumed and np.any(made.reward[resets])):
+        if ends[resets].any() or (self._is_mode_assumed and np.any(result.reward[resets])):
             raise ArgumentError(
                 f"lanes {_list_lanes(resets)} have a reward or an end in the step after the end of an episode, which "
                 "is impossible with next-step autoreset. Pass autoreset_mode='same_step' or 'disabled' to Recorder, or "
                 "correct envs.metadata['autoreset_mode'], and begin a new memory."
             )
 
-    def _examine(self, made: StepResult) -> None:
+    def _detect_mode(self, result: StepResult) -> None:
         """At the first end of an episode, find the autoreset mode of an environment that does not declare it."""
         if self._has_seen_end:
             return
         self._has_seen_end = True
-        if ReportedFinals.find(made.info) is not None:
+        if ReportedFinals.find(result.info) is not None:
             self._mode = SAME_STEP
-            self._is_assumed = False
+            self._is_mode_assumed = False
             return
         warnings.warn(
             "envs.metadata has no 'autoreset_mode', and info has no 'final_obs'. The step after the end of an episode "
@@ -360,19 +368,19 @@ class Recorder:
             stacklevel=3,
         )
 
-    def _with_final(self, after: list[Array], info: Any, ends: Flags) -> list[Array]:
-        """Return observations with the true final ones where episodes ended."""
-        final = ReportedFinals.find(info)
-        rows = [np.array(leaf, order="C") for leaf in after]
+    def _insert_final_obs(self, obs: list[Array], info: Any, ends: Flags) -> list[Array]:
+        """Return copies of observations, in which lanes whose episode ended have their true final observation."""
+        finals = ReportedFinals.find(info)
+        rows = [np.array(leaf, order="C") for leaf in obs]
         for lane in np.flatnonzero(ends):
-            found = None if final is None else final.get_leaves(self._schema.observation, int(lane))
-            if found is None:
+            final_leaves = None if finals is None else finals.get_leaves(self._schema.observation, int(lane))
+            if final_leaves is None:
                 raise ArgumentError(
                     f"info has no 'final_obs' for lane {lane}, whose episode ended with same-step autoreset, so its "
                     "final observation is lost. Make the environment report it, or make the environment with "
                     "autoreset_mode=AutoresetMode.NEXT_STEP."
                 )
-            for row, value in zip(rows, found, strict=True):
+            for row, value in zip(rows, final_leaves, strict=True):
                 row[lane] = value
         return rows
 
@@ -394,12 +402,12 @@ class Recorder:
             ("observation_space", source.observation_space, self._schema.observation),
             ("action_space", source.action_space, self._schema.action),
         ):
-            theirs = _describe_tree(Tree.of(space, f"envs.{name}"))
-            ours = _describe_tree(tree)
-            if theirs != ours:
+            of_envs = _describe_tree(Tree.of(space, f"envs.{name}"))
+            of_memory = _describe_tree(tree)
+            if of_envs != of_memory:
                 raise ArgumentError(
-                    f"{name} of envs is {theirs}, that of memory is {ours}; make the memory with the {name} of one "
-                    "environment"
+                    f"{name} of envs is {of_envs}, that of memory is {of_memory}; make the memory with the {name} of "
+                    "one environment"
                 )
 
 
@@ -409,7 +417,7 @@ def _make_zeros(tree: Tree, lanes: int) -> list[Array]:
 
 
 def _describe_tree(tree: Tree) -> str:
-    """Return the names, shapes and dtypes of a space, which must be equal in two spaces. Bounds may differ."""
+    """Return the names, shapes and dtypes of a space as text. Spaces of equal text fit together: bounds may differ."""
     leaves = sorted(f"{leaf.name}: {leaf.dtype}{leaf.shape}".removeprefix(": ") for leaf in tree.leaves)
     if isinstance(tree.structure, int):
         return leaves[0]
@@ -422,7 +430,7 @@ def _list_lanes(lanes: Flags) -> list[int]:
 
 def _show_progress(steps: int) -> Iterable[int]:
     """Count steps, with a progress bar on standard error."""
-    from rich.console import Console  # noqa: PLC0415  Imported only if it is shown.
+    from rich.console import Console  # noqa: PLC0415  Imported only if progress is shown.
     from rich.progress import track  # noqa: PLC0415
 
     return track(range(steps), "recording", console=Console(stderr=True))

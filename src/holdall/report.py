@@ -1,7 +1,7 @@
 """Where the bytes of a memory are: one record per field, and their sums.
 
-Bytes are counted as they are written. Address space that is reserved and was never written to does not count. Tests
-compare the counts with the USS that the operating system measures.
+Only bytes that were written count, and not address space that is only reserved. Tests compare the counts with the
+process's unique memory (USS) that the operating system measures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdall.units import format_bytes
 
 
 def field_name(prefix: str, leaf: str) -> str:
-    """Return the name of a leaf in reports: the part of the transition, and the leaf's own name in it."""
+    """Return the name of a leaf in reports, such as `obs.image`. `prefix` is the part of the transition."""
     return f"{prefix}.{leaf}" if leaf else prefix
 
 
@@ -31,7 +31,7 @@ class FieldReport:
     name: str
     slice_bytes: int  # Unique slices in memory, raw or compressed.
     log_bytes: int  # Logs of slice numbers, and cursors into them.
-    row_bytes: int  # Rows.
+    row_bytes: int  # Rows of fields, or of parts of them, that are stored without slices.
     plain_bytes: int  # Bytes of the same transitions in plain arrays.
     finding: str  # How the field is stored.
     compressed_bytes: int = 0  # Part of `slice_bytes`: compressed slices, and the index of slices on disk.
@@ -43,11 +43,11 @@ class FieldReport:
         return self.slice_bytes + self.log_bytes + self.row_bytes
 
     def plus(self, before: FieldReport) -> FieldReport:
-        """Return the sums of this field and of the same field in another memory, with the texts of the other one."""
-        added = {
+        """Return the sums of this field and of the same field in another memory, with the texts of `before`."""
+        sums = {
             name: value + getattr(self, name) for name, value in asdict(before).items() if not isinstance(value, str)
         }
-        return replace(before, **added)
+        return replace(before, **sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,25 @@ class MemoryReport:
     staging_bytes: int  # Memory of freed batches that is kept for the next ones.
     segments: int
     backlog: int = 0  # Blocks that are to be compressed or moved to disk.
-    # Why the last block could not be compressed or moved to disk. With a disk tier, it is not empty as long as
-    # transitions are missing that were dropped for that reason.
+    # Why the last block could not be compressed or moved to disk. With a disk tier, this is also the reason of early
+    # drops, until enough newer transitions are held to fill the capacity.
     failure: str = ""
     budget_bytes: int | None = None  # The hard limit. None without one.
     capacity_that_fits: int | None = None  # Transitions that the limit holds. None: the whole capacity, or not known.
-    dropped_early: int = 0  # Transitions that were evicted before the capacity was reached, in all.
-    drop_reason: str = ""  # Why the newest of them were evicted, and what to do.
+    dropped_early: int = 0  # Number of transitions that were ever evicted before the capacity was reached.
+    drop_reason: str = ""  # Why the last early drop happened, and what to do.
 
     @classmethod
     def added_up(cls, parts: Collection[MemoryReport], staging_bytes: int = 0) -> MemoryReport:
         """Return the sums of several memories, such as shards. Texts are those of the first memory that has any.
 
         Args:
-            staging_bytes: Memory of freed batches besides that of the memories.
+            staging_bytes: Memory of freed batches in addition to that of the memories.
         """
         fields: dict[str, FieldReport] = {}
-        for field in (field for part in parts for field in part.fields):
-            fields[field.name] = field.plus(fields[field.name]) if field.name in fields else field
+        for part in parts:
+            for field in part.fields:
+                fields[field.name] = field.plus(fields[field.name]) if field.name in fields else field
         return cls(
             transitions=sum(part.transitions for part in parts),
             fields=tuple(fields.values()),

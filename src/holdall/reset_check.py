@@ -6,13 +6,13 @@ wrong transitions:
 - With next-step autoreset, it adds the step that only resets. That step starts from the final observation.
 - With same-step autoreset, it passes the first observation of the next episode as the final one.
 
-Both leave the same trace: the next observation of an episode's last step is the observation of the step after it.
+Both leave the same trace: the next observation of an episode's last step equals the observation of the following step.
 Programs that cut episodes without a reset, or that end an episode when a life is lost, leave this trace, too, and they
-are right. So `find_added_resets` requires further evidence, which such programs would give by chance in at most one of
-a million cases:
+are correct. So `find_added_resets` requires further evidence. A correct program gives that evidence by chance in at
+most one of a million cases:
 
-- next-step: all steps after an end have no reward, although other steps often have rewards;
-- same-step: observations change much more at time limits than elsewhere.
+- next-step: no step after an end has a reward, although other steps often have rewards;
+- same-step: observations change much more at time limits than in other steps.
 
 A memory checks its newest transitions a few times, see `next_check_tick`.
 """
@@ -32,10 +32,13 @@ from holdall.environments import NEXT_STEP, SAME_STEP
 FIRST_CHECK_TICK = 256
 _LAST_CHECK_TICK = 2**16
 _CHECK_INTERVAL_FACTOR = 4
-"""The next check is made when a memory has this factor more ticks."""
+"""The next check is made when a memory has this many times as many ticks."""
 _MAX_TRANSITIONS = 4096
+"""Newest transitions that are checked, but at least two ticks."""
 _MIN_ENDS = 8
+"""Ends of episodes that are needed as evidence."""
 _MAX_ENDS = 64
+"""Ends of episodes that are checked, the newest ones."""
 _MAX_CHANCE = 1e-6
 """Highest probability that a correct program causes a warning."""
 _LARGE_CHANGE_QUANTILE = 0.95
@@ -112,7 +115,10 @@ def find_added_resets(recent: RecentTransitions) -> str | None:
 
 
 def _are_continued(recent: RecentTransitions, ends: Ids, following: Ids) -> bool:
-    """Return whether every final observation is also the observation of the following step, and they differ."""
+    """Return whether every final observation equals the observation of the following step.
+
+    At least `_MIN_ENDS` of these observations must differ: constant observations are no evidence.
+    """
     final = recent.read_pairs(ends)
     first = recent.read_pairs(following)
     if not all(before[1].tobytes() == now[0].tobytes() for before, now in zip(final, first, strict=True)):
@@ -122,7 +128,7 @@ def _are_continued(recent: RecentTransitions, ends: Ids, following: Ids) -> bool
 
 
 def _changes_much(recent: RecentTransitions, ends: Ids, others: Ids) -> bool:
-    """Return whether observations change more at `ends` than at `others`, too often for chance."""
+    """Return whether large changes are more frequent at `ends` than at `others`, and this is not chance."""
     if len(ends) < _MIN_ENDS or len(others) < _MIN_ENDS:
         return False
     if sum(pair[0].nbytes for pair in recent.read_pairs(ends[:1])) > _MAX_OBSERVATION_BYTES:

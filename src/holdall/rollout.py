@@ -57,9 +57,9 @@ class _Steps(Protocol):
 
     def finish(self, steps: int, last_values: Any, gamma: float, gae_lambda: float, final_values: Any) -> None: ...
 
-    def ends(self, steps: int) -> NDArray[np.bool_]: ...
+    def find_ends(self, steps: int) -> NDArray[np.bool_]: ...
 
-    def held(self, steps: int) -> NDArray[np.bool_]: ...
+    def find_valid(self, steps: int) -> NDArray[np.bool_]: ...
 
     def gather(self, places: NDArray[np.int64], *, padded: bool) -> list[Any]: ...
 
@@ -69,13 +69,13 @@ class _Steps(Protocol):
 
 
 class _Progress(NamedTuple):
-    """How much of a rollout was collected. Replaced in one assignment, so an interrupt cannot split a change."""
+    """State of a rollout. It is replaced in one assignment, so an interrupt cannot split a change."""
 
-    steps: int = 0
-    is_observed: bool = False  # Whether the observations of the next step are written already.
+    steps: int = 0  # Number of steps that were added.
+    is_observed: bool = False  # Whether the observations of the next step are already written.
     is_finished: bool = False  # Whether advantages were estimated after the last step.
     rollout: int = 0  # Number of the rollout. `reset` begins another one.
-    is_stale: bool = False  # Whether the steps of the rollout before were not cleared yet.
+    is_stale: bool = False  # Whether `reset` has not yet cleared the steps of the rollout before.
 
 
 class RolloutMemory:
@@ -83,12 +83,12 @@ class RolloutMemory:
 
     Args:
         observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple.
-        action_space: The same.
-        num_steps: Steps of a rollout at most, in every lane.
+        action_space: Any of these spaces.
+        num_steps: Maximum number of steps of a rollout in every lane.
         num_envs: Number of lanes, which is the leading axis of everything that is added.
         device: None for NumPy minibatches; "cpu" or "cuda" for torch tensors there.
-        compress: None stores raw frames. "speed", "balanced" or "memory" compresses them as they come, so that reading
-            them takes at most about 1.8, 2 or 4 times as long.
+        compress: None stores raw frames. "speed", "balanced" or "memory" compresses them while steps are added, so that
+            reading them takes at most about 1.8, 2 or 4 times as long.
         extras: Further fields per step, by name, such as recurrent states or action masks.
         seed: Seeds the order of minibatches.
 
@@ -134,9 +134,9 @@ class RolloutMemory:
             raise ArgumentError(
                 f"num_steps ({self.num_steps}) takes more address space than this machine gives ({error}). Lower it."
             ) from error
-        # Where steps are stored. Replaced by a rollout on the device if the first observations are there.
+        # The storage of the steps: a `DeviceRollout` if the first observations are tensors on the device.
         self._steps: _Steps = self._host
-        self._now = _Progress()
+        self._progress = _Progress()
         self._closed_reason = ""
         MEMORIES.add(self, _HOOKS)
 
@@ -148,11 +148,11 @@ class RolloutMemory:
         """
         self._require_open()
         self._require_room()
-        if self._now.is_observed:
+        if self._progress.is_observed:
             raise ArgumentError("observe was called twice for one step; call add(None, ...) in between")
         self._choose_device(obs)
-        self._steps.observe(self._now.steps, obs)
-        self._now = self._now._replace(is_observed=True)
+        self._steps.observe(self._progress.steps, obs)
+        self._progress = self._progress._replace(is_observed=True)
 
     def add(
         self,
@@ -170,27 +170,28 @@ class RolloutMemory:
         """Add one step. Every array has a leading axis of `num_envs`.
 
         Args:
-            obs: What the policy saw. None if `observe` was given the observations.
+            obs: Observations for which the policy chose `action`. None if `observe` was given them.
             value: Values of `obs`, float32. A tensor or an array, as `log_prob`.
             final_obs: Where `truncated` is set, the true final observation of the episode, which is not the first
                 observation of the next one. Other lanes are ignored. May be None if no lane was truncated.
-            valid: Lanes marked False made no step, as after an episode's end in Gymnasium's next-step autoreset. They
-                are in no minibatch.
+            valid: False marks lanes that made no step, such as the step after the end of an episode in Gymnasium's
+                next-step autoreset. They are in no minibatch.
         """
         self._require_open()
         self._require_room()
-        if obs is None and not self._now.is_observed:
+        if obs is None and not self._progress.is_observed:
             raise ArgumentError(
                 "obs is None, but observe was not called; give the observations of a step once, to observe or to add"
             )
-        if obs is not None and self._now.is_observed:
+        if obs is not None and self._progress.is_observed:
             raise ArgumentError(
-                "obs is given, but so was observe's; give the observations of a step once, to observe or to add"
+                "obs is given, but observe was called for this step; give the observations of a step once, to observe "
+                "or to add"
             )
         self._choose_device(obs)
-        step = self._now.steps
+        step = self._progress.steps
         self._steps.add(step, obs, action, reward, terminated, truncated, value, log_prob, extras, final_obs, valid)
-        self._now = _Progress(step + 1, rollout=self._now.rollout)
+        self._progress = _Progress(step + 1, rollout=self._progress.rollout)
 
     def final_obs(self) -> Any:
         """Return the final observations of all truncated episodes, in the order in which the episodes ended.
@@ -198,7 +199,7 @@ class RolloutMemory:
         `finish` takes their values as `final_values`.
         """
         self._require_open()
-        return self._steps.final_obs(self._now.steps)
+        return self._steps.final_obs(self._progress.steps)
 
     def finish(self, last_values: Any, gamma: float = 0.99, gae_lambda: float = 0.95, final_values: Any = None) -> None:
         """Estimate advantages and returns of the steps added so far.
@@ -209,19 +210,19 @@ class RolloutMemory:
             final_values: Values of `final_obs()`, one per truncated episode. None if there is none.
         """
         self._require_open()
-        if self._now.steps == 0:
+        if self._progress.steps == 0:
             raise ArgumentError("finish was called before add; add steps first")
         require_number("gamma", gamma, 0, 1)
         require_number("gae_lambda", gae_lambda, 0, 1)
-        before = self._now
+        before = self._progress
         # An interrupt can leave advantages that are estimated only in part.
-        self._now = before._replace(is_finished=False)
+        self._progress = before._replace(is_finished=False)
         try:
             self._steps.finish(before.steps, last_values, float(gamma), float(gae_lambda), final_values)
         except ArgumentError:
-            self._now = before  # Arguments are checked before the first advantage is written.
+            self._progress = before  # Arguments are checked before the first advantage is written.
             raise
-        self._now = before._replace(is_finished=True)
+        self._progress = before._replace(is_finished=True)
 
     def minibatches(self, batch_size: int, epochs: int = 1) -> Iterator[RolloutBatch]:
         """Return minibatches of single steps, with every step once per epoch, in a new order each time.
@@ -229,48 +230,49 @@ class RolloutMemory:
         The last minibatch of an epoch is smaller if `batch_size` does not divide the number of steps.
         """
         self._require_batches(batch_size, epochs)
-        return self._make_minibatches(batch_size, epochs, self._now.rollout)
+        return self._make_minibatches(batch_size, epochs, self._progress.rollout)
 
     def sequences(self, batch_size: int, epochs: int = 1, length: int | None = None) -> Iterator[RolloutBatch]:
         """Return minibatches of whole sequences, for recurrent networks: (sequences, time, ...) with a mask.
 
-        A sequence has the steps of one lane within one episode, at most `length` of them. Their order is
-        new in each epoch. A minibatch has as many sequences as have `batch_size` steps together, but at least one.
+        A sequence has consecutive steps of one lane within one episode, at most `length` of them. The order of the
+        sequences is new in each epoch. The sequences of a minibatch have at most `batch_size` steps together, unless it
+        is a single sequence.
         """
         self._require_batches(batch_size, epochs)
         if length is not None:
             require_count("length", length)
-        steps = self._now.steps
-        sequences = RolloutSequences.cut(self._steps.ends(steps), self._steps.held(steps), length or steps)
-        return self._make_sequences(sequences, batch_size, epochs, self._now.rollout)
+        steps = self._progress.steps
+        sequences = RolloutSequences.cut(self._steps.find_ends(steps), self._steps.find_valid(steps), length or steps)
+        return self._make_sequences(sequences, batch_size, epochs, self._progress.rollout)
 
     def reset(self) -> None:
-        """Forget the rollout. The next one uses the same memory."""
+        """Begin a new rollout in the same memory."""
         self._require_open()
-        self._now = _Progress(rollout=self._now.rollout + 1, is_stale=True)
+        self._progress = _Progress(rollout=self._progress.rollout + 1, is_stale=True)
         self._clear_stale()
 
     def __len__(self) -> int:
         """Return the number of steps over all lanes. Lanes with `valid=False` do not count."""
         self._require_open()
-        return int(np.count_nonzero(self._steps.held(self._now.steps)))
+        return int(np.count_nonzero(self._steps.find_valid(self._progress.steps)))
 
     @property
     def is_full(self) -> bool:
         """Whether `num_steps` steps were added."""
-        return self._now.steps == self.num_steps
+        return self._progress.steps == self.num_steps
 
     @property
     def fill(self) -> float:
-        """The share of `num_steps` that was added."""
-        return self._now.steps / self.num_steps
+        """Fraction of `num_steps` that was added, from 0 to 1."""
+        return self._progress.steps / self.num_steps
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against plain arrays."""
         self._require_open()
         return MemoryReport(
             transitions=len(self),
-            fields=tuple(self._steps.report(self._now.steps)),
+            fields=tuple(self._steps.report(self._progress.steps)),
             staging_bytes=self._minibatch_maker.nbytes,
             segments=1,
             backlog=self._host.fields.backlog,
@@ -278,7 +280,7 @@ class RolloutMemory:
         )
 
     def close(self) -> None:
-        """Free everything. Minibatches that were handed out stay as they are."""
+        """Free everything. Minibatches that were returned stay valid."""
         if self._closed_reason:
             return
         self._host.fields.close()
@@ -305,7 +307,7 @@ class RolloutMemory:
 
     def _make_minibatches(self, batch_size: int, epochs: int, rollout: int) -> Iterator[RolloutBatch]:
         self._require_rollout(rollout)
-        places = np.flatnonzero(self._steps.held(self._now.steps))
+        places = np.flatnonzero(self._steps.find_valid(self._progress.steps))
         for _ in range(epochs):
             order = self._generator.permutation(places)
             for first in range(0, len(order), batch_size):
@@ -341,9 +343,9 @@ class RolloutMemory:
     def _choose_device(self, obs: Any) -> None:
         """Store steps on the device from now on if the first observations of a memory are there."""
         device = self._minibatch_maker.device
-        if device is None or obs is None or self._now.steps > 0 or self._steps is not self._host:
+        if device is None or obs is None or self._progress.steps > 0 or self._steps is not self._host:
             return
-        # They import torch.
+        # These modules import torch.
         from holdall.device.arguments import is_device_data  # noqa: PLC0415
         from holdall.device.rollout import DeviceRollout  # noqa: PLC0415
 
@@ -351,14 +353,14 @@ class RolloutMemory:
             self._steps = DeviceRollout(self.schema, self.num_steps, device)
 
     def _clear_stale(self) -> None:
-        """Clear the steps of a rollout that was forgotten."""
+        """Clear the steps of the rollout before."""
         self._steps.reset()
-        self._now = self._now._replace(is_stale=False)
+        self._progress = self._progress._replace(is_stale=False)
 
     def _require_open(self) -> None:
         if self._closed_reason:
             raise ClosedError(self._closed_reason)
-        if self._now.is_stale:  # `reset` was interrupted.
+        if self._progress.is_stale:  # `reset` was interrupted.
             self._clear_stale()
 
     def _require_room(self) -> None:
@@ -370,17 +372,17 @@ class RolloutMemory:
     def _require_batches(self, batch_size: int, epochs: int) -> None:
         require_count("batch_size", batch_size)
         require_count("epochs", epochs)
-        self._require_rollout(self._now.rollout)
+        self._require_rollout(self._progress.rollout)
 
     def _require_rollout(self, number: int) -> None:
-        """Raise unless the rollout is finished and has this number."""
+        """Raise ArgumentError unless the rollout is finished and has this number."""
         self._require_open()
-        if not self._now.is_finished:
+        if not self._progress.is_finished:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
-        if number != self._now.rollout:
+        if number != self._progress.rollout:
             raise ArgumentError(
-                "these minibatches are of a rollout that reset has forgotten; call minibatches or sequences again, "
-                "after finish"
+                "these minibatches are of a rollout that ended with reset; call minibatches or sequences again, after "
+                "finish"
             )
 
 

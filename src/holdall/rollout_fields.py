@@ -3,7 +3,7 @@
     RawFields           observations as they are; each frame of a stack is stored once
     CompressedFields    the same, compressed in the background by a `Store`
 
-Both forget a rollout with `reset`. Raw fields then overwrite the memory of the rollout before: they allocate and free
+`reset` begins another rollout. Raw fields then overwrite the memory of the rollout before: they allocate and free
 nothing.
 """
 
@@ -32,12 +32,13 @@ from holdall.store.windows import Window, WindowDetector
 Places = NDArray[np.int64]
 
 _MAX_BROKEN_SHARE = 0.5
-"""Share of observations that do not follow a window from which on another window is searched for."""
+"""If a larger share of the observations does not fit the window, `reset` begins the search for another window."""
 _MIN_SHARED_BYTES = 4 * 2**20
-"""Bytes of a gather from which on threads share it."""
+"""Smallest gather, in bytes, that threads share."""
 _PIECE_BYTES = 4 * 2**20
 """Bytes of compressed observations that are read at a time."""
 _KEPT_PIECES = 4
+"""Pieces whose memory is kept for later pieces."""
 _MAX_QUEUED_SEGMENTS = 2
 """Full segments that may wait for compression before `write` waits."""
 
@@ -59,11 +60,11 @@ class RolloutFields(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every tick."""
+        """Remove every tick."""
 
     @abstractmethod
     def report(self, ticks: int) -> list[FieldReport]:
-        """Return the bytes of every field, of which `ticks` ticks were written."""
+        """Return the bytes of every field. `ticks` ticks were written."""
 
     def finish(self) -> None:  # noqa: B027  Most fields have nothing to do.
         """Prepare for reading, after the last tick of a rollout."""
@@ -75,7 +76,7 @@ class RolloutFields(ABC):
 
     @property
     def failure(self) -> str:
-        """What went wrong when a block was compressed last."""
+        """Why the last block could not be compressed. Empty if all blocks could."""
         return ""
 
     @abstractmethod
@@ -104,7 +105,7 @@ def new_rollout_fields(
 
 
 class _Rows(Protocol):
-    """Where the observations of one field are stored: an `ObservationLog` or `FlatRows`."""
+    """The stored observations of one field: an `ObservationLog` or `FlatRows`."""
 
     @property
     def slice_bytes(self) -> int: ...
@@ -216,7 +217,7 @@ class _RawField:
         self._rows.gather(places, out)
 
     def reset(self) -> None:
-        """Forget every tick. Search for a window again where the one that is used does not fit."""
+        """Remove every tick. Search for another window if the present one does not fit."""
         if self._detector is not None and not self._is_fitting():
             self._detector.end_segment()
         self._rows.clear()
@@ -234,13 +235,13 @@ class _RawField:
         )
 
     def _read(self, tick: int) -> Array:
-        """Return a copy of one tick. The caller's own array may have changed meanwhile."""
+        """Return a copy of one tick. The array that the caller passed may have changed since."""
         out = np.empty((self._lanes, *self._leaf.shape), self._leaf.dtype)
         self._rows.gather(np.arange(tick * self._lanes, (tick + 1) * self._lanes), out)
         return out
 
     def _use_window(self, window: Window, tick: int) -> None:
-        """Store everything up to `tick` again, cut by `window`."""
+        """Store all ticks up to `tick` again, as slices of `window`."""
         log = self._new_log(window)
         for past in range(tick + 1):
             log.write(past, self._read(past))
@@ -248,7 +249,7 @@ class _RawField:
         self._window = window
 
     def _is_fitting(self) -> bool:
-        """Whether most observations overlap as the window says."""
+        """Return whether most observations overlap as the window says."""
         if not isinstance(self._rows, ObservationLog) or self._window is None or self._window.count == 1:
             return False
         return self._rows.broken <= _MAX_BROKEN_SHARE * self._rows.ticks * self._lanes
@@ -265,8 +266,8 @@ class CompressedFields(RolloutFields):
 
     def __init__(self, leaves: Sequence[Leaf], ticks: int, lanes: int, compress: str, tuning: Tuning) -> None:
         structure = tuple(range(len(leaves)))
-        nothing = Tree((), ())
-        schema = Schema(Tree(tuple(leaves), structure), nothing, nothing, lanes)
+        no_fields = Tree((), ())
+        schema = Schema(Tree(tuple(leaves), structure), no_fields, no_fields, lanes)
         tuning = replace(tuning, max_queued_bytes=_MAX_QUEUED_SEGMENTS * tuning.block_bytes)
         budget = Budget.from_settings(None, schema, can_spill=False, tuning=tuning)
         # An interrupted call may leave a tick that is written again, so there is room for more than one rollout.
@@ -277,9 +278,8 @@ class CompressedFields(RolloutFields):
         self._leaves = tuple(leaves)
         self._lanes = lanes
         self._previous = tuple(np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in leaves)
-        self._flags = np.zeros(lanes, np.bool_)  # Rewards and flags of all ticks, which nobody reads.
-        # The tick of the store that has a tick of the rollout.
-        self._store_ticks = np.zeros(ticks, np.int64)
+        self._flags = np.zeros(lanes, np.bool_)  # Rewards and flags of all ticks. They are never read.
+        self._store_ticks = np.zeros(ticks, np.int64)  # Tick in the store, by tick of the rollout.
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:
         """See `RolloutFields`."""
@@ -296,7 +296,7 @@ class CompressedFields(RolloutFields):
             self._gather_piece(field, places[first : first + count], out[first : first + count])
 
     def _gather_piece(self, field: int, places: Places, out: Array) -> None:
-        """Copy a few rows to `out`. The store returns them in memory of its own, which should be small."""
+        """Copy a few rows to `out`. The store returns them in a new array, which should be small."""
         is_real = places >= 0
         ticks, lanes = np.divmod(places[is_real], self._lanes)
         ids = self._store_ticks[ticks] * self._lanes + lanes
@@ -344,7 +344,7 @@ class CompressedFields(RolloutFields):
 class FinalObservations:
     """True final observations of truncated episodes, in the order in which the episodes ended.
 
-    Rows are kept in arrays whose length doubles when they are full. They are numbered by place, and places ascend.
+    The arrays of rows double in length when they are full. Every row has the place of its step, and places ascend.
     """
 
     _FIRST_ROWS = 8
@@ -359,7 +359,7 @@ class FinalObservations:
 
     @property
     def places(self) -> Places:
-        """The places of the truncated steps. A view."""
+        """Places of the truncated steps. A view of the stored array."""
         return self._places[: self._count]
 
     @property
@@ -369,7 +369,7 @@ class FinalObservations:
         return self.places.nbytes + row_bytes
 
     def gather(self, leaf: int, numbers: NDArray[np.int64], out: Array) -> None:
-        """Copy observations of one leaf to `out`. They are numbered from 0."""
+        """Copy the observations `numbers` of one leaf to `out`. The first observation has number 0."""
         self._rows[leaf].take(numbers, axis=0, out=out, mode="clip")
 
     def append(self, places: Places, rows: Sequence[Array]) -> None:
@@ -385,12 +385,13 @@ class FinalObservations:
         self._count = end
 
     def drop_from(self, first_place: int) -> None:
-        """Forget the observations from place `first_place` on, and keep the memory."""
+        """Remove the observations at `first_place` and later places. Their memory is used again."""
         if self._count > 0 and self._places[self._count - 1] >= first_place:
             self._count = int(np.searchsorted(self.places, first_place))
 
 
 def _copy_longer(old: Array, length: int, used: int) -> Array:
+    """Return an array of `length` rows that begins with the first `used` rows of `old`."""
     new = np.empty((length, *old.shape[1:]), old.dtype)
     new[:used] = old[:used]
     return new

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import estimate_advantages
-from holdall.delivery.minibatches import Field, Minibatches, require_torch_dtype
+from holdall.delivery.host import require_torch_dtype
+from holdall.delivery.minibatches import Field, Minibatches
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport, field_name
 from holdall.rollout_fields import FinalObservations, FlatRows, Places, new_rollout_fields
-from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
+from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, move_to_host
 from holdall.store.tuning import Tuning
 
 ESTIMATES = ("value", "log_prob", "advantage", "returns")
@@ -53,12 +54,9 @@ class HostRollout:
         self._actions = [self._new_rows(leaf) for leaf in schema.action.leaves]
         self._extras = [self._new_rows(leaf) for leaf in schema.extras.leaves]
         self._estimates = {name: self._new_rows(Leaf(name, (), _FLOAT32)) for name in ESTIMATES}
-        # 1 where an episode ended with the step.
-        self._ends = self._new_rows(Leaf("ends", (), _FLOAT32))
-        # Made at the first step, which sets the dtype.
-        self._rewards: FlatRows | None = None
-        # False where a lane made no step. None: all lanes made all steps.
-        self._valid: NDArray[np.bool_] | None = None
+        self._ends = self._new_rows(Leaf("ends", (), _FLOAT32))  # 1 where an episode ended with the step.
+        self._rewards: FlatRows | None = None  # Made at the first step, which sets the dtype.
+        self._valid: NDArray[np.bool_] | None = None  # False where a lane made no step. None: all lanes made all steps.
 
     def _new_rows(self, leaf: Leaf) -> FlatRows:
         return FlatRows(leaf, self._num_steps, self._lanes)
@@ -110,7 +108,8 @@ class HostRollout:
         self._estimates["value"].array[step] = values
         self._estimates["log_prob"].array[step] = log_probs
         np.logical_or(is_terminated, is_truncated, out=self._ends.array[step])
-        self._final.drop_from(step * self._lanes)  # Of a call that was interrupted, or of the rollout before.
+        # An interrupted call, or the rollout before, may have left final observations of later steps.
+        self._final.drop_from(step * self._lanes)
         if final is not None:
             self._final.append(step * self._lanes + cut_lanes, final)
         if is_valid is not None and self._valid is None:
@@ -164,11 +163,11 @@ class HostRollout:
             estimate_advantages(advantages, values, ends, last, gamma, gae_lambda, advantages, returns)
         self.fields.finish()
 
-    def ends(self, steps: int) -> NDArray[np.bool_]:
-        """Return where episodes ended: (steps, lanes)."""
+    def find_ends(self, steps: int) -> NDArray[np.bool_]:
+        """Return which steps ended an episode: (steps, lanes)."""
         return np.asarray(self._ends.array[:steps] != 0)
 
-    def held(self, steps: int) -> NDArray[np.bool_]:
+    def find_valid(self, steps: int) -> NDArray[np.bool_]:
         """Return which lanes made a step: (steps, lanes)."""
         if self._valid is None:
             return np.ones((steps, self._lanes), np.bool_)
@@ -189,7 +188,7 @@ class HostRollout:
         return self._minibatches.deliver(places, fields)
 
     def reset(self) -> None:
-        """Forget the rollout. Its memory is that of the next one."""
+        """Remove all steps. The next rollout uses the same memory."""
         self.fields.reset()
         self._minibatches.release()
 
@@ -197,12 +196,11 @@ class HostRollout:
         """Return the bytes of every field."""
         rows: dict[str, FlatRows] = {} if self._rewards is None else {"reward": self._rewards}
         rows |= {"ends": self._ends, **self._estimates}
-        for prefix, leaves, kept in (
-            ("action", self._schema.action.leaves, self._actions),
-            ("extras", self._schema.extras.leaves, self._extras),
-        ):
-            rows |= {field_name(prefix, leaf.name): each for leaf, each in zip(leaves, kept, strict=True)}
-        sizes = {name: each.array[:steps].nbytes for name, each in rows.items()}
+        for leaf, actions in zip(self._schema.action.leaves, self._actions, strict=True):
+            rows[field_name("action", leaf.name)] = actions
+        for leaf, extras in zip(self._schema.extras.leaves, self._extras, strict=True):
+            rows[field_name("extras", leaf.name)] = extras
+        sizes = {name: flat_rows.array[:steps].nbytes for name, flat_rows in rows.items()}
         plain = [FieldReport(name, 0, 0, nbytes, nbytes, "flat rows") for name, nbytes in sizes.items()]
         final_bytes = self._final.nbytes
         final = FieldReport("final_obs", 0, 0, final_bytes, final_bytes, "whole observations")
@@ -210,8 +208,8 @@ class HostRollout:
 
 
 def fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:
-    """Return the output of a network, an array or a tensor of (n,) or (n, 1) float32, as an array of `shape`."""
-    host = as_array(on_host(value), argument)
+    """Return the float32 output of a network, an array or a tensor of shape (n,) or (n, 1), as an array of `shape`."""
+    host = as_array(move_to_host(value), argument)
     if host.size == 0 and shape == (0,):
         return np.empty(0, np.float32)
     if host.dtype != np.float32:

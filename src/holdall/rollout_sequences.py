@@ -12,24 +12,22 @@ from holdall.batch import Flags, Ids
 
 @dataclass(frozen=True, slots=True)
 class RolloutSequences:
-    """Where the sequences of a rollout begin, and how long they are. A place is `tick * lanes + lane`."""
+    """The first steps and the lengths of sequences. A place is `tick * lanes + lane`."""
 
-    # Place of the first step of each sequence.
-    first_places: Ids
-    # Number of steps of each sequence.
-    lengths: Ids
+    first_places: Ids  # Place of the first step of each sequence.
+    lengths: Ids  # Number of steps of each sequence.
     lanes: int
 
     @classmethod
     def cut(cls, is_end: Flags, is_valid: Flags, max_length: int) -> RolloutSequences:
-        """Cut a rollout at the ends of episodes, at steps that are not valid, and after `max_length` steps.
+        """Cut a rollout at the ends of episodes, at invalid steps, and after `max_length` steps.
 
         `is_end` and `is_valid` have shape (ticks, lanes).
         """
         ticks, lanes = is_end.shape
         is_start = np.ones((lanes, ticks), np.bool_)
         is_start[:, 1:] = (is_end | ~is_valid)[:-1].T
-        is_start |= ~is_valid.T  # A step that is not valid is a sequence of its own, which is left out below.
+        is_start |= ~is_valid.T  # Every invalid step is a sequence of its own, which is left out below.
         index = np.arange(lanes * ticks)
         latest_start = np.maximum.accumulate(np.where(is_start.reshape(-1), index, 0))
         is_start |= ((index - latest_start) % max_length == 0).reshape(lanes, ticks)

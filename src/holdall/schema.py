@@ -5,8 +5,8 @@
     Tree.build([array, ...]) -> nested value
 
 Guarantee: no value is cast, clipped or broadcast. A value that does not fit raises ArgumentError, which names the
-argument, its value, the rule and the remedy. There are two conveniences: integers are accepted in every integer dtype
-if the leaf's dtype holds them exactly, and the lane axis may be left out if there is one lane.
+argument, its value, the rule and the remedy. There are two exceptions: integers of any integer dtype are accepted if
+their values fit into the leaf's integer dtype, and the lane axis may be left out if there is one lane.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Leaf:
             return array
         if not axes and lacks_lane_axis(array.shape, leading, self.shape):
             return array.reshape(leading + self.shape)
-        remedy = channels_remedy(array.shape, self.shape) or "pass an array of that shape"
+        remedy = suggest_axis_order(array.shape, self.shape) or "pass an array of that shape"
         raise ArgumentError(
             f"{self.describe(argument)} has shape {array.shape}, expected {leading + self.shape}: "
             f"{axes or _describe_axes(leading)} then the space's {self.shape}; {remedy}"
@@ -76,7 +76,7 @@ class Leaf:
         converted = convert_integers(array, self.dtype)
         if converted is not None:
             return converted
-        remedy = dtype_remedy(
+        remedy = suggest_dtype(
             str(array.dtype),
             self.dtype,
             f"np.asarray(value, dtype=np.{self.dtype.name})",
@@ -196,7 +196,7 @@ def _require_keys(structure: dict[str, Structure], value: Any, where: str) -> No
 
 
 def _fit_below_key(fit: Fit, leading: tuple[int, ...], key: str, leaf: Leaf, value: Any) -> Any:
-    """Check a leaf of a Dict's key. In errors, `key` is the argument, so it is removed from the leaf's name."""
+    """Check a leaf below `key` of a Dict. Errors name `key` as the argument, so the leaf's name is used without it."""
     return fit(replace(leaf, name=leaf.name[len(key) + 1 :]), value, leading, key)
 
 
@@ -248,7 +248,7 @@ class Schema:
         )
 
     def reward_leaf(self, dtype: np.dtype[Any], name: str = "") -> Leaf:
-        """Return the leaf of rewards of a dtype, which the first `add` sets."""
+        """Return the leaf of the reward. The first `add` sets its dtype."""
         return Leaf(name, self.reward_shape, dtype)
 
     @property
@@ -279,8 +279,7 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     """Return `value` as rewards of shape `leading + shape`, or raise ArgumentError.
 
     Args:
-        dtype: Dtype of the rewards that are held. None before the first reward, which sets it. Python numbers are then
-            float64.
+        dtype: Dtype of all rewards. None before the first reward, which sets it. Python numbers are then float64.
         shape: The memory's `reward_shape`.
     """
     if type(value) in {int, float} and dtype is None:
@@ -297,11 +296,11 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     if lacks_lane_axis(array.shape, leading, shape):
         return array.reshape(leading + shape)
     own_axes = f" then reward_shape={shape}" if shape else ""
-    value_shown = f" instead of {array.tolist()}" if array.size <= _MAX_SHOWN_NUMBERS else ""
+    shown_value = f" instead of {array.tolist()}" if array.size <= _MAX_SHOWN_NUMBERS else ""
     remedy = "; for several rewards a step, make the memory with reward_shape=(n,)" if array.ndim and not shape else ""
     raise ArgumentError(
         f"reward has shape {array.shape}, expected {leading + shape}: {_describe_axes(leading)}{own_axes}; pass an "
-        f"array of that shape{value_shown}{remedy}"
+        f"array of that shape{shown_value}{remedy}"
     )
 
 
@@ -318,7 +317,7 @@ def _convert_reward(array: Array, dtype: np.dtype[Any]) -> Array:
     converted = convert_integers(array, dtype, to_floats=True)
     if converted is not None:
         return converted
-    remedy = dtype_remedy(
+    remedy = suggest_dtype(
         str(array.dtype),
         dtype,
         f"np.asarray(reward, dtype=np.{dtype.name})",
@@ -344,7 +343,7 @@ def _require_reward_shape(shape: Any) -> tuple[int, ...]:
 # ---------------------------------------------------------------- arrays
 
 
-def on_host(value: Any) -> Any:
+def move_to_host(value: Any) -> Any:
     """Return a tensor of any device on the CPU. Return any other value, or a tensor without data, unchanged."""
     if not hasattr(value, "detach"):
         return value
@@ -355,10 +354,10 @@ def on_host(value: Any) -> Any:
 
 
 def as_array(value: Any, argument: str) -> Array:
-    """Return a list, a scalar or the array of another library as a NumPy array, in the dtype that NumPy chooses."""
+    """Return a list, a scalar or an array of another library as a NumPy array. NumPy chooses the dtype."""
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError(
-            f"{argument} is a masked array, whose mask would be lost; pass value.filled(...), without one"
+            f"{argument} is a masked array, whose mask would be lost; pass value.filled(...), which has no mask"
         )
     try:
         array = np.asarray(value)
@@ -375,7 +374,7 @@ def as_array(value: Any, argument: str) -> Array:
 
 
 def unify_type(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array whose dtype equals `dtype` with the same type number as `dtype`, without a copy.
+    """Give an array whose dtype equals `dtype` the type number of `dtype`, without a copy.
 
     C has several integer types of the same size, such as long and long long. Their dtypes are equal, but have different
     type numbers, which the native module compares.
@@ -384,7 +383,7 @@ def unify_type(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def convert_integers(array: Array, dtype: np.dtype[Any], *, to_floats: bool = False) -> Array | None:
-    """Return integers in another integer dtype that holds all of them exactly. Return None if that is impossible.
+    """Return integers in the integer dtype `dtype`. Return None if a value does not fit, or if a dtype is not accepted.
 
     With `to_floats`, `dtype` may also be a floating-point dtype.
     """
@@ -403,9 +402,10 @@ def convert_integers(array: Array, dtype: np.dtype[Any], *, to_floats: bool = Fa
 
 
 def lacks_lane_axis(shape: tuple[int, ...], leading: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Return whether an array of `shape` would fit if it had the axis of a single lane, the last one of `leading`.
+    """Return whether only the axis of a single lane, which is the last one of `leading`, is missing in `shape`.
 
-    This is never ambiguous: with that axis, the array of a field of shape `own` has one dimension more.
+    `own` is the shape of one lane. With and without the lane axis, arrays differ in the number of dimensions, so the
+    answer is never ambiguous.
     """
     return leading[-1:] == (1,) and shape == leading[:-1] + own
 
@@ -413,7 +413,7 @@ def lacks_lane_axis(shape: tuple[int, ...], leading: tuple[int, ...], own: tuple
 # ---------------------------------------------------------------- parts of error messages
 
 
-def dtype_remedy(
+def suggest_dtype(
     given: str,
     stored: np.dtype[Any],
     cast: str,
@@ -428,7 +428,7 @@ def dtype_remedy(
         cast: The expression that casts the value. The advice is to use it, unless it would change values.
         is_float: Whether `given` is a floating-point dtype.
         overflows: Whether integers of the value do not fit into `stored`.
-        is_reward: Whether the first `add` has set the dtype, and not a space.
+        is_reward: Whether the field is the reward, whose dtype was set by the first `add` and not by a space.
     """
     drops_fractions = is_float and stored.kind in "iub"
     if not drops_fractions and not overflows:
@@ -442,8 +442,8 @@ def dtype_remedy(
     return f"A cast would drop fractions, so {wider}, or pass values of dtype {stored}.{scaling}"
 
 
-def channels_remedy(given: tuple[int, ...], own: tuple[int, ...], library: str = "np") -> str:
-    """Return the advice for an image whose channels are first where the space has them last, or the other way round.
+def suggest_axis_order(given: tuple[int, ...], own: tuple[int, ...], library: str = "np") -> str:
+    """Return the advice for an image whose channels are first and in the space last, or the other way round.
 
     Return an empty string if the shape `given` differs in another way from the shape `own` of the space. `library` is
     the name of the module that has `moveaxis` for the value.
@@ -459,7 +459,10 @@ def channels_remedy(given: tuple[int, ...], own: tuple[int, ...], library: str =
 
 
 def _overflows(array: Array, dtype: np.dtype[Any], kinds: str) -> bool:
-    """Return whether `convert_integers` refused integers because of their values. It accepts dtypes of `kinds`."""
+    """Return whether `convert_integers` refused an array because of its values, and not because of its dtype.
+
+    `kinds` are the kinds of dtypes that the field may have.
+    """
     return array.dtype.kind in "iu" and array.dtype.isnative and dtype.kind in kinds
 
 

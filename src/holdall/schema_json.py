@@ -1,6 +1,6 @@
 """Conversion of a schema to JSON and back.
 
-Files are not trusted: names, shapes and sizes are checked, and a DamageError is raised if they are impossible.
+Files are not trusted: dtypes, shapes and sizes are checked, and a DamageError is raised if they are impossible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def dtype_to_json(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_from_json(text: Any) -> np.dtype[Any]:
-    """Return the dtype with a name that `dtype_to_json` returns."""
+    """Return the dtype for a name that `dtype_to_json` returned."""
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
         raise DamageError(f"Corrupt checkpoint: {text!r} is not a dtype that holdall stores.")
     return np.dtype(text)
@@ -48,7 +48,7 @@ def schema_from_json(fields: dict[str, Any]) -> Schema:
     lanes = fields["num_envs"]
     if type(lanes) is not int or not 1 <= lanes <= MAX_LANES:
         raise DamageError(f"Corrupt checkpoint: {lanes!r} is not a possible number of environments.")
-    reward = _leaf_from_json("reward", "<f8", fields.get("reward_shape", ()))
+    reward = _leaf_from_json("reward", "<f8", fields.get("reward_shape", ()))  # Only its shape is used.
     return Schema(
         observation=_tree_from_json(fields["observation"]),
         action=_tree_from_json(fields["action"]),

@@ -44,10 +44,10 @@ class SharedObservations:
             )
         self._tree = Tree.of(observation_space, "observation_space")
         self._lanes = num_envs
-        # An anonymous block: the system frees it with the last process that has it.
+        # The block has no name in the system, which frees it when the last process that uses it ends.
         maker: Any = multiprocessing if context is None else context
         self._block = maker.RawArray("B", max(1, _count_bytes(self._tree.leaves, self._lanes)))
-        self._view()
+        self._make_views()
 
     @property
     def obs(self) -> Any:
@@ -72,7 +72,7 @@ class SharedObservations:
 
     def _require_lane(self, lane: Any) -> None:
         if require_count("lane", lane, 0) >= self._lanes:
-            raise ArgumentError(f"lane ({lane}) must be from 0 to {self._lanes - 1}; pass the worker's own")
+            raise ArgumentError(f"lane ({lane}) must be from 0 to {self._lanes - 1}; pass the worker's own lane")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a new process. multiprocessing allows this only while it starts a process."""
@@ -82,15 +82,16 @@ class SharedObservations:
         self._tree = state["tree"]
         self._lanes = state["lanes"]
         self._block = state["block"]
-        self._view()
+        self._make_views()
 
-    def _view(self) -> None:
+    def _make_views(self) -> None:
+        """Set `_rows` to one array per leaf, all of them views of the block."""
         block = np.frombuffer(self._block, np.uint8)
         self._rows: list[Array] = list(_lay_out(block, self._tree.leaves, self._lanes))
 
 
 def _count_bytes(leaves: Iterable[Leaf], lanes: int) -> int:
-    """Return the bytes of one observation per lane."""
+    """Return the bytes that the arrays of all leaves take, with their alignment."""
     return sum(_align(lanes * leaf.nbytes) for leaf in leaves)
 
 

@@ -46,7 +46,7 @@ def flatten_space(space: spaces.Space[Any] | None, path: str, argument: str, lea
             "Tuple spaces. Encode it as one of these."
         )
     if space.shape is None or space.dtype is None:
-        raise SpaceError(f"{where} needs a fixed shape and dtype. Give it both.")
+        raise SpaceError(f"{where} needs a fixed shape and dtype. Make the space with both.")
     dtype = np.dtype(space.dtype)
     if dtype.kind not in STORABLE_KINDS:
         remedy = "Use a bool, integer or floating point dtype."
@@ -55,7 +55,7 @@ def flatten_space(space: spaces.Space[Any] | None, path: str, argument: str, lea
         raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store. {remedy}")
     if not dtype.isnative:
         raise SpaceError(f"{where} has dtype {dtype}, which has the byte order of other machines. Use np.{dtype.name}.")
-    # The name gives the usual one of several C types of the same size, see `holdall.schema.unify_type`.
+    # np.dtype(dtype.str) has the usual one of several C types of the same size, see `holdall.schema.unify_type`.
     leaves.append((path, tuple(int(n) for n in space.shape), np.dtype(dtype.str)))
     return len(leaves) - 1
 

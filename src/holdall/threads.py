@@ -1,8 +1,8 @@
 """Limits on the thread pools of torch, NumPy and other libraries, by the number of usable cores.
 
-Every Python thread that runs torch operations gets an OpenMP pool of its own. The main thread and autograd have one
-each, too. A process with many workers therefore has many more threads than cores, and these threads slow each other
-down. Their stacks take little memory. Importing this module changes nothing.
+Every Python thread that runs torch operations gets an OpenMP pool of its own, and so do the main thread and autograd. A
+process with many workers therefore has many more threads than cores, and these threads slow each other down. Their
+stacks take little memory. Importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holdall.errors import ArgumentError
-from holdall.machine import usable_cores, wished_threads
+from holdall.checks import require_count
+from holdall.machine import read_requested_threads, usable_cores
 
 __all__ = ["VARIABLES", "environment", "limit", "usable_cores"]
 
@@ -36,12 +36,12 @@ _POOLS_BESIDE_WORKERS = 2
 def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     """Limit the pools of this process, and of processes that are started in the context. Restore them afterwards.
 
-    torch and BLAS libraries that are loaded are limited at once. Libraries that are loaded later read the limit from
-    the environment.
+    If torch and BLAS libraries are already loaded, they are limited at once. Libraries that are loaded later read the
+    limit from the environment.
 
     Args:
-        threads: Threads of every pool. None: HOLDALL_THREADS if it is set, or else the usable cores, divided by all
-            pools.
+        threads: Threads of every pool. None: HOLDALL_THREADS if it is set, or else the usable cores divided by the
+            number of pools.
         workers: Threads or processes besides the main thread that compute at the same time.
 
     Yields:
@@ -52,9 +52,9 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
         ...     print(count)
         2
     """
-    from threadpoolctl import threadpool_limits  # noqa: PLC0415  # only this call needs it
+    from threadpoolctl import threadpool_limits  # noqa: PLC0415  Only this call needs it.
 
-    number = _chosen(threads, workers)
+    number = _choose_threads(threads, workers)
     before = {name: os.environ.get(name) for name in VARIABLES}
     torch: Any = sys.modules.get("torch")
     torch_before = None if torch is None else torch.get_num_threads()
@@ -83,14 +83,12 @@ def environment(threads: int | None = None, *, workers: int = 0) -> dict[str, st
         >>> holdall.threads.environment(2)["OMP_NUM_THREADS"]
         '2'
     """
-    return dict.fromkeys(VARIABLES, str(_chosen(threads, workers)))
+    return dict.fromkeys(VARIABLES, str(_choose_threads(threads, workers)))
 
 
-def _chosen(threads: Any, workers: Any) -> int:
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise ArgumentError(f"workers ({workers!r}) must be a whole number of at least 0; pass how many compute beside")
+def _choose_threads(threads: Any, workers: Any) -> int:
+    """Return `threads`, or the number of threads for every pool if `threads` is None."""
+    workers = require_count("workers", workers, 0)
     if threads is None:
-        return wished_threads() or max(1, usable_cores() // (workers + _POOLS_BESIDE_WORKERS))
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ArgumentError(f"threads ({threads!r}) must be a whole number of at least 1; pass one, or None")
-    return threads
+        return read_requested_threads() or max(1, usable_cores() // (workers + _POOLS_BESIDE_WORKERS))
+    return require_count("threads", threads, 1)

@@ -1,4 +1,4 @@
-"""Text for sizes, counts and times, and the reading of sizes.
+"""Conversion of sizes, counts and times to text, and of text to sizes.
 
 This module does not import NumPy, because commands import it and should start fast.
 """
@@ -23,7 +23,8 @@ _BYTES_BY_UNIT = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_MAX_MS_S = 0.1
+_MAX_MILLISECONDS_S = 0.1
+"""Shorter times are written in milliseconds."""
 _MINUTE_S = 60
 _HOUR_S = 3600
 _DAY_S = 86400
@@ -40,14 +41,14 @@ def format_bytes(count: float) -> str:
     return f"{value:.1f} GiB"
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
+def count_noun(count: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun: `1 thread`, `4 processes`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
     """Return a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
-    if 0 < seconds < _MAX_MS_S:
+    if 0 < seconds < _MAX_MILLISECONDS_S:
         return f"{1000 * seconds:.3g} ms"
     if seconds < _MINUTE_S:
         return f"{seconds:.3g} s"
@@ -68,8 +69,9 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
     """
     if type(size) is not bool and isinstance(size, Integral) and int(size) >= 0:
         return int(size)
-    if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
-        number, unit = found.groups()
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is not None:
+        number, unit = match.groups()
         if unit.lower() in _BYTES_BY_UNIT:
             return int(float(number) * _BYTES_BY_UNIT[unit.lower()])
     raise ArgumentError(

@@ -1,6 +1,6 @@
-"""Watch a training from inside with `start`, and name its large objects with `track`.
+"""Watch the memory of a training from inside with `start`, and name its large objects with `track`.
 
-`holdall watch -- command` starts a training and watches it without any change to it.
+`holdall watch -- command` starts and watches a training whose code is not changed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def track(name: str, array: Any, fill: FillFunction | None = None) -> None:
 
     Args:
         name: `features`, or `expert.actions` for a part of something.
-        array: An array or a tensor. It is followed for as long as it lives, and is not kept alive. A torch module or an
-            optimizer is shown as parameters, gradients and optimizer state.
-        fill: Returns how full the array is, from 0 to 1. Without it, growth of the touched part counts as a leak.
+        array: An array or a tensor. It is followed for as long as it exists, and is not kept alive. A torch module or
+            an optimizer is shown as parameters, gradients and optimizer state.
+        fill: Function that returns which fraction of the array is filled, from 0 to 1. Without it, growth of the part
+            that was written to counts as a leak.
 
     Examples:
         >>> from holdall import watch
@@ -61,15 +62,16 @@ def start(
     pressure_at: float = 0.9,
     checkpoint: Callable[[], Any] | None = None,
 ) -> Watch:
-    """Watch this process from a small second one, until it ends or `stop` is called.
+    """Watch this process from a small second process, until this process ends or `stop` is called.
 
     Args:
         interval_s: Seconds between two readings.
         record: A file for `holdall report`.
-        prometheus: Port of the loopback on which the newest reading is served. Needs `holdall[prometheus]`.
+        prometheus: Port on 127.0.0.1 at which the newest reading is served. Needs `holdall[prometheus]`.
         limit: Memory that this process and its workers may use, besides the system's own limits: "8GiB" or bytes.
         on_pressure: What to do when memory runs short: "warn" logs it; "spill" makes holdall's memories compress more
-            and move more to their `spill_dir`; "checkpoint" calls `checkpoint`. The last watch with "spill" counts.
+            and move more to their `spill_dir`; "checkpoint" calls `checkpoint`. Of several watches with "spill",
+            memories ask only the newest one whether to wait.
         pressure_at: Share of a limit from which on memory is short.
         checkpoint: Function that saves. It is called in a thread of its own, once each time memory runs short.
 
@@ -79,7 +81,7 @@ def start(
         ...     reading = watched.reading()  # None before the first one
     """
     if not interval_s >= 0.1:
-        raise ArgumentError(f"interval_s ({interval_s}) must be at least 0.1, because a reading takes some of that.")
+        raise ArgumentError(f"interval_s ({interval_s}) must be at least 0.1, because a reading itself takes time.")
     limit_bytes = None if limit is None else parse_bytes(limit, "limit")
     guard = MemoryGuard(get_agent(), on_pressure, pressure_at, limit_bytes, checkpoint)
     options = {
@@ -92,24 +94,24 @@ def start(
 
 
 class Watch:
-    """A watch of this process. A context manager. Make one with `holdall.watch.start`."""
+    """A watch of this process, and a context manager. `holdall.watch.start` makes it."""
 
     def __init__(self, guard: MemoryGuard, options: dict[str, Any]) -> None:
         self.agent = get_agent()
         self._guard = guard
         self.agent.publish()
         command = [sys.executable, "-P", "-m", "holdall.tools.watch.watcher", str(os.getpid()), json.dumps(options)]
-        # The package may be on a path that another Python does not know.
-        home = str(Path(holdall.__file__).parent.parent)
-        search = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        # holdall may be in a folder of sys.path that a new Python process does not search.
+        package_folder = str(Path(holdall.__file__).parent.parent)
+        python_path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
         self._watcher = subprocess.Popen(
             command,
-            env=os.environ | {"PYTHONPATH": search},
+            env=os.environ | {"PYTHONPATH": python_path},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # An interrupt at the terminal is for the training.
         )
-        self.pid = self._watcher.pid  # Of the watcher.
-        self._end = weakref.finalize(self, _end_watcher, self._watcher)
+        self.pid = self._watcher.pid  # Id of the watcher's process.
+        self._end_watcher = weakref.finalize(self, _end_watcher, self._watcher)
 
     def reading(self) -> MemoryReading | None:
         """Return the newest reading. None before the first one."""
@@ -121,12 +123,13 @@ class Watch:
         latest = exchange.read_latest(os.getpid())
         if latest is None:
             return []
-        return [WatchVerdict(**{name: one[name] for name in WatchVerdict.__slots__}) for one in latest["verdicts"]]
+        names = WatchVerdict.__slots__
+        return [WatchVerdict(**{name: verdict[name] for name in names}) for verdict in latest["verdicts"]]
 
     def stop(self) -> None:
-        """End the watcher and the guard. Names stay known."""
+        """End the watcher and the guard. A later watch still shows the names that `track` gave."""
         self._guard.stop()
-        self._end()
+        self._end_watcher()
 
     def __enter__(self) -> Self:
         return self

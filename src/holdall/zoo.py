@@ -1,4 +1,4 @@
-"""holdall.zoo: import it, and every algorithm of rl-zoo trains with holdall's buffers.
+"""holdall.zoo: importing this module makes every algorithm of rl-zoo train with holdall's buffers.
 
 `python -m rl_zoo3.train --algo dqn --env PongNoFrameskip-v4 --gym-packages holdall.zoo`
 
@@ -28,7 +28,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from holdall.sb3 import HerReplayBuffer, ReplayBuffer, RolloutBuffer
 from holdall.sb3.contrib import equip
-from holdall.sb3.prioritized import made_with
+from holdall.sb3.prioritized import use_buffer_class
 
 _N_STEP = getattr(buffers, "NStepReplayBuffer", buffers.ReplayBuffer)  # New in Stable-Baselines3 2.7.
 _REPLAYS = (buffers.ReplayBuffer, buffers.DictReplayBuffer, _N_STEP)
@@ -45,12 +45,12 @@ class ReplayInHoldall(OffPolicyAlgorithm):
         if kind is PlainHerReplayBuffer:
             self.replay_buffer_class = HerReplayBuffer
         elif kind is None or kind in (*_REPLAYS, ReplayBuffer):
-            choice = made_with(self, ReplayBuffer)
+            choice = use_buffer_class(self, ReplayBuffer)
         with choice:
             super()._setup_model()
 
     def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:
-        """Load a buffer. A buffer of Stable-Baselines3's is converted to one of holdall's."""
+        """Load a buffer. A buffer of Stable-Baselines3 is converted to one of holdall."""
         super().load_replay_buffer(path, truncate_last_traj)
         loaded: Any = self.replay_buffer
         if type(loaded) in (*_REPLAYS, PlainHerReplayBuffer):
@@ -71,7 +71,7 @@ class RolloutInHoldall(OnPolicyAlgorithm):
 
 
 def _use_holdall(algorithm: type[BaseAlgorithm]) -> type[BaseAlgorithm]:
-    """Return an algorithm that uses holdall's buffers. ARS has none, and is returned unchanged."""
+    """Return an algorithm that uses holdall's buffers. ARS has no buffer, and is returned unchanged."""
     for family, mix_in in ((OffPolicyAlgorithm, ReplayInHoldall), (OnPolicyAlgorithm, RolloutInHoldall)):
         if issubclass(algorithm, family):
             # The class keeps the algorithm's name, because checkpoints store it.

@@ -118,7 +118,7 @@ def results() -> str:
                         "reason": None,
                     }
                 )
-    why = "55% of the limit does not hold the process and one batch"
+    why = "55% of the limit is too little for the process and one batch"
     lines += [
         {"kind": "run", "profile": "aggressive", "buffer": "sb3", "seed": 0, "status": "does not fit", "reason": why},
         {"kind": "ranking", "by": "memory", "order": [["memory-efficient", "holdall"], ["balanced", "holdall"]]},

@@ -7,7 +7,15 @@ import hashlib
 from holdall.checkpoint.blobs import Lease
 from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.checkpoint.load import load_newest
-from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, data_names, encode, manifest_name, require_files
+from holdall.checkpoint.manifest import (
+    BlockEntry,
+    Manifest,
+    Ref,
+    encode,
+    generate_file_names,
+    manifest_name,
+    require_files,
+)
 from holdall.checkpoint.reader import MANIFESTS, SEGMENTS, CheckpointReader
 from holdall.checkpoint.retention import collect
 from holdall.errors import CheckpointError, DamageError
@@ -27,7 +35,7 @@ class Run:
         self.reader = CheckpointReader(self.blobs)
         self.lease: Lease = self.blobs.lock("a run")
         self.writer_id = writer_id or f"{seed:016x}"
-        self._names = data_names(self.writer_id)
+        self._names = generate_file_names(self.writer_id)
         self._seed = seed
         self._files: dict[str, int] = {}
         self._refs: list[Ref] = []

@@ -134,7 +134,7 @@ class SimulatedDisk(FileSystem):
     def age_s(self, path: Path) -> float:
         return math.inf
 
-    def is_locked(self, file: int, path: Path) -> bool:
+    def is_same_file(self, file: int, path: Path) -> bool:
         return True
 
     def open(self, path: Path) -> int:

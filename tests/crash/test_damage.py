@@ -255,6 +255,25 @@ def test_losses_with_one_reason_are_logged_once(tmp_path: Path, caplog: pytest.L
     assert f": {lost} transitions of ticks " in caplog.text
 
 
+def test_evicted_transitions_do_not_count_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The oldest segment that a full memory holds begins with ticks that were evicted."""
+    with ReplayMemory(SPACE, spaces.Discrete(5), 50 * LANES, LANES, budget=None, seed=1, _tuning=TUNING) as memory:
+        for tick in range(70):
+            add(memory, tick)
+        memory.save(tmp_path).result()
+    manifest = open_reader(tmp_path).manifest(1)
+    damaged = next(entry for entry in manifest.segments if entry.first_tick + entry.ticks > manifest.first_tick)
+    assert damaged.first_tick < manifest.first_tick
+    path = tmp_path / "segments" / damaged.ref.file
+    raw = bytearray(path.read_bytes())
+    raw[damaged.ref.start] ^= 1
+    path.write_bytes(raw)
+    with ReplayMemory.load(tmp_path, recover=True) as memory:
+        lost = memory.next_id - memory.first_id - len(memory)
+    assert lost == (damaged.first_tick + damaged.ticks - manifest.first_tick) * LANES
+    assert f": {lost} transitions of ticks {manifest.first_tick} to " in caplog.text
+
+
 def test_a_reason_that_several_checkpoints_share_is_given_once(tmp_path: Path) -> None:
     """All three checkpoints name the first segment."""
     with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1, _tuning=TUNING) as memory:

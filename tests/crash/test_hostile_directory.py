@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from holdall import CheckpointError, DamageError, FencedError, HoldallError, ReplayMemory
 from holdall.checkpoint import open_reader
 from holdall.checkpoint.directory_blobs import FileSystem
-from holdall.checkpoint.manifest import signed, signed_text
+from holdall.checkpoint.manifest import append_checksum, strip_checksum
 from holdall.cli.checkpoint import checkpoint
 from holdall.store.tuning import Tuning
 
@@ -289,8 +289,8 @@ def test_a_stray_name_with_the_highest_number_hides_nothing(run: Path) -> None:
 
 def test_numbers_that_are_used_up_are_an_error(run: Path) -> None:
     """No name is written that no reader looks at."""
-    words = json.loads(signed_text(manifest(run, 2).read_bytes())) | {"number": 9999999999999999}
-    manifest(run, 9999999999999999).write_bytes(signed(json.dumps(words).encode()))
+    words = json.loads(strip_checksum(manifest(run, 2).read_bytes())) | {"number": 9999999999999999}
+    manifest(run, 9999999999999999).write_bytes(append_checksum(json.dumps(words).encode()))
     with new_memory() as memory:
         grow(memory, 3)
         with pytest.raises(CheckpointError, match="Save to another place"):
@@ -424,7 +424,7 @@ def test_no_file_left_to_open_is_an_error_and_no_older_state(run: Path, monkeypa
 
 def newer(path: Path, **words: Any) -> bytes:
     """Make a manifest one of a version to come. Return its bytes."""
-    raw = signed(json.dumps(json.loads(signed_text(path.read_bytes())) | words).encode())
+    raw = append_checksum(json.dumps(json.loads(strip_checksum(path.read_bytes())) | words).encode())
     path.write_bytes(raw)
     return raw
 

@@ -180,7 +180,7 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
     with (tmp_path / "copy").open("w+b", buffering=0) as raw:
         file = RemoteFile(blobs, "one", len(content), os.dup(raw.fileno()))
     page = PAGE_BYTES
-    file.bring(np.array([10, page - 1, 3 * page]), np.array([20, page + 1, 3 * page]))
+    file.fetch(np.array([10, page - 1, 3 * page]), np.array([20, page + 1, 3 * page]))
     assert reads == [(0, 2 * page)]
     assert file.read(5 * page, 100) == content[5 * page :]
     assert reads[1:] == [(5 * page, 17)]

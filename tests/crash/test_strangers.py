@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from holdall import HoldallError, ReplayMemory
 from holdall.checkpoint import open_reader
-from holdall.checkpoint.manifest import Ref, signed, signed_text
+from holdall.checkpoint.manifest import Ref, append_checksum, strip_checksum
 from holdall.schema import Schema
 from holdall.store.columns import Columns
 from holdall.store.format import read_block, read_parts
@@ -105,9 +105,9 @@ def renamed(words: Any, old: list[Any], new: list[Any]) -> Any:
 def forge(run: Path, generator: random.Random) -> str:
     """Put a changed record in place of one of a checkpoint's, or change the manifest itself."""
     name = run / MANIFEST
-    words = json.loads(signed_text(name.read_bytes()))
+    words = json.loads(strip_checksum(name.read_bytes()))
     if generator.random() < 0.3:
-        name.write_bytes(signed(json.dumps(mutated(words, generator)).encode()))
+        name.write_bytes(append_checksum(json.dumps(mutated(words, generator)).encode()))
         return "manifest"
     found = open_reader(run).manifest(2)
     ref = found.state if generator.random() < 0.3 else generator.choice(found.refs)
@@ -121,7 +121,7 @@ def forge(run: Path, generator: random.Random) -> str:
 def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
     """Change the first manifest, so that it names another record in place of one of its own."""
     name = run / MANIFEST
-    words = json.loads(signed_text(name.read_bytes()))
+    words = json.loads(strip_checksum(name.read_bytes()))
     forged = "f" * 16 + "-" + "0" * 15 + "1.seg"
     (run / "segments" / forged).write_bytes(changed)
     files = [entry[0] for entry in words["files"]]
@@ -131,7 +131,7 @@ def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
     new = [len(files), 0, len(changed), digest]
     words = renamed(words, old, new)
     words["files"].append([forged, len(changed)])
-    name.write_bytes(signed(json.dumps(words).encode()))
+    name.write_bytes(append_checksum(json.dumps(words).encode()))
 
 
 @pytest.mark.parametrize("forgeries", [120, pytest.param(3_000, marks=pytest.mark.nightly)])
@@ -236,7 +236,7 @@ def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(tmp_path
     shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
     name = tmp_path / "run" / MANIFEST
     count = 63 * 2**20 // (len(value) + 1)
-    name.write_bytes(signed(b'{"mood":[' + b",".join([value]) + (b"," + value) * (count - 1) + b"]}"))
+    name.write_bytes(append_checksum(b'{"mood":[' + b",".join([value]) + (b"," + value) * (count - 1) + b"]}"))
     refused_within(400 * 2**20, lambda: open_reader(tmp_path / "run").manifest(2), "more values")
 
 

@@ -103,7 +103,7 @@ def read_with_recover(timeout: float) -> None:
 
 
 def read_with_ls(timeout: float) -> None:
-    open_reader("s3://runs/nowhere", timeout=timeout).require()
+    open_reader("s3://runs/nowhere", timeout=timeout).require_checkpoint()
 
 
 READING = {"load": read_with_load, "recover": read_with_recover, "ls": read_with_ls}

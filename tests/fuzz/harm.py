@@ -22,7 +22,7 @@ from typing import Any
 
 import zstandard
 
-from holdall.checkpoint.manifest import signed, signed_text
+from holdall.checkpoint.manifest import append_checksum, strip_checksum
 from holdall.store.records import MAGIC
 
 Harm = Callable[[Path, Path, Random], str]
@@ -208,7 +208,7 @@ def odd_numbers(run: Path, _outside: Path, generator: Random) -> str:
     if not manifests:
         return "nothing"
     number = generator.choice([0, 4, 17, 10**9, 10**16 - 2, 10**16 - 1])
-    raw = generator.choice([b"", b"{}", signed(b"{}"), generator.choice(manifests).read_bytes()])
+    raw = generator.choice([b"", b"{}", append_checksum(b"{}"), generator.choice(manifests).read_bytes()])
     path = folder / f"{number:016d}.json"
     path.write_bytes(raw)
     return f"{_named(run, path)} holds {len(raw)} bytes of another"
@@ -223,14 +223,14 @@ def _newest(run: Path, generator: Random) -> tuple[Path, Any] | None:
     for path in sorted((folder / "manifests").glob("*.json"), reverse=True)[generator.choice([0, 0, 0, 1]) :]:
         if path.is_file() and not path.is_symlink():
             with contextlib.suppress(OSError, ValueError):
-                words = json.loads(signed_text(path.read_bytes()))
+                words = json.loads(strip_checksum(path.read_bytes()))
                 if isinstance(words, dict):
                     return path, words
     return None
 
 
 def _write(path: Path, words: Any) -> None:
-    path.write_bytes(signed(json.dumps(words).encode()))
+    path.write_bytes(append_checksum(json.dumps(words).encode()))
 
 
 def forge_anything(run: Path, _outside: Path, generator: Random) -> str:

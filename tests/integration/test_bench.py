@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
-from holdall.tools.bench.run import header, read_results, write_line
+from holdall.tools.bench.run import make_results_header, read_results, write_line
 from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, make_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
@@ -33,7 +33,7 @@ def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills:
     sizes = {"fast": ProfileSize(0.4, 2**29, 16, size, None, ("sb3", "holdall"))}
     calibration = Calibration(sizes, {"fast/sb3": 5.0, "fast/holdall": 5.0})
     with path.open("w") as file:
-        write_line(file, header(settings, calibration, 10.0))
+        write_line(file, make_results_header(settings, calibration, 10.0))
 
 
 def finished(path: Path) -> tuple[list[dict[str, Any]], str]:

@@ -46,7 +46,7 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Pa
 def test_a_trial_is_stopped_before_it_exceeds_the_limit() -> None:
     filling: dict[str, Any] = {"phase": "fill", "done": 30, "total": 100, "resident": 400 * 2**20}
     require_room(filling, 380 * 2**20, 2**29)
-    with pytest.raises(TrialStopped, match=r"stopped at 400\.0 MiB: 633\.3 MiB to come, of 512\.0 MiB"):
+    with pytest.raises(TrialStopped, match=r"400\.0 MiB: it would take 633\.3 MiB, and the limit is 512\.0 MiB"):
         require_room(filling, 300 * 2**20, 2**29)
     with pytest.raises(TrialStopped, match=r"600\.0 MiB"):
         require_room(filling | {"phase": "train", "resident": 600 * 2**20}, 300 * 2**20, 2**29)
@@ -60,7 +60,7 @@ def test_a_trial_above_the_limit_is_no_result(tmp_path: Path, monkeypatch: pytes
     trial = Trial(1_000, 10**6, 300 * 2**20, given, 10.0)
     (one,) = Search(SETTINGS, tmp_path / "study.journal", SMALL, trial).run(1, nothing)
     assert one.state == "pruned"
-    assert one.reason == "took 1.0 GiB at its peak, of 1.0 GiB"
+    assert one.reason == "took 1.0 GiB at its peak, and the limit is 1.0 GiB"
     assert not one.is_best
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from holdall.cli import app
 from holdall.cli import demo as comparison
-from holdall.cli.demo import DemoFit, latest_reading
+from holdall.cli.demo import DemoFit, describe_latest_reading
 from holdall.errors import HoldallError
-from holdall.tools.bench import messages
+from holdall.tools.bench import run_child
 from holdall.tools.demo import CheckpointFingerprint, DemoResult
 
 FIT = DemoFit(2**30, 2**31, "does not fit", 2**29, "fits")
@@ -52,7 +52,7 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
     assert "(above the plot)" not in page
     assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_240
     assert figures["fit"]["sb3"] == "does not fit"
-    assert latest_reading(tmp_path / "watch.jsonl").count("buffers") == 1
+    assert describe_latest_reading(tmp_path / "watch.jsonl").count("buffers") == 1
     assert Path(figures["report"]).read_text(encoding="utf-8").startswith("<!doctype html>")
     for words in (
         "Will 2,240 transitions of a camera fit, and a million?",
@@ -67,12 +67,12 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
 def test_the_table_has_one_row_per_buffer_and_says_that_the_weights_agree() -> None:
     console = Console(width=100, file=io.StringIO())
     with console.capture() as captured:
-        console.print(comparison.table(both()))
+        console.print(comparison.draw_table(both()))
     text = captured.get()
     assert "42,000" in text
     assert "21,000" in text
     assert "1.0 GiB" in text
-    assert comparison.verdict(both()).startswith("Weights identical")
+    assert comparison.describe_verdict(both()).startswith("Weights identical")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_verbose_lets_the_error_through(command: list[str]) -> None:
 
 def test_a_training_that_fails_is_reported_with_its_last_words() -> None:
     with pytest.raises(HoldallError, match=r"exit code 1 \(out of luck\)"):
-        list(messages([sys.executable, "-c", "raise SystemExit('out of luck')"]))
+        list(run_child([sys.executable, "-c", "raise SystemExit('out of luck')"]))
 
 
 @pytest.mark.parametrize("text", [None, "", "no JSON\n", '{"kind": "reading"', '{"kind": "header"}\n'])
 def test_a_record_without_a_reading_shows_nothing(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "watch.jsonl").write_text(text)
-    assert not latest_reading(tmp_path / "watch.jsonl")
+    assert not describe_latest_reading(tmp_path / "watch.jsonl")
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "spilled", "watch.jsonl", "report.html"])

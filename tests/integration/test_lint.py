@@ -92,6 +92,14 @@ def test_fix_changes_the_file_and_says_so(project: Path) -> None:
     assert (project / "save.py").read_text() == WARNS.replace("4", "5")
 
 
+def test_fix_says_nothing_about_a_file_that_stays_as_it_is(project: Path) -> None:
+    """Edits of a file with old Macintosh line ends cannot be placed."""
+    text = WARNS.replace("\n", "\r").encode()
+    (project / "save.py").write_bytes(text)
+    assert lint("save.py", "--fix").stderr == ""
+    assert (project / "save.py").read_bytes() == text
+
+
 def test_settings_come_from_pyproject(project: Path) -> None:
     (project / "pyproject.toml").write_text('[tool.holdall.lint]\nignore = ["M12"]\n')
     assert lint("train.py").exit_code == 0

@@ -36,7 +36,7 @@ def forget_all(memory: Any) -> None:
     """Drop everything that the shards hold, so that tests can share a memory. Row numbers continue."""
     for number in memory._members.numbers:
         shard = memory._members.handle(number)
-        ray.get(shard.__ray_call__.remote(lambda it: it._data.start_at(it._data.store.next_row).first_row))
+        ray.get(shard.__ray_call__.remote(lambda it: it._data.start_at(it._data.store.next_row)))
     memory._members.refresh()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdall.checkpoint.blobs import open_blobs
+from holdall.checkpoint.directory_blobs import DirectoryBlobs, FileSystem
 from holdall.cluster.journal import Entry, Journal, JournalState, Run, open_journal
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError, DamageError, FencedError
@@ -146,6 +149,37 @@ def test_a_slot_that_was_damaged_is_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DamageError):
             opened(tmp_path)
+
+
+class StubbornDisk(FileSystem):
+    """Deletes no slot while `is_stubborn`."""
+
+    is_stubborn = False
+
+    def unlink(self, path: Path) -> None:
+        if self.is_stubborn and path.suffix == ".slot":
+            raise OSError(errno.EIO, "Input/output error")
+        super().unlink(path)
+
+
+def test_a_slot_that_cannot_be_deleted_is_deleted_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its segments are durable already, so neither writers nor the thread that writes priorities may get an error."""
+    disk = StubbornDisk()
+    journal = Journal(DirectoryBlobs(tmp_path, disk), 0, ClusterTuning(full_slot_interval=1))
+    list(journal.open())
+    for number in range(10):
+        journal.append([entry(ANN, number)], number)
+    slots = tmp_path / "journal" / "00000"
+    count = len(list(slots.iterdir()))
+    disk.is_stubborn = True
+    with caplog.at_level(logging.WARNING, "holdall"):
+        journal.trim(5)
+    assert "deleted later" in caplog.text
+    assert len(list(slots.iterdir())) == count
+    assert opened(tmp_path)[1] == [entry(ANN, number) for number in range(10)]
+    disk.is_stubborn = False
+    journal.trim(5)
+    assert opened(tmp_path)[1] == [entry(ANN, number) for number in range(5, 10)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it may not")

@@ -17,11 +17,17 @@ from gymnasium import spaces
 import holdall.checkpoint
 from holdall import ArgumentError, ShardError
 from holdall.checkpoint import open_reader, read_saved_state
+from holdall.cluster.ids import first_row_of_life
+from holdall.cluster.journal import open_journal
 from holdall.cluster.shard import Shard
+from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
+from holdall.sampling import Uniform
+from holdall.schema import Schema
 
 from . import test_losses
+from .desk import Desk
 from .processes import kill, process_of, shard_config, wait_until
 from .test_losses import ACTION, held
 
@@ -96,6 +102,25 @@ def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(checkpoint
         loaded(other, half)
     with pytest.raises(ShardError, match="contains a partially loaded checkpoint"):
         ReplayMemory(SPACE, ACTION, 1_000, shards=1, durability="segment", url=half)
+
+
+def test_a_restarted_shard_counts_transitions_without_the_number_of_their_life(tmp_path: Path) -> None:
+    """The limiter would otherwise wait for billions of draws."""
+    tuning = ClusterTuning()
+    saved = Desk(Schema.of(SPACE, ACTION, None, 1), Uniform(), 1_000, seed=0)
+    saved.shard.start_at(first_row_of_life(3))
+    for number in range(100):
+        row = np.zeros((1, 80), np.float32)
+        no = np.zeros(1, np.bool_)
+        saved.add(row, np.zeros(1, np.int64), np.array([number], np.float64), row, no, no)
+    saved.send()
+    journal = open_journal(str(tmp_path), 0, tuning)
+    assert list(journal.open()) == []
+    saved.shard.write_loaded(journal, "place:1", 0)
+    restarted = Desk(Schema.of(SPACE, ACTION, None, 1), Uniform(), 1_000, seed=0).shard
+    restarted.replay(open_journal(str(tmp_path), 0, tuning), retries=False)
+    assert restarted.rows == saved.shard.rows
+    assert restarted.inserted == saved.shard.inserted == 100
 
 
 @pytest.mark.nightly

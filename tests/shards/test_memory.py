@@ -17,7 +17,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 import holdall
-from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
+from holdall import ArgumentError, ClosedError, Prioritized, ShardError, TransitionIdError
 from holdall.batch import Batch, Draw
 from holdall.cluster.calls import actor_state
 from holdall.cluster.ids import shards_of_ids
@@ -68,7 +68,7 @@ def pair(cluster: None) -> Iterator[ReplayMemory]:
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> None:
+def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def sampler() -> Sampler | None:
         return Prioritized(alpha=0.7, beta=0.5) if prioritized else None
 
@@ -95,6 +95,10 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> Non
         assert_same_bits(sharded.sample(64), local.sample(64))
         assert len(sharded) == len(local)
         assert (sharded.first_id, sharded.next_id) == (local.first_id, local.next_id)
+        with monkeypatch.context() as patch:
+            patch.setattr(sharded._members, "refresh", dict)
+            with pytest.raises(ShardError, match="does not answer"):
+                sharded.first_id  # noqa: B018
         with sharded.loader(16, prefetch=2) as ahead, local.loader(16, prefetch=2) as expected:
             for _ in range(5):
                 assert_same_bits(next(ahead), next(expected))

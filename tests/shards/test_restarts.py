@@ -78,6 +78,17 @@ def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(lastin
 
 
 @pytest.mark.nightly
+def test_a_roster_that_was_restarted_gives_no_rank_again(lasting: ReplayMemory) -> None:
+    """Two learners of one rank and seed would draw the same rows."""
+    roster = lasting._fleet.roster
+    ranks = [ray.get(roster.enroll.remote()) for _ in range(2)]
+    kill(process_of(roster))
+    wait_until(lambda: answers(roster))
+    ranks += [ray.get(roster.enroll.remote()) for _ in range(2)]
+    assert len(set(ranks)) == 4
+
+
+@pytest.mark.nightly
 def test_who_looks_for_the_shards_of_a_closed_memory_does_not_wait_for_its_roster(durable: ReplayMemory) -> None:
     """It never comes back, whatever the patience: a writer that is dropped later must not hold up its process."""
     roster = durable._fleet.roster
@@ -132,7 +143,7 @@ def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
         list(Journal(DirectoryBlobs(tmp_path, FullDisk(1)), 0, ClusterTuning()).open())
     disk = FullDisk(2)
     with caplog.at_level(logging.WARNING, "holdall"):
-        pages = list(Journal(DirectoryBlobs(tmp_path, disk), 0, ClusterTuning(retry_s=0.01)).open(waits=True))
+        pages = list(Journal(DirectoryBlobs(tmp_path, disk), 0, ClusterTuning(retry_s=0.01)).open(retries=True))
     assert not disk.failures
     assert [page.entries[0].payload for page in pages if page.is_first][-1] == b"segment"
     assert "No space left" in caplog.text

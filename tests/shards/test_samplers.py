@@ -132,6 +132,23 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
             memory.add(row, np.zeros(lanes, np.int64), np.zeros(lanes), row, no, no)
 
 
+@pytest.mark.usefixtures("cluster")
+def test_shards_with_no_row_to_begin_with_are_refused_as_by_a_local_memory() -> None:
+    """The start of the only episode was evicted, and the stride is longer than what is held."""
+    row = np.zeros((700, 1, 2), np.float32)
+    no = np.zeros((700, 1), np.bool_)
+    settings: dict[str, Any] = {"capacity": 200, "seed": 1}
+    memories: list[Any] = [
+        holdall.ReplayMemory(BOX, ACTION, **settings, sampler=Sequence(2, stride=10_000)),
+        ReplayMemory(BOX, ACTION, **settings, sampler=Sequence(2, stride=10_000), shards=1),
+    ]
+    for memory in memories:
+        with memory:
+            memory.extend(row, no.astype(np.int64), no.astype(np.float32), row, no, no)
+            with pytest.raises(ArgumentError, match="none of the transitions held may be drawn"):
+                memory.sample(4)
+
+
 class Lane:
     """A shard with one writer of one lane, and episodes of some lengths. Rewards tell the transition."""
 

@@ -70,7 +70,7 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
                 require_right(next(loader))
         require_right(second)
         with monkeypatch.context() as far:
-            far.setattr("holdall.cluster.learner.this_machine", lambda: b"other")
+            far.setattr("holdall.cluster.learner.get_machine_id", lambda: b"other")
             with attach(memory.name) as elsewhere:  # as from another machine
                 require_right(elsewhere.sample(64))
                 with elsewhere.loader(64, prefetch=3) as loader:
@@ -152,7 +152,7 @@ def test_what_a_shard_writes_late_does_not_reach_the_batch(monkeypatch: pytest.M
         return Answer(ShardCounters(0, 0, 9, 9, 9, 0, 0, 1.0), np.arange(count), np.ones(count), cast("Any", None))
 
     monkeypatch.setattr(learner, "get_result", get_result)
-    monkeypatch.setattr(learner, "this_machine", lambda: b"")
+    monkeypatch.setattr(learner, "get_machine_id", lambda: b"")
     drawing = learner.Learner(
         members, maker, Uniform(), np.random.default_rng(0), "degrade", ClusterTuning(), seeds=False
     )

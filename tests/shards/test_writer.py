@@ -22,11 +22,12 @@ from gymnasium import spaces
 from holdall import ArgumentError, CheckpointError, FencedError, Sequence, ShardError
 from holdall.checkpoint.directory_blobs import FileSystem
 from holdall.cluster.journal import open_journal
-from holdall.cluster.stream import SegmentStream, SentSegment
+from holdall.cluster.members import Members
+from holdall.cluster.stream import SegmentStream, SentSegment, ShardStreams
 from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
-from .processes import forget_all, process_of, repeat, wait_until, writer_with
+from .processes import forget_all, process_of, repeat, shard_config, wait_until, writer_with
 
 # Workers have no tests to import.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -355,6 +356,20 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     is_full.clear()
     telling.join()
     assert opened.trouble == ""
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_writer_that_must_stay_on_a_shard_names_that_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shard 0 has room, but the episodes of the writer continue on shard 1."""
+    handle = SimpleNamespace(trouble=SimpleNamespace(remote=lambda: ray.put("its disk is full")))
+    members = Members(None, 1.0, ClusterTuning())
+    members._set_handles({0: handle, 1: handle})
+    monkeypatch.setattr(members, "refresh_list", lambda: None)
+    monkeypatch.setattr(SegmentStream, "has_room", property(lambda stream: stream.number == 0))
+    streams = ShardStreams(shard_config({}, 1_000, tmp_path)._replace(writer_patience_s=0.0), members)
+    streams._home = 1
+    with pytest.raises(ShardError, match=r"^Shard 1 .*its disk is full"):
+        streams.choose_stream()
 
 
 @pytest.mark.nightly

@@ -120,6 +120,11 @@ def test_a_replay_memory_is_not_made_of_it(argument: str, value: Any) -> None:
     assert_refused(f"({argument}|{device})", ReplayMemory, **given)
 
 
+@pytest.mark.parametrize("capacity", [*NO_COUNTS, 0, LANES - 1, 2**61], ids=repr)
+def test_a_memory_of_another_ones_schema_checks_its_capacity(memory: Any, capacity: Any) -> None:
+    assert_refused("capacity", ReplayMemory, memory.schema, None, capacity)
+
+
 def many(leaves: int) -> spaces.Dict:
     return spaces.Dict({str(i): VECTOR for i in range(leaves)})
 

@@ -409,8 +409,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a key": ({"delta_timestamps": {"observation.imgae": [0.0]}, "fps": 10}, "observation.image"),
     "keys": ({"keys": ["rewards"]}, "'rewards', which the dataset does not have"),
     "no fps": ({"delta_timestamps": {"action": [0.1]}}, "fps=10"),
-    "a delta between two steps": ({"delta_timestamps": {"action": [0.15]}, "fps": 10}, "multiples of that"),
+    "no steps in a second": ({"delta_timestamps": {"action": [0.0]}, "fps": 0}, r"^fps \(0\) must be a number above 0"),
+    "a delta between two steps": ({"delta_timestamps": {"action": [0.15]}, "fps": 10}, "multiples of this interval"),
     "no list": ({"delta_timestamps": {"action": 0.1}, "fps": 10}, "list of seconds"),
+    "no numbers": ({"delta_timestamps": {"action": ["soon"]}, "fps": 10}, "list of seconds"),
     "no dict": ({"delta_timestamps": [0.1], "fps": 10}, "Pass a dict"),
     "left out": ({"delta_timestamps": {"action": [0.1]}, "fps": 10, "keys": ["reward"]}, "Add it to keys"),
     "two kinds of windows": (
@@ -440,6 +442,20 @@ def test_an_fps_other_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
         holdall.Dataset.open(recorded, fps=30)
     with holdall.Dataset.open(recorded, delta_timestamps={"action": [-0.05]}) as dataset:
         assert dataset.fps == 20
+
+
+def test_an_extra_may_have_a_name_like_a_next_observation(tmp_path: Path) -> None:
+    """With windows, next observations are left out, because the windows contain the following steps."""
+    extras = {"next_observation_error": spaces.Box(-1, 1, (), np.float32)}
+    with holdall.ReplayMemory(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), 100, extras=extras) as memory:
+        obs = np.zeros(3, np.float32)
+        for step in range(10):
+            error = {"next_observation_error": np.float32(step / 10)}
+            memory.add(obs, 0, 0.0, obs, terminated=False, truncated=False, extras=error)
+        memory.save(tmp_path).result()
+    with holdall.Dataset.open(tmp_path, delta_timestamps={"action": [0.0, 0.1]}, fps=10) as dataset:
+        assert dataset[4]["next_observation_error"] == np.float32(0.4)
+        assert "next_observation" not in dataset[4]
 
 
 def test_a_place_that_is_being_written_is_refused(tmp_path: Path) -> None:

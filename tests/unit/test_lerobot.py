@@ -538,6 +538,13 @@ def test_another_memorys_checkpoint_is_refused(tmp_path: Path) -> None:
         ReplayBuffer.load(tmp_path, "cpu")
 
 
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    buffer = fill(make(), list(play(9)))
+    buffer.memory.save(tmp_path, attach={"lerobot/layout.json": b'{"format": 2}'}).result()
+    with pytest.raises(CheckpointError, match="has format 2, but this version reads 1"):
+        ReplayBuffer.load(tmp_path, "cpu")
+
+
 # ---------------------------------------------------------------- datasets
 
 

@@ -168,7 +168,7 @@ def test_minibatches_of_a_rollout_that_was_reset_are_refused(which: str, begun: 
             if begun:
                 next(old)
             memory.reset()
-    with pytest.raises(ArgumentError, match=r"^these minibatches are of a rollout that reset has forgotten; call"):
+    with pytest.raises(ArgumentError, match=r"^these minibatches are of a rollout that ended with reset; call"):
         next(old)
     assert sum(len(batch) for batch in memory.minibatches(4)) == 6 * LANES
 

@@ -165,7 +165,7 @@ def test_a_space_without_shape_is_refused() -> None:
     """Nothing can be stored of what has no fixed shape."""
     space: Any = box((2,), "f4")
     space._shape = None
-    with pytest.raises(SpaceError, match=r"^action_space needs a fixed shape and dtype\. Give it both"):
+    with pytest.raises(SpaceError, match=r"^action_space needs a fixed shape and dtype\. Make the space with both"):
         Tree.of(space, "action_space")
 
 

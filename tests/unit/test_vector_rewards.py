@@ -46,6 +46,16 @@ def filled(
     return memory, oracle
 
 
+def test_segments_of_wide_rewards_are_small_enough_for_the_limit() -> None:
+    """A memory with a limit frees whole segments."""
+    memory, _ = filled((256,), ticks=60, dtype=np.float64, budget="1MiB")
+    with memory:
+        closed = memory.store.catalog.segments[:-1]
+        assert closed
+        for segment in closed:
+            assert sum(part.nbytes for part in segment.parts) <= memory.store.budget.max_segment_bytes
+
+
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 3)])
 @pytest.mark.parametrize("space", [BOX, IMAGE], ids=["small", "image"])
 def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 #include "python_api.h"
 #include "module.h"
 
-/* The advantage of one step in one lane. Every product and sum is a statement of its own, in single precision, so that
- * no compiler fuses two of them into one rounding. Stable-Baselines3 computes the same bits. */
+/* The advantage of one step in one lane. `later` is the advantage of the next step. Every product and sum is a statement of
+ * its own, in single precision, so that no compiler fuses two of them into one rounding. Stable-Baselines3 computes the
+ * same bits. */
 static inline float compute_advantage(float reward, float value, float end, float next_value, float later, float gamma,
                                       float decay) {
     const float continues = 1.0f - end;
@@ -16,8 +17,8 @@ static inline float compute_advantage(float reward, float value, float end, floa
     return delta + carried;
 }
 
-/* One step of all lanes. `restrict` lets the compiler compute several lanes at once, so rewards that are stored where
- * advantages are written are passed as NULL. */
+/* Estimate one step of all lanes. `later` has the advantages of the next step, or is NULL for the last one. `restrict` lets
+ * the compiler compute several lanes at once, so rewards that are stored where advantages are written are passed as NULL. */
 static void estimate_step(npy_intp lanes, const float *restrict rewards, const float *restrict values,
                           const float *restrict ends, const float *restrict next_values, const float *restrict later,
                           float gamma, float decay, float *restrict advantages, float *restrict returns) {
@@ -35,7 +36,7 @@ enum { REWARDS, VALUES, ENDS, LAST_VALUES, ADVANTAGES, RETURNS, ARRAY_COUNT };
 
 static const char *const array_names[] = {"rewards", "values", "ends", "last_values", "advantages", "returns"};
 
-/* -1 with an exception set unless the arrays are contiguous float32 of matching shapes, and the outputs writable. */
+/* Return -1 with an exception set unless the arrays are contiguous float32 of matching shapes, and the outputs writable. */
 static int require_arrays(PyObject *const *given, npy_intp *steps, npy_intp *lanes) {
     for (int i = 0; i < ARRAY_COUNT; i++) {
         PyArrayObject *const array = (PyArrayObject *)given[i];

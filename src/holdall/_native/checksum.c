@@ -1,5 +1,5 @@
-/* The low half of XXH64 with seed 0. It is fast enough to check every slice that is read from a file, and misses a
- * damaged slice in one of four thousand million cases. */
+/* The low half of XXH64 with seed 0. It is fast enough to check every unit that is read from a file, and misses a damaged
+ * unit in one of four thousand million cases. */
 #include "codec.h"
 
 #include <string.h>

@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What is done to a slice before it is compressed, in this order: words become numbers in a palette, the image is
- * transformed by `kind`, and the bytes of words are shuffled. */
+/* The transform of a slice before compression, in this order: words become numbers in a palette, the image is transformed by
+ * `kind`, and the bytes of words are shuffled. */
 typedef struct {
     int64_t slice_bytes;
     int64_t word_bytes;  /* size of the words that become numbers in a palette; 0: no palette */
@@ -69,20 +69,20 @@ typedef struct {
     uint8_t *scratch; /* two coded slices and a decoded one */
     int64_t scratch_bytes;
 
-    /* The last unit of several slices that was decompressed: unit `unit_number` of `unit_of`. */
+    /* The last unit of several slices that was decompressed: unit `unit_number` of `unit_block`. */
     uint8_t *unit; /* LOOK_BACK_BYTES of memory precede it */
     int64_t unit_bytes;
     const uint8_t *unit_dictionary; /* the dictionary whose end is stored in the bytes before `unit`, or NULL */
-    const coded_block *unit_of;
+    const coded_block *unit_block;
     int64_t unit_number;
     int64_t unit_filled; /* bytes of the unit: fewer than its slices have if it consists of changes */
-    int64_t changed;     /* number of the slice that was last made of changes; stored at the end of `unit` */
-    const uint8_t *next_change; /* the changes of the slice after that */
+    int64_t changed_number;     /* number in the unit of the slice at the end of `unit`, made of changes; -1: none yet */
+    const uint8_t *next_change; /* the changes of the slice after `changed_number` */
 
-    /* Units [read_first, read_end) of `read_of`, as they are stored in the file. */
+    /* Units [read_first, read_end) of `read_block`, as they are stored in the file. */
     uint8_t *read;
     int64_t read_bytes;
-    const coded_block *read_of;
+    const coded_block *read_block;
     int64_t read_first;
     int64_t read_end;
 
@@ -95,7 +95,7 @@ typedef struct {
 typedef struct {
     void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
     void *stream;     /* LZ4_streamHC_t *, where LZ4 compresses with a dictionary */
-    void *loaded;     /* the same, after it has read the dictionary */
+    void *loaded;     /* the state of such a stream after it has read the dictionary */
     uint8_t *scratch; /* two coded slices, a unit of coded slices, its changes, and a compressed unit */
     int64_t scratch_bytes;
     const uint8_t *common; /* bytes of a dictionary, for LZ4, or NULL */
@@ -117,15 +117,15 @@ static inline int64_t coded_bytes(const transform *form) {
 }
 
 /* The most bytes that precede a compressed unit: the colours that its block's palette lacks. */
-static inline int64_t head_bytes(const transform *form) { return is_of_colours(form) ? 1 + 4 * MAX_UNIT_COLOURS : 0; }
+static inline int64_t max_head_bytes(const transform *form) { return is_of_colours(form) ? 1 + 4 * MAX_UNIT_COLOURS : 0; }
 
 /* Whether unit `u` is inside the data of its block, and is not longer than uncompressed slices. */
 static inline int is_inside(const coded_block *b, int64_t u) {
     const int64_t start = b->offsets[u], end = b->offsets[u + 1];
-    return start <= end && end <= b->data_bytes && end - start <= b->group * coded_bytes(&b->form) + head_bytes(&b->form);
+    return start <= end && end <= b->data_bytes && end - start <= b->group * coded_bytes(&b->form) + max_head_bytes(&b->form);
 }
 
-/* The place of a slice in the units, which are not in the order of slice numbers. */
+/* The place of a slice in the units of a block that has `places`. */
 static inline int64_t place_of_slice(const coded_block *b, int64_t number) {
     return b->place_bytes == 2 ? ((const uint16_t *)b->places)[number] : ((const uint32_t *)b->places)[number];
 }
@@ -159,7 +159,7 @@ const uint8_t *apply_changes(const uint8_t *p, const uint8_t *end, uint8_t *slic
 typedef struct known_colour known_colour;
 
 /* Collect the colours of all slices in a zeroed table, and number them. Colours of the given palette keep their numbers.
- * Other colours get free numbers, and those of palette colours that no slice shows. Return 0 if there are too many. */
+ * Other colours get free numbers, and the numbers of palette colours that no slice shows. Return 0 if there are too many. */
 int collect_colours(const transform *form, const uint8_t *slices, int64_t count, uint8_t *palette, known_colour *table);
 
 /* Number the colours of unit `unit`, and write those that the palette lacks to `head`. Return the bytes written, -1 if
@@ -167,10 +167,10 @@ int collect_colours(const transform *form, const uint8_t *slices, int64_t count,
 int64_t begin_unit(const transform *form, const uint8_t *const *slices, int64_t count, int64_t unit, known_colour *table,
                    uint8_t *head);
 
-/* Turn the pixels of a slice of that unit into numbers. Return them; they are in `a` or `b`. */
+/* Turn the pixels of a slice of the unit that `begin_unit` began into numbers. Return the numbers, which are in `a` or `b`. */
 const uint8_t *number_colours(const transform *form, const uint8_t *slice, known_colour *table, uint8_t *a, uint8_t *b);
 
-/* Read the colours that precede a unit, and set the palette of the decoder. Return their bytes, -1 if they are damaged. */
+/* Read the colours that precede a unit, and set the palette of the decoder. Return the bytes read, -1 if they are damaged. */
 int64_t read_unit_colours(decoder *d, const coded_block *b, const uint8_t *from, int64_t length);
 
 /* Turn numbers into pixels. `scratch` is room for as many numbers. */
@@ -205,7 +205,8 @@ uint32_t checksum(const uint8_t *p, int64_t bytes);
  * have them; `*error` is then errno, or 0 at the end of the file. */
 int read_file(const coded_block *b, int64_t start, int64_t bytes, uint8_t *to, int64_t *error);
 
-/* Read the units of slices [first, end) of a block in a file with one call, as many as there is room for. */
+/* Read the units of slices [first, end) of a block in a file with one call, as many as the decoder has room for. If that
+ * fails, `decode_slice` reads the unit again and reports the failure. */
 void read_slices(decoder *d, const coded_block *b, int64_t first, int64_t end);
 
 /* Tell the system that slices [first, end) of a block in a file will be read soon. */

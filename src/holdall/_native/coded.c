@@ -110,7 +110,7 @@ typedef struct {
     int64_t level;
     int64_t min_match;      /* shortest match that Zstandard looks for; 0: the default of the level */
     int64_t group;          /* slices of a unit */
-    Dictionary *dictionary; /* or NULL; borrowed from the codec */
+    Dictionary *dictionary; /* or NULL; a reference that the reader of the codec drops */
 } codec_parameters;
 
 /* Read a tuple of integers. Return -1 with an exception set unless it has exactly `count`. */
@@ -135,21 +135,20 @@ static int is_sound_codec(const codec_parameters *c) {
     return c->group >= 1 && c->group <= MAX_UNIT_SLICES && c->group * coded_bytes(form) <= INT32_MAX / 4;
 }
 
-/* Read the dictionary of a codec, which keeps it alive. Return -1 with an exception set if it is not one. */
+/* Read the dictionary of a codec. Return -1 with an exception set if the attribute is neither a Dictionary nor None. */
 static int read_dictionary(PyObject *codec, codec_parameters *out) {
     PyObject *const dictionary = PyObject_GetAttrString(codec, "dictionary");
     if (!dictionary) return -1;
-    Py_DECREF(dictionary); /* The codec is frozen and keeps it. */
-    out->dictionary = dictionary == Py_None ? NULL : (Dictionary *)dictionary;
-    if (out->dictionary && Py_TYPE(dictionary) != dictionary_type) {
-        PyErr_Format(PyExc_TypeError, "Codec.dictionary must be a Dictionary or None, not %R", Py_TYPE(dictionary));
-        return -1;
-    }
-    return 0;
+    out->dictionary = Py_TYPE(dictionary) == dictionary_type ? (Dictionary *)dictionary : NULL;
+    if (out->dictionary) return 0;
+    const int is_none = dictionary == Py_None;
+    if (!is_none) PyErr_Format(PyExc_TypeError, "Codec.dictionary must be a Dictionary or None, not %R", Py_TYPE(dictionary));
+    Py_DECREF(dictionary);
+    return is_none ? 0 : -1;
 }
 
-/* Read a codec: an object with the attributes `parameters` and `dictionary`. Return -1 with an exception set if they do
- * not fit together. */
+/* Read a codec: an object with the attributes `parameters` and `dictionary`. The caller drops `out->dictionary`. Return -1
+ * with an exception set if the attributes do not fit together; then there is nothing to drop. */
 static int read_codec(PyObject *codec, codec_parameters *out) {
     int64_t numbers[PARAMETER_COUNT];
     PyObject *const parameters = PyObject_GetAttrString(codec, "parameters");
@@ -167,6 +166,7 @@ static int read_codec(PyObject *codec, codec_parameters *out) {
     out->group = numbers[PARAMETER_GROUP];
     if (read_dictionary(codec, out) < 0) return -1;
     if (is_sound_codec(out)) return 0;
+    Py_XDECREF((PyObject *)out->dictionary);
     PyErr_Format(PyExc_ValueError, "The numbers of the codec do not fit together: %R", codec);
     return -1;
 }
@@ -193,6 +193,7 @@ static void coded_dealloc(PyObject *self) {
     }
     free((void *)(uintptr_t)c->block.offsets);
     Py_XDECREF(c->codec);
+    Py_XDECREF(c->dictionary);
     Py_XDECREF(c->owner);
     object_free(self);
 }
@@ -232,6 +233,7 @@ static Coded *coded_allocate(PyObject *codec, const codec_parameters *c, int64_t
         b->common_bytes = PyBytes_Size(c->dictionary->content);
     }
     self->codec = Py_NewRef(codec);
+    self->dictionary = Py_XNewRef((PyObject *)c->dictionary);
     self->owner = owner ? Py_NewRef(owner) : NULL;
     self->memory_bytes = (Py_ssize_t)total;
     return self;
@@ -319,7 +321,7 @@ static void release_arguments(coded_arguments *a) {
         if (all[i]->obj) PyBuffer_Release(all[i]);
 }
 
-/* Get the buffer of an argument; None gives none. Return -1 with an exception set. */
+/* Get the buffer of an argument, unless the argument is missing or None. Return -1 with an exception set. */
 static int get_buffer(PyObject *argument, Py_buffer *buffer) {
     if (!argument || argument == Py_None) return 0;
     if (PyObject_GetBuffer(argument, buffer, PyBUF_SIMPLE) == 0) return 0;
@@ -383,7 +385,7 @@ static int share_data(Coded *self, coded_arguments *a) {
     return 0;
 }
 
-/* Make the object of arguments whose lengths were checked. NULL with an exception set. */
+/* Make the object from arguments whose lengths were checked. NULL with an exception set. */
 static Coded *coded_from_arguments(PyObject *codec, const codec_parameters *c, int64_t slice_count, PyObject *file,
                                    coded_arguments *a, int is_shared) {
     Coded *const self = coded_allocate(codec, c, slice_count, a->file >= 0, a->places.obj != NULL, file);
@@ -425,6 +427,7 @@ static PyObject *coded_new(PyTypeObject *Py_UNUSED(type), PyObject *arguments, P
         check_lengths(&a, &c, slice_count) == 0)
         self = coded_from_arguments(codec, &c, slice_count, file, &a, is_shared);
     release_arguments(&a);
+    Py_XDECREF((PyObject *)c.dictionary);
     return (PyObject *)self;
 }
 
@@ -432,9 +435,10 @@ static PyObject *coded_new(PyTypeObject *Py_UNUSED(type), PyObject *arguments, P
 
 /* Return a copy of the tables of an object, without data. NULL with an exception set. */
 static Coded *copy_tables(const Coded *c, int has_checks, PyObject *owner) {
-    codec_parameters parameters;
     const coded_block *const b = &c->block;
-    if (read_codec(c->codec, &parameters) < 0) return NULL;
+    const codec_parameters parameters = {
+        .form = b->form, .method = b->method, .group = b->group, .dictionary = (Dictionary *)c->dictionary,
+    };
     Coded *const copy = coded_allocate(c->codec, &parameters, b->slice_count, has_checks, b->places != NULL, owner);
     if (!copy) return NULL;
     memcpy(offsets_of(copy), b->offsets, 4 * (size_t)(unit_count(b->slice_count, b->group) + 1));
@@ -503,7 +507,7 @@ static PyObject *coded_in_memory(PyObject *self, PyObject *Py_UNUSED(none)) {
 /* ---- attributes ------------------------------------------------------------------------ */
 
 /* Return a read-only array over memory that the object owns. NULL with an exception set. */
-static PyObject *view(PyObject *self, const void *memory, int64_t count, int type_number) {
+static PyObject *make_view(PyObject *self, const void *memory, int64_t count, int type_number) {
     npy_intp shape[1] = {(npy_intp)count};
     if (count == 0) return PyArray_SimpleNew(1, shape, type_number);
     PyObject *const array = PyArray_SimpleNewFromData(1, shape, type_number, (void *)(uintptr_t)memory);
@@ -547,29 +551,29 @@ static PyObject *get_location(PyObject *self, void *Py_UNUSED(closure)) {
 static PyObject *get_data_view(PyObject *self, void *Py_UNUSED(closure)) {
     const coded_block *const b = &((Coded *)self)->block;
     if (!b->data) Py_RETURN_NONE;
-    return view(self, b->data, b->data_bytes, NPY_UINT8);
+    return make_view(self, b->data, b->data_bytes, NPY_UINT8);
 }
 
 static PyObject *get_offsets(PyObject *self, void *Py_UNUSED(closure)) {
     const coded_block *const b = &((Coded *)self)->block;
-    return view(self, b->offsets, unit_count(b->slice_count, b->group) + 1, NPY_UINT32);
+    return make_view(self, b->offsets, unit_count(b->slice_count, b->group) + 1, NPY_UINT32);
 }
 
 static PyObject *get_checks(PyObject *self, void *Py_UNUSED(closure)) {
     const coded_block *const b = &((Coded *)self)->block;
     if (b->data) Py_RETURN_NONE;
-    return view(self, b->checks, unit_count(b->slice_count, b->group), NPY_UINT32);
+    return make_view(self, b->checks, unit_count(b->slice_count, b->group), NPY_UINT32);
 }
 
 static PyObject *get_palette(PyObject *self, void *Py_UNUSED(closure)) {
     const coded_block *const b = &((Coded *)self)->block;
-    return view(self, b->palette, palette_bytes(&b->form), NPY_UINT8);
+    return make_view(self, b->palette, palette_bytes(&b->form), NPY_UINT8);
 }
 
 static PyObject *get_places(PyObject *self, void *Py_UNUSED(closure)) {
     const coded_block *const b = &((Coded *)self)->block;
     if (!b->places) Py_RETURN_NONE;
-    return view(self, b->places, b->slice_count, b->place_bytes == 2 ? NPY_UINT16 : NPY_UINT32);
+    return make_view(self, b->places, b->slice_count, b->place_bytes == 2 ? NPY_UINT16 : NPY_UINT32);
 }
 
 static PyObject *coded_reduce(PyObject *self, PyObject *Py_UNUSED(none)) {
@@ -643,8 +647,8 @@ enum { LONG_UNIT_BYTES = 1 << 18, LONG_UNIT_TABLE_LOG = 17 };
 typedef struct {
     encoder coder;
     ZSTD_CDict *cdict;
-    void *table; /* of words or colours */
-    uint8_t *room; /* an area for the units */
+    void *table;   /* table of words or colours */
+    uint8_t *room; /* area for the units */
     size_t room_bytes;
 } encode_workspace;
 
@@ -658,7 +662,7 @@ static void workspace_free(encode_workspace *w) {
     area_free(w->room, w->room_bytes);
 }
 
-/* Make a compression context of Zstandard. Return 0 if there is no memory. */
+/* Make a compression context of Zstandard, with the dictionary. Return 0 if there is no memory. */
 static int make_zstd_context(encode_workspace *w, const codec_parameters *c) {
     ZSTD_CCtx *const context = ZSTD_createCCtx();
     const int table_log = c->group * coded_bytes(&c->form) > LONG_UNIT_BYTES ? LONG_UNIT_TABLE_LOG : 0;
@@ -678,7 +682,7 @@ static int make_zstd_context(encode_workspace *w, const codec_parameters *c) {
     return w->cdict && !ZSTD_isError(ZSTD_CCtx_refCDict(context, w->cdict));
 }
 
-/* Give LZ4 the dictionary. Return 0 if there is no memory. */
+/* Make the streams with which LZ4 compresses after a dictionary, if there is one. Return 0 if there is no memory. */
 static int make_lz4_streams(encode_workspace *w, const codec_parameters *c) {
     if (!c->dictionary) return 1;
     w->coder.stream = LZ4_createStreamHC();
@@ -688,7 +692,8 @@ static int make_lz4_streams(encode_workspace *w, const codec_parameters *c) {
     return w->coder.stream && w->coder.loaded;
 }
 
-/* Allocate what encoding `slice_count` slices needs. Return 0 if there is no memory; free the workspace in any case. */
+/* Allocate all memory for encoding `slice_count` slices. Return 0 if there is not enough. The caller frees the workspace in
+ * either case. */
 static int workspace_make(encode_workspace *w, const codec_parameters *c, int64_t slice_count) {
     const int64_t coded = coded_bytes(&c->form);
     memset(w, 0, sizeof *w);
@@ -698,14 +703,14 @@ static int workspace_make(encode_workspace *w, const codec_parameters *c, int64_
     w->coder.scratch_bytes = (2 + 3 * c->group) * coded + 4096;
     w->coder.scratch = malloc((size_t)w->coder.scratch_bytes);
     w->table = calloc(1, is_of_colours(&c->form) ? COLOUR_TABLE_BYTES : WORD_TABLE_BYTES);
-    w->room_bytes = (size_t)(slice_count * coded + unit_count(slice_count, c->group) * head_bytes(&c->form));
+    w->room_bytes = (size_t)(slice_count * coded + unit_count(slice_count, c->group) * max_head_bytes(&c->form));
     w->room = area_new(w->room_bytes);
     if (!w->coder.scratch || !w->table || !w->room) return 0;
     if (c->method == METHOD_ZSTD) return make_zstd_context(w, c);
     return c->method == METHOD_LZ4 ? make_lz4_streams(w, c) : 1;
 }
 
-/* Fill the palette that colours are added to: the dictionary's, or one without colours. */
+/* Begin the palette of a block, to which colours are added: with the colours of the dictionary, or without any. */
 static void begin_palette(Coded *self, const codec_parameters *c) {
     if (!is_of_colours(&c->form)) return;
     memset(palette_of(self), 0xFF, PALETTE_BYTES);
@@ -714,11 +719,11 @@ static void begin_palette(Coded *self, const codec_parameters *c) {
 }
 
 /* Encode slices into `self`, whose tables are allocated. `order` may be NULL. Return 1; 0 if the codec cannot represent
- * the slices; -1 with an exception set. Releases the GIL: the caller keeps `slices` and `order` alive. */
+ * the slices; -1 with an exception set. Releases the GIL: the caller keeps `slices` and `order` alive and unchanged. */
 static int encode_slices(Coded *self, const codec_parameters *c, const uint8_t *slices, const uint32_t *order) {
     const int64_t count = self->block.slice_count;
     encode_workspace w;
-    int64_t used = -3;
+    int64_t used = -3; /* no memory */
     uint8_t *area = NULL;
     begin_palette(self, c);
     Py_BEGIN_ALLOW_THREADS
@@ -782,11 +787,22 @@ static PyObject *encode_source_slices(const encode_source *source, PyObject *cod
                             (long long)count, order->len);
     Coded *const self = coded_allocate(codec, c, count, 0, order->obj != NULL, NULL);
     if (!self) return NULL;
-    if (order->obj && !places_set(self, order->buf)) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_ValueError, "order must hold every number from 0 to %lld once", (long long)count - 1);
+    uint32_t *own_order = NULL; /* A copy, because other threads may write to the buffer while the slices are encoded. */
+    if (order->obj) {
+        own_order = malloc((size_t)order->len + 1);
+        if (!own_order) {
+            Py_DECREF(self);
+            return PyErr_NoMemory();
+        }
+        memcpy(own_order, order->buf, (size_t)order->len);
+        if (!places_set(self, own_order)) {
+            Py_DECREF(self);
+            free(own_order);
+            return PyErr_Format(PyExc_ValueError, "order must hold every number from 0 to %lld once", (long long)count - 1);
+        }
     }
-    const int result = encode_slices(self, c, source->slices, order->obj ? order->buf : NULL);
+    const int result = encode_slices(self, c, source->slices, own_order);
+    free(own_order);
     if (result > 0) return (PyObject *)self;
     Py_DECREF(self);
     if (result < 0) return NULL;
@@ -802,12 +818,12 @@ static PyObject *encode(PyObject *Py_UNUSED(module), PyObject *arguments, PyObje
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO|O:encode", names, &object, &codec, &order)) return NULL;
     if (read_codec(codec, &c) < 0) return NULL;
     memset(&order_buffer, 0, sizeof order_buffer);
-    if (get_buffer(order, &order_buffer) < 0) return NULL;
-    if (source_open(&source, object) == 0) {
+    if (get_buffer(order, &order_buffer) == 0 && source_open(&source, object) == 0) {
         result = encode_source_slices(&source, codec, &c, &order_buffer);
         source_close(&source);
     }
     if (order_buffer.obj) PyBuffer_Release(&order_buffer);
+    Py_XDECREF((PyObject *)c.dictionary);
     return result;
 }
 
@@ -828,8 +844,8 @@ static PyObject *decode(PyObject *Py_UNUSED(module), PyObject *arguments) {
     if (!coded) return NULL;
     const coded_block *const b = &coded->block;
     if (first < 0 || count < 0 || first > b->slice_count || count > b->slice_count - first)
-        return PyErr_Format(PyExc_IndexError, "Slices %lld to %lld are not among the %lld of the block.", (long long)first,
-                            (long long)(first + count - 1), (long long)b->slice_count);
+        return PyErr_Format(PyExc_IndexError, "%lld slices from slice %lld are not among the %lld of the block.",
+                            (long long)count, (long long)first, (long long)b->slice_count);
     npy_intp shape[2] = {(npy_intp)count, (npy_intp)b->form.slice_bytes};
     PyObject *const out = PyArray_SimpleNew(2, shape, NPY_UINT8);
     if (!out) return NULL;

@@ -53,11 +53,11 @@ static void transpose(const uint8_t *in, int64_t rows, int64_t columns, uint8_t 
 
 /* A colour of a block, in a table with open addressing. */
 struct known_colour {
-    uint32_t name;   /* the colour + 1; 0: the slot is free */
-    uint32_t slices; /* number of slices that show the colour */
-    uint32_t last;   /* number + 1 of the last slice, later of the last unit, that shows the colour */
-    int16_t number;  /* in the palette of the block, or -1 */
-    int16_t of_unit; /* in the palette of the last unit that shows the colour */
+    uint32_t key;        /* the colour + 1; 0: the slot is free */
+    uint32_t slices;     /* number of slices that show the colour */
+    uint32_t last;       /* number + 1 of the last slice that shows the colour; once colours are collected, of the last unit */
+    int16_t number;      /* number in the palette of the block, or -1 */
+    int16_t unit_number; /* number in the palette of the last unit that shows the colour */
 };
 
 static inline uint32_t hash_of(uint32_t colour) { return colour * UINT32_C(0x9E3779B1); }
@@ -71,13 +71,13 @@ static inline uint32_t colour_at(const transform *form, const uint8_t *slice, in
 /* Return the slot of a colour, or the free slot where it belongs. */
 static known_colour *find_colour(known_colour *table, uint32_t colour) {
     uint32_t place = hash_of(colour) >> 16;
-    while (table[place].name != 0 && table[place].name != colour + 1) place = (place + 1) & (TABLE_SLOTS - 1);
+    while (table[place].key != 0 && table[place].key != colour + 1) place = (place + 1) & (TABLE_SLOTS - 1);
     return &table[place];
 }
 
-/* Whether colour `a` is sorted before `b`: more slices show it, or as many do and it is the smaller number. */
+/* Whether colour `a` is sorted before `b`: more slices show `a`, or equally many do and `a` is the smaller number. */
 static int comes_before(const known_colour *a, const known_colour *b) {
-    return a->slices != b->slices ? a->slices > b->slices : a->name < b->name;
+    return a->slices != b->slices ? a->slices > b->slices : a->key < b->key;
 }
 
 /* Number the colours of a block. Colours of the given palette keep their numbers. The most frequent other colours get the
@@ -87,13 +87,14 @@ static void fill_palette(known_colour *table, uint32_t *palette) {
     int64_t found = 0, number = 0;
     for (int64_t i = 0; i < 256; i++) {
         if (palette[i] == NO_COLOUR) continue;
-        known_colour *const known = find_colour(table, palette[i] &= 0xFFFFFF);
-        if (known->name != 0 && known->number < 0) known->number = (int16_t)i;
+        palette[i] &= 0xFFFFFF;
+        known_colour *const known = find_colour(table, palette[i]);
+        if (known->key != 0 && known->number < 0) known->number = (int16_t)i;
         else palette[i] = NO_COLOUR;
     }
     for (int64_t i = 0; i < TABLE_SLOTS; i++) {
         const known_colour *const one = &table[i];
-        if (one->name == 0 || one->number >= 0 || (found == 256 && !comes_before(one, best[255]))) continue;
+        if (one->key == 0 || one->number >= 0 || (found == 256 && !comes_before(one, best[255]))) continue;
         int64_t at = found < 256 ? found++ : 255;
         for (; at > 0 && comes_before(one, best[at - 1]); at--) best[at] = best[at - 1];
         best[at] = one;
@@ -101,8 +102,8 @@ static void fill_palette(known_colour *table, uint32_t *palette) {
     for (int64_t i = 0; i < found; i++) {
         while (number < 256 && palette[number] != NO_COLOUR) number++;
         if (number == 256) return;
-        palette[number] = best[i]->name - 1;
-        find_colour(table, best[i]->name - 1)->number = (int16_t)number;
+        palette[number] = best[i]->key - 1;
+        find_colour(table, best[i]->key - 1)->number = (int16_t)number;
     }
 }
 
@@ -115,10 +116,11 @@ int collect_colours(const transform *form, const uint8_t *slices, int64_t count,
         for (int64_t i = 0; i < pixels; i++) {
             const uint32_t colour = colour_at(form, slice, i);
             if (colour == before) continue;
-            known_colour *const one = find_colour(table, before = colour);
-            if (one->name == 0) {
+            before = colour;
+            known_colour *const one = find_colour(table, colour);
+            if (one->key == 0) {
                 if (++known > MAX_BLOCK_COLOURS) return 0;
-                *one = (known_colour){.name = colour + 1, .number = -1};
+                *one = (known_colour){.key = colour + 1, .number = -1};
             }
             if (one->last != (uint32_t)s + 1) one->slices++;
             one->last = (uint32_t)s + 1;
@@ -137,11 +139,11 @@ int collect_colours(const transform *form, const uint8_t *slices, int64_t count,
 static void number_missing(known_colour *const *missing, int64_t count, uint8_t *is_used, uint8_t *head) {
     head[0] = (uint8_t)count;
     for (int64_t i = 0; i < count; i++) {
-        const uint32_t colour = missing[i]->name - 1;
+        const uint32_t colour = missing[i]->key - 1;
         uint32_t number = hash_of(colour) >> 24;
         while (is_used[number]) number = (number + 1) & 255;
         is_used[number] = 1;
-        missing[i]->of_unit = (int16_t)number;
+        missing[i]->unit_number = (int16_t)number;
         uint8_t *const entry = head + 1 + 4 * i;
         entry[0] = (uint8_t)number;
         entry[1] = (uint8_t)colour;
@@ -155,26 +157,27 @@ int64_t begin_unit(const transform *form, const uint8_t *const *slices, int64_t 
     const int64_t pixels = coded_bytes(form);
     known_colour *missing[MAX_UNIT_COLOURS];
     uint8_t is_used[256] = {0};
-    int64_t shown = 0, lacking = 0;
+    int64_t shown_count = 0, missing_count = 0;
     for (int64_t s = 0; s < count; s++) {
         uint32_t before = NO_COLOUR;
         for (int64_t i = 0; i < pixels; i++) {
             const uint32_t colour = colour_at(form, slices[s], i);
             if (colour == before) continue;
-            known_colour *const one = find_colour(table, before = colour);
+            before = colour;
+            known_colour *const one = find_colour(table, colour);
             if (one->last == (uint32_t)unit + 1) continue;
             one->last = (uint32_t)unit + 1;
-            one->of_unit = one->number;
-            if (++shown > 256) return -1;
+            one->unit_number = one->number;
+            if (++shown_count > 256) return -1;
             if (one->number >= 0) is_used[one->number] = 1;
-            else if (lacking == MAX_UNIT_COLOURS) return -1;
-            else missing[lacking++] = one;
+            else if (missing_count == MAX_UNIT_COLOURS) return -1;
+            else missing[missing_count++] = one;
         }
     }
     /* Numbers save two of the three bytes of a pixel. The colours must not take more than that. */
-    if (1 + 4 * lacking > 2 * count * pixels) return -1;
-    number_missing(missing, lacking, is_used, head);
-    return 1 + 4 * lacking;
+    if (1 + 4 * missing_count > 2 * count * pixels) return -1;
+    number_missing(missing, missing_count, is_used, head);
+    return 1 + 4 * missing_count;
 }
 
 const uint8_t *number_colours(const transform *form, const uint8_t *slice, known_colour *table, uint8_t *a, uint8_t *b) {
@@ -183,7 +186,8 @@ const uint8_t *number_colours(const transform *form, const uint8_t *slice, known
     uint8_t number = 0;
     for (int64_t i = 0; i < pixels; i++) {
         const uint32_t colour = colour_at(form, slice, i);
-        if (colour != before) number = (uint8_t)find_colour(table, before = colour)->of_unit;
+        if (colour != before) number = (uint8_t)find_colour(table, colour)->unit_number;
+        before = colour;
         a[i] = number;
     }
     if (form->kind == TRANSFORM_COLOURS) return a;
@@ -267,13 +271,14 @@ LOOK_UP_IN(2)
 LOOK_UP_IN(4)
 LOOK_UP_IN(8)
 
-/* Return the number of tables with which a look-up is fastest, by a quarter of the numbers; 16: without tables. The times
- * were measured, in tenths of nanoseconds: for 32 numbers, and 25 for each number that is not in the tables. */
+/* Return the number of tables with which a look-up is fastest, or 16 if a look-up without tables is. A quarter of the numbers
+ * decides. Times were measured for 32 numbers, in tenths of nanoseconds: 125 without tables; with tables, the time in `times`
+ * plus 25 for each number that the tables do not have. */
 __attribute__((target("avx2"))) static int choose_tables(const uint8_t *in, int64_t plane) {
-    static const int64_t taken[] = {11, 20, 31, 62};
+    static const int64_t times[] = {11, 20, 31, 62};
     int64_t best = 16, least = 125 * (plane / 128);
     for (int k = 0; k < 4; k++) {
-        int64_t cost = taken[k] * (plane / 128);
+        int64_t cost = times[k] * (plane / 128);
         for (int64_t i = 0; i + 128 <= plane && cost < least; i += 128)
             for (uint32_t rest = find_missing(1 << k, _mm256_loadu_si256((const __m256i *)(in + i))); rest; rest &= rest - 1)
                 cost += 25;

@@ -111,8 +111,8 @@ static int is_stored(const coded_block *b, int64_t length, int64_t expected) {
 /* Read units [unit, stop) of a block in a file with one call, as many as there is room for. Units with a wrong checksum
  * and those after them are left out. */
 static void read_units(decoder *d, const coded_block *b, int64_t unit, int64_t stop) {
-    if (d->read_of == b && unit >= d->read_first && stop <= d->read_end) return;
-    d->read_of = NULL;
+    if (d->read_block == b && unit >= d->read_first && stop <= d->read_end) return;
+    d->read_block = NULL;
     for (int64_t u = unit; u < stop; u++) {
         if (is_inside(b, u) && (int64_t)b->offsets[u + 1] - b->offsets[unit] <= d->read_bytes) continue;
         stop = u;
@@ -125,7 +125,7 @@ static void read_units(decoder *d, const coded_block *b, int64_t unit, int64_t s
         const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
         if (checksum(d->read + (b->offsets[u] - b->offsets[unit]), length) != b->checks[u]) stop = u;
     }
-    d->read_of = b;
+    d->read_block = b;
     d->read_first = unit;
     d->read_end = stop;
 }
@@ -153,18 +153,18 @@ static int64_t decompress(decoder *d, const coded_block *b, const uint8_t *from,
         return length;
     }
     if (b->method == METHOD_LZ4) {
-        const char *known = (const char *)b->common;
+        const char *dictionary = (const char *)b->common;
         int64_t bytes = b->common_bytes;
-        if (to == d->unit && known) {
+        if (to == d->unit && dictionary) {
             place_dictionary(d, b);
             if (bytes > LOOK_BACK_BYTES) bytes = LOOK_BACK_BYTES;
-            known = (const char *)to - bytes;
+            dictionary = (const char *)to - bytes;
         }
-        return LZ4_decompress_safe_usingDict((const char *)from, (char *)to, (int)length, (int)most, known, (int)bytes);
+        return LZ4_decompress_safe_usingDict((const char *)from, (char *)to, (int)length, (int)most, dictionary, (int)bytes);
     }
     if (b->method != METHOD_ZSTD) return -1;
-    const size_t came = ZSTD_decompress_usingDDict(d->dctx, to, (size_t)most, from, (size_t)length, b->ddict);
-    return came <= (size_t)most ? (int64_t)came : -1; /* Errors are larger numbers. */
+    const size_t bytes = ZSTD_decompress_usingDDict(d->dctx, to, (size_t)most, from, (size_t)length, b->ddict);
+    return bytes <= (size_t)most ? (int64_t)bytes : -1; /* Errors are larger numbers. */
 }
 
 /* Decompress unit `u` to at most `most` bytes at `to`. Return the number of bytes, -1 if the unit is damaged. */
@@ -174,9 +174,9 @@ static int64_t decompress_unit(decoder *d, const coded_block *b, int64_t u, uint
     if (b->data) return decompress(d, b, b->data + b->offsets[u], length, to, most);
     if (is_stored(b, length, most))
         return read_file(b, b->offsets[u], length, to, &d->error) && checksum(to, length) == b->checks[u] ? length : -1;
-    if (d->read_of != b || u < d->read_first || u >= d->read_end) {
+    if (d->read_block != b || u < d->read_first || u >= d->read_end) {
         read_units(d, b, u, u + 1);
-        if (d->read_of != b || u < d->read_first || u >= d->read_end) return -1;
+        if (d->read_block != b || u < d->read_first || u >= d->read_end) return -1;
     }
     return decompress(d, b, d->read + (b->offsets[u] - b->offsets[d->read_first]), length, to, most);
 }
@@ -188,16 +188,16 @@ void read_slices(decoder *d, const coded_block *b, int64_t first, int64_t end) {
     read_units(d, b, place / b->group, last / b->group + 1);
 }
 
-/* Whether it is faster to decompress a single slice after its dictionary and to copy it, than to decompress it to its
- * destination. The copy takes as long as about one choice between two pieces of memory per 200 bytes. */
+/* Whether to decompress a single slice right after its dictionary, in the buffer of a unit, and then to copy it. LZ4 then need
+ * not choose between two pieces of memory. About one choice per 200 bytes takes as long as the copy. */
 static int uses_unit_buffer(const decoder *d, const coded_block *b, int64_t u) {
     if (b->method != METHOD_LZ4 || !b->common || !is_inside(b, u)) return 0;
     const int64_t coded = coded_bytes(&b->form), length = (int64_t)b->offsets[u + 1] - b->offsets[u];
     return coded <= d->unit_bytes && length < coded && length > coded / 32;
 }
 
-/* Whether the unit that was decompressed to fewer bytes than its slices have consists of a slice and changes. Their room
- * leaves the last slice of the buffer free for the slice that is made of them. */
+/* Whether the last unit, which was decompressed to fewer than `bytes` bytes, may consist of a slice and changes. They must
+ * leave room for one slice at the end of the buffer, where `make_changed_slice` writes. */
 static int has_changes(const decoder *d, const coded_block *b, int64_t bytes) {
     const int64_t coded = coded_bytes(&b->form);
     return b->form.kind == TRANSFORM_CHANGES && d->unit_filled >= coded && d->unit_filled <= bytes - coded;
@@ -208,15 +208,15 @@ static int has_changes(const decoder *d, const coded_block *b, int64_t bytes) {
 static const uint8_t *make_changed_slice(decoder *d, const coded_block *b, int64_t number) {
     const int64_t coded = coded_bytes(&b->form);
     uint8_t *const slice = d->unit + (b->group - 1) * coded;
-    if (d->changed < 0 || number < d->changed) {
+    if (d->changed_number < 0 || number < d->changed_number) {
         memcpy(slice, d->unit, (size_t)coded);
-        d->changed = 0;
+        d->changed_number = 0;
         d->next_change = d->unit + coded;
     }
-    for (; d->changed < number; d->changed++) {
+    for (; d->changed_number < number; d->changed_number++) {
         d->next_change = apply_changes(d->next_change, d->unit + d->unit_filled, slice, coded);
         if (!d->next_change) {
-            d->unit_of = NULL;
+            d->unit_block = NULL;
             return NULL;
         }
     }
@@ -230,19 +230,19 @@ static const uint8_t *unpack_slice(decoder *d, const coded_block *b, int64_t pla
     if (b->group == 1) {
         const int is_buffered = uses_unit_buffer(d, b, u);
         /* The buffer of the last unit, or its palette, is overwritten. */
-        if (is_buffered || is_of_colours(&b->form)) d->unit_of = NULL;
+        if (is_buffered || is_of_colours(&b->form)) d->unit_block = NULL;
         if (is_buffered) to = d->unit;
         return decompress_unit(d, b, u, to, coded) == coded ? to : NULL;
     }
     const int64_t bytes = count_unit_bytes(b, u);
-    if (d->unit_of != b || d->unit_number != u) {
-        d->unit_of = NULL;
+    if (d->unit_block != b || d->unit_number != u) {
+        d->unit_block = NULL;
         if (b->group * coded > d->unit_bytes) return NULL;
         d->unit_filled = decompress_unit(d, b, u, d->unit, bytes);
         if (d->unit_filled != bytes && !has_changes(d, b, bytes)) return NULL;
-        d->unit_of = b;
+        d->unit_block = b;
         d->unit_number = u;
-        d->changed = -1;
+        d->changed_number = -1;
     }
     if (d->unit_filled < bytes) return make_changed_slice(d, b, place - u * b->group);
     return d->unit + (place - u * b->group) * coded;
@@ -250,8 +250,8 @@ static const uint8_t *unpack_slice(decoder *d, const coded_block *b, int64_t pla
 
 /* ---- one slice --------------------------------------------------------------------- */
 
-/* Undo the transform of one slice. `stage` has the decompressed bytes. Differences are undone in `own`, which may be the
- * same memory. */
+/* Undo the transform of one slice. `stage` has the decompressed bytes. Differences are undone in `own`, which may be
+ * `stage`. */
 static void undo_transform(decoder *d, const coded_block *b, const uint8_t *stage, uint8_t *own, uint8_t *out) {
     const transform *const form = &b->form;
     const int64_t coded = coded_bytes(form);
@@ -278,13 +278,13 @@ int decode_slice(decoder *d, const coded_block *b, int64_t number, uint8_t *out)
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int is_left = form->kind == TRANSFORM_LEFT;
     /* Whether undoing the transform moves bytes, so that it cannot work in place. */
-    const int moves = form->word_bytes > 0 || form->shuffle > 0 || form->kind == TRANSFORM_PIXELS ||
-                      is_of_colours(form) || (is_left && form->interleaved);
+    const int moves_bytes = form->word_bytes > 0 || form->shuffle > 0 || form->kind == TRANSFORM_PIXELS ||
+                            is_of_colours(form) || (is_left && form->interleaved);
     /* Transforms that move bytes write to `out`, so the slice is decompressed to other memory. */
-    uint8_t *const own = moves ? d->scratch : out;
+    uint8_t *const own = moves_bytes ? d->scratch : out;
     const uint8_t *const stage = unpack_slice(d, b, place, own);
     if (!stage) return 0;
-    if (stage != own && !is_left && !moves) memcpy(out, stage, (size_t)coded);
+    if (stage != own && !is_left && !moves_bytes) memcpy(out, stage, (size_t)coded);
     else undo_transform(d, b, stage, own, out);
     return 1;
 }

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <zstd.h>
 
-enum { MAX_READ_BYTES = 1 << 20 }; /* Compressed bytes that one read from a file fetches, unless a unit has more. */
+enum { MAX_READ_BYTES = 1 << 20 }; /* The most bytes of one read from a file, unless a unit has more. */
 enum { SPARE_BYTES = 64 };         /* Bytes after a buffer, for loops that load whole registers. */
 
 decoder *decoder_new(void) { return calloc(1, sizeof(decoder)); }
@@ -20,9 +20,9 @@ void decoder_free(decoder *d) {
 }
 
 void decoder_begin_batch(decoder *d) {
-    d->unit_of = NULL;
+    d->unit_block = NULL;
     d->unit_dictionary = NULL;
-    d->read_of = NULL;
+    d->read_block = NULL;
     d->error = 0;
 }
 
@@ -46,7 +46,7 @@ static int grow_unit(decoder *d, int64_t wanted) {
     if (d->unit) free(d->unit - LOOK_BACK_BYTES);
     d->unit = grown + LOOK_BACK_BYTES;
     d->unit_bytes = wanted;
-    d->unit_of = NULL;
+    d->unit_block = NULL;
     d->unit_dictionary = NULL;
     return 1;
 }
@@ -54,13 +54,13 @@ static int grow_unit(decoder *d, int64_t wanted) {
 /* Grow the buffer for units that are read from a file. */
 static int grow_read(decoder *d, int64_t wanted) {
     if (d->read_bytes >= wanted) return 1;
-    d->read_of = NULL;
+    d->read_block = NULL;
     return grow(&d->read, &d->read_bytes, wanted);
 }
 
 int decoder_fit(decoder *d, const coded_block *b) {
     const int64_t coded = coded_bytes(&b->form);
-    const int64_t unit_bytes = b->group * coded + head_bytes(&b->form);
+    const int64_t unit_bytes = b->group * coded + max_head_bytes(&b->form);
     const int64_t scratch_bytes = 2 * coded + b->form.slice_bytes;
     const int has_lz4_dictionary = b->method == METHOD_LZ4 && b->common;
     if (!grow(&d->scratch, &d->scratch_bytes, scratch_bytes)) return 0;

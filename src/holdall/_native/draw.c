@@ -4,8 +4,8 @@
 
 #include <numpy/random/bitgen.h>
 
-/* Draw a number of at most `max`, which is not 0, as NumPy's RandomState.randint does, whose sequence never changes:
- * draw the bits of `mask` until they are a number that is not too large. */
+/* Draw a number from 0 to `max`, which is above 0, in the way of NumPy's RandomState.randint, whose sequences never change:
+ * draw the bits of `mask` until they are a number of at most `max`. */
 static uint64_t draw_at_most(bitgen_t *generator, uint64_t max, uint64_t mask) {
     uint64_t drawn;
     do {
@@ -27,11 +27,11 @@ static void draw_below(bitgen_t *generator, uint64_t end, npy_intp count, int64_
 static void draw_ids(bitgen_t *generator, int64_t filled, int64_t slots, int64_t newest, int64_t lanes, npy_intp count,
                      int64_t *ids, int64_t *lane_of) {
     const int64_t newest_slot = newest % slots;
-    const int64_t turn = newest - newest_slot;
+    const int64_t round_start = newest - newest_slot; /* the tick in slot 0 */
     draw_below(generator, (uint64_t)filled, count, ids);
     draw_below(generator, (uint64_t)lanes, count, lane_of);
     for (npy_intp i = 0; i < count; i++) {
-        const int64_t tick = ids[i] + (ids[i] > newest_slot ? turn - slots : turn);
+        const int64_t tick = ids[i] + (ids[i] > newest_slot ? round_start - slots : round_start);
         ids[i] = tick * lanes + lane_of[i];
     }
 }

@@ -1,4 +1,4 @@
-/* Encoding of all slices of a block: transforms, then LZ4 or Zstandard. The functions that undo it are in decode.c. */
+/* Encoding of all slices of a block: transforms, then LZ4 or Zstandard. decode.c undoes both. */
 #include "codec.h"
 
 #include <lz4.h>
@@ -131,7 +131,7 @@ static int64_t find_difference(const uint8_t *before, const uint8_t *slice, int6
     return at;
 }
 
-/* Write how a slice differs from the slice before: the number of changes, and for each the number of equal bytes before
+/* Write how a slice differs from the slice `before`: the number of changes, and for each the number of equal bytes before
  * it, its length, and the new bytes. Return the end of the written bytes, NULL if there is no room. */
 static uint8_t *write_changes(const uint8_t *before, const uint8_t *slice, int64_t bytes, uint8_t *to, const uint8_t *end) {
     int64_t changes = 0, written_up_to = 0;
@@ -258,7 +258,7 @@ static const uint8_t *transform_unit(const encoding *s, int64_t first, int64_t c
     return s->unit;
 }
 
-/* Find the words or colours that numbers stand for. Return 0 if there are too many. */
+/* Fill the palette with the words or colours of all slices, if the transform has a palette. Return 0 if there are too many. */
 static int collect_palette(const encoding *s, int64_t count) {
     if (is_of_colours(s->form)) return collect_colours(s->form, s->slices, count, s->palette, s->colours);
     return s->form->word_bytes == 0 || collect_words(s->form, s->slices, count, s->palette, s->words);

@@ -20,10 +20,11 @@
 #include <string.h>
 
 enum { MAX_COLUMNS = 256, MAX_NDIM = 16 };
+#define MAX_ID (INT64_C(1) << 61) /* Ids below this number, and their sums and differences, fit into an int64. */
 
 /* ---- columns ------------------------------------------------------------------------ */
 
-/* What a column is. Rows of an observation column come in pairs: an observation and the next one. */
+/* The role of a column. Rows of an observation column come in pairs: an observation and the next one. */
 enum { ROLE_OBSERVATION = 0, ROLE_ROW = 1, ROLE_FLAGS = 2 };
 
 /* The bits of a row of the flags column. */
@@ -33,9 +34,9 @@ enum { FLAG_TERMINATED = 1, FLAG_TRUNCATED = 2, FLAG_INVALID = 4 };
 typedef struct {
     int role;
     int type_number;      /* NumPy's number of the dtype; -1: not known yet (rewards before the first one) */
-    int ndim;             /* of one lane's row */
+    int ndim;             /* axes of one lane's row */
     Py_ssize_t shape[MAX_NDIM];
-    Py_ssize_t row_bytes; /* of one lane's row */
+    Py_ssize_t row_bytes; /* bytes of one lane's row */
 } column;
 
 /* ---- slices ------------------------------------------------------------------------- */
@@ -45,29 +46,30 @@ typedef struct {
     PyObject_HEAD
     uint8_t *data;
     Py_ssize_t capacity_bytes;
-    Py_buffer *source; /* the buffer of another object that `data` belongs to; NULL: `data` is an area */
+    Py_buffer *source; /* the buffer of another object that `data` belongs to; NULL: `data` is from `area_new` */
 } Raw;
 
-/* Compressed slices. codec.h describes the struct; the object owns everything that it points to. */
+/* Compressed slices. codec.h describes `block`. The object owns the tables and the data that `block` points to. */
 typedef struct {
     PyObject_HEAD
     coded_block block;
-    PyObject *codec; /* the codec that wrote it, for people and files */
-    PyObject *owner; /* keeps the arrays, the dictionary and the file alive */
-    Py_ssize_t memory_bytes;
-    Py_buffer *source; /* the buffer of another object that the data belongs to; NULL: the data is an area */
+    PyObject *codec;         /* the codec that encoded the slices */
+    PyObject *dictionary;    /* Dictionary that `block` refers to, or NULL */
+    PyObject *owner;         /* keeps the file of the data open, or NULL */
+    Py_ssize_t memory_bytes; /* bytes of the tables, and of data in memory */
+    Py_buffer *source;       /* the buffer of another object that the data belongs to; NULL: it is from `area_new` */
 } Coded;
 
 /* The unique slices of one field. `form` is the only thing about a closed block that changes. */
 typedef struct {
     PyObject_HEAD
-    uint64_t serial;     /* never used again, so that checkpoints recognise a block without keeping it alive */
+    uint64_t serial;     /* number that no other block gets, so checkpoints recognise a block without keeping it alive */
     Py_ssize_t slice_bytes;
-    Py_ssize_t used;     /* slices stored */
+    Py_ssize_t used;     /* slices that are stored */
     Py_ssize_t capacity; /* slices that fit */
-    int64_t first_tick;  /* of the first segment that used the block, while the block is open */
+    int64_t first_tick;  /* first tick of the first segment that used the block; only for open blocks */
     PyObject *form;      /* Raw or Coded */
-    uint64_t *hashes;    /* of each slice; NULL once the block is closed */
+    uint64_t *hashes;    /* hash of each slice; NULL once the block is closed */
     uint32_t *slots;     /* open addressing: slice number + 1, or 0 for an empty slot */
     uint64_t mask;       /* number of slots - 1 */
     uint32_t *lanes;     /* lane that stored each slice first; NULL: one lane, not known, or no longer needed */
@@ -76,13 +78,13 @@ typedef struct {
 /* How an observation is cut into slices. In memory an observation is `outer` stretches; each stretch has one run of
  * `run_bytes` bytes of every slice, in order. */
 typedef struct {
-    Py_ssize_t count; /* slices of an observation */
-    Py_ssize_t outer;
-    Py_ssize_t run_bytes;
-    Py_ssize_t shift; /* slices that are new in the next observation */
+    Py_ssize_t count;     /* slices of an observation */
+    Py_ssize_t outer;     /* stretches of an observation */
+    Py_ssize_t run_bytes; /* bytes of one slice in one stretch */
+    Py_ssize_t shift;     /* slices that are new in the next observation */
 } window;
 
-/* Set in a cursor whose next observation does not overlap the observation, but follows it in the log. */
+/* The bit of a cursor that is set if the next observation does not overlap the observation, but follows it in the log. */
 #define NEXT_FOLLOWS UINT32_C(0x80000000)
 
 /* ---- parts -------------------------------------------------------------------------- */
@@ -103,12 +105,12 @@ static inline int is_narrow(int kind) { return kind >= PART_HALVES; }
 /* What one segment stores of one column. */
 typedef struct {
     PyObject_HEAD
-    uint64_t serial;          /* never used again, like that of a block */
+    uint64_t serial;          /* number that no other part gets */
     int kind;
     int is_frozen;            /* a snapshot refers to this part, so a rewrite must copy it first */
     Py_ssize_t lanes;
-    Py_ssize_t row_bytes;     /* one lane's row, or observation */
-    Py_ssize_t stored_bytes;  /* of them in `rows`; less than `row_bytes` if the part is narrow */
+    Py_ssize_t row_bytes;     /* bytes of one lane's row or observation */
+    Py_ssize_t stored_bytes;  /* bytes of a row in `rows`; fewer than `row_bytes` if the part is narrow */
     Py_ssize_t capacity;      /* ticks that fit */
 
     /* Rows. Transition (tick, lane) has row tick * lanes + lane; ticks count from the segment's first. Shared parts
@@ -124,7 +126,7 @@ typedef struct {
     /* Sliced parts. A lane's log is a list of slice numbers. Entry e of lane l is log[e * lanes + l]. */
     window cut;
     Block *block;
-    Py_ssize_t slice_count; /* slices of the block that the log may name; while open: use block->used */
+    Py_ssize_t slice_count; /* slices of the block that the log may name; 0 while the part is open: see block->used */
     uint32_t *cursors;      /* by transition: the first log entry of its observation, and NEXT_FOLLOWS */
     void *log;
     int log_width;          /* bytes of an entry: 2 or 4; 4 while open */
@@ -133,7 +135,7 @@ typedef struct {
 
     /* Packed parts. */
     PyObject *packed;       /* PackedRun */
-    int packed_leaf;
+    int packed_leaf;        /* number of the column's leaf in the run */
 } Part;
 
 /* ---- segments and catalogs ---------------------------------------------------------- */
@@ -157,12 +159,12 @@ typedef struct {
     const column *columns; /* owned */
     Py_ssize_t lanes;
     int64_t floor_tick;       /* older ticks are not held, even if their segment is */
-    int64_t capacity_ticks;   /* the newest ticks that are held at most */
+    int64_t capacity_ticks;   /* the most ticks that are held */
     Py_ssize_t segment_count;
     Segment **segments;       /* owned */
     int64_t *first_ticks;     /* of each segment, for binary search */
-    int has_invalid;          /* whether a segment but the last has entries that are not transitions */
-    int64_t flags_changed;    /* rewrites of the flags column before this catalog was replaced */
+    int has_invalid;          /* whether a segment other than the last has entries that are not transitions */
+    int64_t flags_changed;    /* rewrites of the flags column; final once the catalog was replaced */
 } Catalog;
 
 extern PyTypeObject *raw_type, *coded_type, *block_type, *part_type, *segment_type, *catalog_type;
@@ -183,7 +185,7 @@ static inline int64_t catalog_first_tick(const Catalog *c) {
     return first < next ? first : next;
 }
 
-/* The number of the segment that holds `tick`, which must be held. The loop has no branch that depends on the data, because
+/* The index of the segment that holds `tick`, which must be held. The loop has no branch that depends on the data, because
  * ids are drawn at random and the processor could not predict it. */
 static inline Py_ssize_t catalog_find(const Catalog *c, int64_t tick) {
     const int64_t *first = c->first_ticks;
@@ -195,12 +197,12 @@ static inline Py_ssize_t catalog_find(const Catalog *c, int64_t tick) {
     return first - c->first_ticks;
 }
 
-/* Slice number `i` of a log, counted over all lanes. */
+/* The slice number at index `i` of a log, which has the entries of all lanes. */
 static inline uint32_t log_number(const Part *p, Py_ssize_t i) {
     return p->log_width == 2 ? ((const uint16_t *)p->log)[i] : ((const uint32_t *)p->log)[i];
 }
 
-/* Entry `e` of the log of `lane`. */
+/* The slice number in entry `e` of the log of `lane`. */
 static inline uint32_t log_entry(const Part *p, Py_ssize_t e, Py_ssize_t lane) {
     return log_number(p, e * p->lanes + lane);
 }
@@ -241,9 +243,9 @@ static inline void copy_bytes(uint8_t *to, const uint8_t *from, size_t bytes) {
 /* Zeroed memory of `bytes` bytes. Large areas take RAM only as they are written to. NULL without an exception if
  * the system has no memory. Thread-safe. */
 void *area_new(size_t bytes);
-/* Count `bytes` more, or fewer if negative, of stored data that was allocated with malloc. Thread-safe. */
-void heap_count(long long bytes);
 void area_free(void *area, size_t bytes);
+/* Add `bytes`, which may be negative, to the count of stored data that was allocated with malloc. Thread-safe. */
+void heap_count(long long bytes);
 /* Ask the system for huge pages for an area that is about to be filled completely. */
 void area_use_huge_pages(void *area, size_t bytes);
 /* Give the whole pages after the first `used` bytes back to the system. */
@@ -253,6 +255,9 @@ void area_release_tail(void *area, size_t used, size_t bytes);
 
 /* Allocate an object of a type of this module, zeroed. */
 void *object_new(PyTypeObject *type);
+/* Allocate an object and initialise it with `init`. So no Python code ever sees an object that is not initialised. NULL with
+ * an exception set. */
+PyObject *object_make(PyTypeObject *type, PyObject *arguments, PyObject *keywords, initproc init);
 /* Free the memory of an object whose contents were freed. */
 void object_free(void *object);
 

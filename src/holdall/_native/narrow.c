@@ -1,8 +1,8 @@
-/* Narrow parts: float32 rows of extras whose values need fewer than four bytes.
+/* Narrow parts: rows of float32 extras whose values need fewer than four bytes.
  *
  * Networks that compute in bfloat16 return float32 values whose lower halves are zero. Discrete latents are zeros and ones.
- * Such rows are stored as the upper halves, or as one bit per value. Every value that is written is compared first, and a
- * part that cannot represent a value is replaced by a wider one.
+ * Such rows are stored as the upper halves, or as one bit per value. Every value is checked before it is written, and a part
+ * that cannot represent it is replaced by a wider one.
  */
 #include "engine.h"
 

@@ -21,19 +21,19 @@ enum {
     HUGE_BYTES = 1 << 21,   /* The size of a huge page. Larger areas begin at a multiple of it, to use such pages. */
 };
 
-/* Bytes of all areas that the C library's allocator holds. */
+/* Bytes of stored data that were allocated with malloc or calloc: small areas, and packed runs. */
 static atomic_llong heap_bytes;
 
 void heap_count(long long bytes) { atomic_fetch_add_explicit(&heap_bytes, bytes, memory_order_relaxed); }
 
 #ifndef _WIN32
-/* Map `bytes` bytes. NULL if there are none. */
+/* Map `bytes` bytes. NULL if the system has no memory. */
 static void *map_pages(size_t bytes) {
     void *const area = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return area == MAP_FAILED ? NULL : area;
 }
 
-/* Map `bytes` bytes that begin at a multiple of HUGE_BYTES. NULL if there are none. */
+/* Map `bytes` bytes that begin at a multiple of HUGE_BYTES, if there is room for that. NULL if the system has no memory. */
 static void *map_aligned(size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     bytes = (bytes + page - 1) / page * page;
@@ -93,6 +93,13 @@ void area_release_tail(void *area, size_t used, size_t bytes) {
 
 void *object_new(PyTypeObject *type) {
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+PyObject *object_make(PyTypeObject *type, PyObject *arguments, PyObject *keywords, initproc init) {
+    PyObject *const object = object_new(type);
+    if (!object || init(object, arguments, keywords) == 0) return object;
+    Py_DECREF(object);
+    return NULL;
 }
 
 void object_free(void *object) {
@@ -189,7 +196,7 @@ Raw *raw_new(Py_ssize_t bytes) {
     return raw;
 }
 
-/* Return slices in the memory of another object. Takes the buffer over. NULL with an exception set. */
+/* Return slices in the memory of another object. `view` is taken over. NULL with an exception set. */
 static Raw *raw_share(Py_buffer *view) {
     Raw *const raw = object_new(raw_type);
     if (raw) raw->source = malloc(sizeof *raw->source);
@@ -222,7 +229,7 @@ static PyObject *raw_nbytes(PyObject *self, void *Py_UNUSED(closure)) {
 }
 
 static PyGetSetDef raw_properties[] = {
-    {"nbytes", raw_nbytes, NULL, "Bytes that fit.", NULL},
+    {"nbytes", raw_nbytes, NULL, "Bytes of slices that fit.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot raw_slots[] = {
@@ -346,10 +353,6 @@ static int block_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(k
     Py_ssize_t slice_bytes, slice_count;
     PyObject *form;
     int is_shared = 0;
-    if (block->form) {
-        PyErr_SetString(PyExc_TypeError, "a block is initialised once");
-        return -1;
-    }
     if (!PyArg_ParseTuple(arguments, "nnO|p", &slice_bytes, &slice_count, &form, &is_shared)) return -1;
     if (slice_bytes < 1 || slice_count < 0 || slice_count > UINT32_MAX || slice_count > PY_SSIZE_T_MAX / slice_bytes) {
         PyErr_Format(PyExc_ValueError, "a block cannot have %zd slices of %zd bytes", slice_count, slice_bytes);
@@ -378,6 +381,10 @@ static int block_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED(k
     block->used = slice_count;
     block->form = form;
     return 0;
+}
+
+static PyObject *make_block(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    return object_make(type, arguments, keywords, block_init);
 }
 
 static void block_dealloc(PyObject *self) {
@@ -427,7 +434,7 @@ static PyObject *refuse_compressed(void) {
     return NULL;
 }
 
-/* share() -> uint8 array (slice_count, slice_bytes) in the memory of the block, which the array keeps alive. */
+/* share() -> uint8 array (slice_count, slice_bytes) in the memory of the form, which the array keeps alive. */
 static PyObject *block_share(PyObject *self, PyObject *Py_UNUSED(none)) {
     const Block *const block = (Block *)self;
     if (Py_TYPE(block->form) != raw_type) return refuse_compressed();
@@ -498,7 +505,7 @@ static PyGetSetDef block_properties[] = {
 };
 static PyType_Slot block_slots[] = {
     {Py_tp_doc, "The unique slices of one field."},
-    {Py_tp_init, (void *)block_init},
+    {Py_tp_new, (void *)make_block},
     {Py_tp_dealloc, (void *)block_dealloc},
     {Py_tp_methods, block_methods},
     {Py_tp_getset, block_properties},
@@ -684,7 +691,7 @@ static PyObject *part_packed_run(PyObject *self, void *Py_UNUSED(closure)) {
     return Py_BuildValue("(Oi)", part->packed, part->packed_leaf);
 }
 
-/* Put a new array under a name; steals the array. -1 with an exception set. */
+/* Put `array` under a name, and release the caller's reference to it. -1 with an exception set. */
 static int put_array(PyObject *arrays, const char *name, PyObject *array) {
     if (!array) return -1;
     const int failed = PyDict_SetItemString(arrays, name, array);
@@ -727,14 +734,15 @@ static PyObject *part_arrays(PyObject *self, PyObject *Py_UNUSED(none)) {
     return arrays;
 }
 
-/* Return the contents of an array of `arrays` that must have `type_number` and, unless `count` is -1, `count` items.
- * Borrowed. NULL with a ValueError. */
+/* Return a borrowed array of `arrays`, which must have `type_number` and, unless `count` is -1, `count` items. NULL with a
+ * ValueError. */
 static PyArrayObject *take_array(PyObject *arrays, const char *name, int type_number, Py_ssize_t count) {
     PyObject *const array = PyDict_GetItemString(arrays, name);
     if (!array || !PyArray_Check(array) || PyArray_TYPE((PyArrayObject *)array) != type_number ||
         PyArray_NDIM((PyArrayObject *)array) != 1 || !PyArray_IS_C_CONTIGUOUS((PyArrayObject *)array) ||
-        !PyArray_ISNOTSWAPPED((PyArrayObject *)array) || (count >= 0 && PyArray_SIZE((PyArrayObject *)array) != count)) {
-        PyErr_Format(PyExc_ValueError, "array '%s' is missing or has another dtype or length than %zd", name, count);
+        !PyArray_ISNOTSWAPPED((PyArrayObject *)array) || !PyArray_ISALIGNED((PyArrayObject *)array) || (count >= 0 && PyArray_SIZE((PyArrayObject *)array) != count)) {
+        if (count < 0) PyErr_Format(PyExc_ValueError, "array '%s' is missing, or has another dtype or number of axes", name);
+        else PyErr_Format(PyExc_ValueError, "array '%s' is missing, or has another dtype or length than %zd", name, count);
         return NULL;
     }
     return (PyArrayObject *)array;
@@ -760,7 +768,7 @@ static int restore_exceptions(Part *part, Py_ssize_t ticks, PyObject *arrays) {
     return part_copy_exceptions(&from, part);
 }
 
-/* Check that all cursors lie in the log and all slice numbers in the block. -1 with a ValueError. */
+/* Return -1 with a ValueError unless all cursors are inside the log, and all slice numbers inside the block. */
 static int check_slices(const Part *part) {
     for (Py_ssize_t i = 0; i < part->capacity * part->lanes; i++) {
         const uint32_t cursor = part->cursors[i];
@@ -780,9 +788,7 @@ static int check_slices(const Part *part) {
     return 0;
 }
 
-static int restore_sliced(Part *part, PyObject *arrays) {
-    PyArrayObject *const cursors = take_array(arrays, "cursors", NPY_UINT32, part->capacity * part->lanes);
-    if (!cursors) return -1;
+static int restore_sliced(Part *part, PyArrayObject *cursors, PyObject *arrays) {
     part->slice_count = part->block->used;
     PyObject *const given = PyDict_GetItemString(arrays, "log");
     const int is_narrow = given && PyArray_Check(given) && PyArray_TYPE((PyArrayObject *)given) == NPY_UINT16;
@@ -902,7 +908,7 @@ static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
     }
     if (ticks < 1 || lanes < 1 || row_bytes < 0 || ticks > INT32_MAX / lanes || row_bytes > INT32_MAX ||
         ticks * lanes > PY_SSIZE_T_MAX / 4 / (row_bytes + 4)) {
-        PyErr_Format(PyExc_ValueError, "%zd ticks of %zd lanes with rows of %zd bytes are no part", ticks, lanes, row_bytes);
+        PyErr_Format(PyExc_ValueError, "a part cannot have %zd ticks of %zd lanes with rows of %zd bytes", ticks, lanes, row_bytes);
         return NULL;
     }
     if (is_narrow(kind) && row_bytes % (Py_ssize_t)sizeof(float) != 0) {
@@ -924,15 +930,19 @@ static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "a sliced part needs a layout, and a closed block with slices of its size");
         return NULL;
     }
+    /* The numbers may come from a damaged file, so the arrays must have that length before memory is allocated. */
+    const Part needed = {.kind = kind, .lanes = lanes, .stored_bytes = narrow_row_bytes(kind, row_bytes), .capacity = ticks};
+    PyArrayObject *const stored = is_sliced ? take_array(arrays, "cursors", NPY_UINT32, ticks * lanes)
+                                            : take_array(arrays, "rows", NPY_UINT8, (Py_ssize_t)rows_bytes(&needed));
+    if (!stored) return NULL;
     Part *const part = part_new(kind, lanes, row_bytes, ticks, &cut, is_sliced ? (Block *)block : NULL);
     if (!part) return NULL;
     int failed;
     if (is_sliced) {
-        failed = restore_sliced(part, arrays);
+        failed = restore_sliced(part, stored, arrays);
     } else {
-        PyArrayObject *const rows = take_array(arrays, "rows", NPY_UINT8, (Py_ssize_t)rows_bytes(part));
-        if (rows) memcpy(part->rows, PyArray_DATA(rows), rows_bytes(part));
-        failed = !rows || (kind == PART_SHARED && restore_exceptions(part, ticks, arrays) < 0);
+        memcpy(part->rows, PyArray_DATA(stored), rows_bytes(part));
+        failed = kind == PART_SHARED && restore_exceptions(part, ticks, arrays) < 0;
     }
     if (failed) {
         Py_DECREF(part);
@@ -1026,16 +1036,13 @@ static int segment_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED
     long long first_tick;
     Py_ssize_t ticks, lanes;
     PyObject *given;
-    if (segment->parts) {
-        PyErr_SetString(PyExc_TypeError, "a segment is initialised once");
-        return -1;
-    }
     if (!PyArg_ParseTuple(arguments, "LnnO", &first_tick, &ticks, &lanes, &given)) return -1;
     PyObject *const parts = PySequence_Tuple(given);
     if (!parts) return -1;
     const Py_ssize_t count = PyTuple_Size(parts);
-    if (first_tick < 0 || first_tick > INT64_C(1) << 61 || ticks < 1 || lanes < 1 || count < 1 || count > MAX_COLUMNS) {
-        PyErr_SetString(PyExc_ValueError, "a segment needs first_tick >= 0, ticks >= 1, lanes >= 1 and 1 to 256 parts");
+    if (ticks < 1 || lanes < 1 || first_tick < 0 || first_tick > MAX_ID / lanes || count < 1 || count > MAX_COLUMNS) {
+        PyErr_SetString(PyExc_ValueError,
+                        "a segment needs first_tick >= 0, ticks >= 1, lanes >= 1, ids of at most 2^61, and 1 to 256 parts");
         Py_DECREF(parts);
         return -1;
     }
@@ -1058,6 +1065,10 @@ static int segment_init(PyObject *self, PyObject *arguments, PyObject *Py_UNUSED
     const uint8_t *const flags = segment->parts[count - 1]->rows;
     for (Py_ssize_t i = 0; i < ticks * lanes; i++) segment->invalid_count += (flags[i] & FLAG_INVALID) != 0;
     return 0;
+}
+
+static PyObject *make_segment(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    return object_make(type, arguments, keywords, segment_init);
 }
 
 static PyObject *segment_first_tick(PyObject *self, void *Py_UNUSED(closure)) {
@@ -1090,7 +1101,7 @@ static PyGetSetDef segment_properties[] = {
 };
 static PyType_Slot segment_slots[] = {
     {Py_tp_doc, "A run of consecutive ticks, with one part per column."},
-    {Py_tp_init, (void *)segment_init},
+    {Py_tp_new, (void *)make_segment},
     {Py_tp_dealloc, (void *)segment_dealloc},
     {Py_tp_getset, segment_properties},
     {0, NULL},
@@ -1221,7 +1232,7 @@ static PyObject *get_heap_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED
 
 static PyMethodDef memory_functions[] = {
     {"get_heap_bytes", get_heap_bytes, METH_NOARGS,
-     "get_heap_bytes()\n--\n\nReturn the bytes of stored data that the C library's allocator holds."},
+     "get_heap_bytes()\n--\n\nReturn the bytes of stored data that were allocated with malloc or calloc."},
     {NULL, NULL, 0, NULL},
 };
 

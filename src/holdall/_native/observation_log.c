@@ -1,4 +1,4 @@
-/* The Python type ObservationLog: the observations of one field of a rollout, of which overlapping ones share memory.
+/* The Python type ObservationLog: the observations of one field of a rollout. Observations that overlap share memory.
  *
  * Every lane has a log of slices, one after another. An observation is `cut.count` consecutive slices of its lane's
  * log, and its cursor is the number of the first one. The observation of the next tick
@@ -22,15 +22,13 @@ typedef struct {
     Py_ssize_t slice_bytes;
     Py_ssize_t row_bytes;
     Py_ssize_t lanes;
-    Py_ssize_t capacity; /* ticks */
-    Py_ssize_t ticks;    /* written */
+    Py_ssize_t capacity; /* ticks that fit */
+    Py_ssize_t ticks;    /* ticks that were written */
     uint8_t *slices;     /* the logs of all lanes, `capacity * row_bytes` bytes each */
     uint32_t *cursors;   /* of observation (tick, lane) at tick * lanes + lane */
     uint8_t *tick_copy;  /* room for one tick in C order */
     uint8_t *row_copy;   /* room for the slices of one observation, one after another */
 } ObservationLog;
-
-static PyTypeObject *observation_log_type;
 
 static inline uint8_t *lane_slices(const ObservationLog *log, Py_ssize_t lane) {
     return log->slices + lane * log->capacity * log->row_bytes;
@@ -53,7 +51,7 @@ static inline void collect_slices(const window *cut, const uint8_t *row, Py_ssiz
             memcpy(to, row + (o * cut->count + s) * run_bytes, (size_t)run_bytes);
 }
 
-/* Return the slices of an observation one after another, in `row_copy` unless they are stored like that. */
+/* Return the slices of an observation one after another: `row` itself if it has them in this order, else `row_copy`. */
 static const uint8_t *separate_slices(const ObservationLog *log, const uint8_t *row) {
     const window *const cut = &log->cut;
     if (cut->outer == 1) return row;
@@ -69,15 +67,15 @@ static const uint8_t *separate_slices(const ObservationLog *log, const uint8_t *
 static uint32_t write_row(const ObservationLog *log, Py_ssize_t lane, const uint32_t *before, const uint8_t *row) {
     const window *const cut = &log->cut;
     const uint8_t *const slices = separate_slices(log, row);
-    uint8_t *const logged = lane_slices(log, lane);
+    uint8_t *const lane_log = lane_slices(log, lane);
     if (!before) {
-        memcpy(logged, slices, (size_t)log->row_bytes);
+        memcpy(lane_log, slices, (size_t)log->row_bytes);
         return 0;
     }
-    const uint8_t *const last = logged + *before * log->slice_bytes;
+    const uint8_t *const last = lane_log + *before * log->slice_bytes;
     const Py_ssize_t new_bytes = cut->shift * log->slice_bytes;
     const Py_ssize_t shared_bytes = log->row_bytes - new_bytes;
-    uint8_t *const end = logged + *before * log->slice_bytes + log->row_bytes;
+    uint8_t *const end = lane_log + *before * log->slice_bytes + log->row_bytes;
     if (memcmp(last, slices, (size_t)log->row_bytes) == 0) return *before;
     if (shared_bytes > 0 && memcmp(last + new_bytes, slices, (size_t)shared_bytes) == 0) {
         memcpy(end, slices + shared_bytes, (size_t)new_bytes);
@@ -135,7 +133,7 @@ static inline void interleave_bytes(const uint8_t *slices, Py_ssize_t outer, Py_
         for (Py_ssize_t s = 0; s < count; s++) out[o * count + s] = slices[s * outer + o];
 }
 
-/* Copy slice after slice to its places in an observation. Called with constant `run_bytes` where that is small. */
+/* Copy each slice to its places in an observation. Called with constant `run_bytes` where that is small. */
 static inline void place_slices(const window *cut, const uint8_t *slices, Py_ssize_t run_bytes, uint8_t *out) {
     for (Py_ssize_t s = 0; s < cut->count; s++)
         for (Py_ssize_t o = 0; o < cut->outer; o++, slices += run_bytes)
@@ -165,11 +163,17 @@ static PyObject *log_gather(PyObject *self, PyObject *arguments) {
     if (PyArray_NBYTES(out) != count * log->row_bytes || !PyArray_IS_C_CONTIGUOUS(out) || !PyArray_ISWRITEABLE(out))
         return PyErr_Format(PyExc_ValueError, "out must be a contiguous and writable array of %zd rows of %zd bytes",
                             count, log->row_bytes);
-    const int64_t *const numbers = PyArray_DATA(places);
+    /* A copy, because other threads may write to the array without the GIL after its numbers were checked. */
+    int64_t *const numbers = malloc((size_t)count * sizeof *numbers + 1);
+    if (!numbers) return PyErr_NoMemory();
+    memcpy(numbers, PyArray_DATA(places), (size_t)count * sizeof *numbers);
     for (Py_ssize_t i = 0; i < count; i++)
-        if (numbers[i] >= log->ticks * log->lanes)
-            return PyErr_Format(PyExc_IndexError, "places[%zd] is %lld, but %zd ticks of %zd lanes were written", i,
-                                (long long)numbers[i], log->ticks, log->lanes);
+        if (numbers[i] >= log->ticks * log->lanes) {
+            PyErr_Format(PyExc_IndexError, "places[%zd] is %lld, but %zd ticks of %zd lanes were written", i,
+                         (long long)numbers[i], log->ticks, log->lanes);
+            free(numbers);
+            return NULL;
+        }
     uint8_t *to = PyArray_DATA(out);
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++, to += log->row_bytes) {
@@ -177,6 +181,7 @@ static PyObject *log_gather(PyObject *self, PyObject *arguments) {
         else join_slices(log, find_slices(log, numbers[i]), to);
     }
     Py_END_ALLOW_THREADS
+    free(numbers);
     Py_RETURN_NONE;
 }
 
@@ -285,6 +290,7 @@ static PyType_Spec log_spec = {
 };
 
 int add_observation_log(PyObject *module) {
-    observation_log_type = type_add(module, &log_spec, "ObservationLog");
-    return observation_log_type ? 0 : -1;
+    PyTypeObject *const type = type_add(module, &log_spec, "ObservationLog");
+    Py_XDECREF((PyObject *)type);
+    return type ? 0 : -1;
 }

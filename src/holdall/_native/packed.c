@@ -9,7 +9,7 @@
 
 static const uint32_t MAGIC = UINT32_C(0x314b5048); /* "HPK1" on little-endian machines */
 
-/* Runs with a larger share of rows that do not follow the plan are not packed: 1 / MIN_ROWS_PER_EXCEPTION. */
+/* A run is not packed if more than one in MIN_ROWS_PER_EXCEPTION of its rows does not follow the plan. */
 enum { MIN_ROWS_PER_EXCEPTION = 8 };
 
 /* Rows between the two prefetches of `PackedRun.read`, and between the second one and the read. */
@@ -64,7 +64,7 @@ static inline const uint8_t *first_frame(const PackedRun *run, const packed_grou
 }
 
 /* Return the number of the exception that stores `row`, or -1 if the row has a valid record. */
-static Py_ssize_t exception_of(const PackedRun *run, uint32_t row) {
+static Py_ssize_t find_exception_number(const PackedRun *run, uint32_t row) {
     size_t low = 0, high = run->header->exception_count;
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
@@ -77,7 +77,7 @@ static Py_ssize_t exception_of(const PackedRun *run, uint32_t row) {
 
 void packed_read(const PackedRun *run, int leaf_number, Py_ssize_t row, uint8_t *out) {
     const packed_leaf *const leaf = run->leaves + leaf_number;
-    const Py_ssize_t exception = run->header->exception_count ? exception_of(run, (uint32_t)row) : -1;
+    const Py_ssize_t exception = run->header->exception_count ? find_exception_number(run, (uint32_t)row) : -1;
     if (exception >= 0) {
         memcpy(out, run->exceptions + (size_t)exception * run->row_bytes + leaf->start, leaf->bytes);
         return;
@@ -279,15 +279,15 @@ typedef struct {
 /* Everything that packing one run needs. */
 typedef struct {
     PackedRun *run;
-    size_t max_bytes;     /* the image must not be larger */
-    const uint8_t **rows; /* by leaf */
-    const uint8_t *is_copy; /* by piece */
-    source *sources;      /* ordered by group */
+    size_t max_bytes;       /* the image must not be larger */
+    const uint8_t **rows;   /* rows of each leaf */
+    const uint8_t *is_copy; /* whether each piece reads bytes of a frame that another piece stores */
+    source *sources;        /* ordered by group */
     uint32_t first_source[MAX_PACKED_GROUPS + 1];
-    uint32_t *cursors;    /* of group g and row r: g * rows + r */
-    uint32_t *slots;      /* hash table of the frames of one log: frame number + 1, or 0 */
+    uint32_t *cursors;      /* of group g and row r: g * rows + r */
+    uint32_t *slots;        /* hash table of the frames of one log: frame number + 1, or 0 */
     size_t slot_mask;
-    uint8_t *scratch;     /* one row */
+    uint8_t *scratch;       /* room for one row */
 } packer;
 
 enum { PACKED = 0, NOT_WORTH_IT = 1, OUT_OF_MEMORY = 2 };
@@ -331,7 +331,7 @@ static uint64_t hash_frame(const uint8_t *frame, size_t bytes) {
     return hash ^ hash >> 32;
 }
 
-/* Return the slot of the frame in `scratch`: its own if the log has the frame, else the empty one where it belongs. */
+/* Return the slot of the frame in `scratch`, or the empty slot where it belongs if the log does not have the frame. */
 static uint32_t *find_slot(const packer *p, const uint8_t *log, size_t frame_bytes) {
     size_t slot = hash_frame(p->scratch, frame_bytes) & p->slot_mask;
     while (p->slots[slot] && memcmp(log + (size_t)(p->slots[slot] - 1) * frame_bytes, p->scratch, frame_bytes) != 0)
@@ -340,7 +340,7 @@ static uint32_t *find_slot(const packer *p, const uint8_t *log, size_t frame_byt
 }
 
 /* Write the log of one group to `log`, which has `room` bytes, and the cursors of all rows. Rows are visited lane by
- * lane, so that neighbours in time are neighbours in the log. Return the number of frames, or -1 without room. */
+ * lane, so that neighbours in time are neighbours in the log. Return the number of frames, or -1 if they do not fit. */
 static Py_ssize_t write_log(packer *p, uint32_t number, uint8_t *log, size_t room) {
     const packed_header *const header = p->run->header;
     const packed_group *const group = p->run->groups + number;
@@ -410,7 +410,7 @@ static size_t compare_rows(const packer *p, size_t max_count, uint32_t *wrong) {
     return count;
 }
 
-/* Store the rows that are listed in `wrong` whole. */
+/* Store the rows that are listed in `wrong` as exceptions. Return PACKED, or NOT_WORTH_IT if they do not fit. */
 static int add_exceptions(packer *p, const uint32_t *wrong, size_t count) {
     PackedRun *const run = p->run;
     uint64_t needed;
@@ -430,7 +430,8 @@ static int add_exceptions(packer *p, const uint32_t *wrong, size_t count) {
     return PACKED;
 }
 
-/* Fill the image, whose tables are complete but for the numbers of frames. It has room for `max_bytes` bytes. */
+/* Fill the image, which has room for `max_bytes` bytes. Its tables are complete except for the numbers of frames. Return PACKED
+ * or NOT_WORTH_IT. */
 static int fill_image(packer *p) {
     PackedRun *const run = p->run;
     packed_group *const groups = run->groups;
@@ -452,7 +453,7 @@ static int fill_image(packer *p) {
     return count > max_exceptions ? NOT_WORTH_IT : add_exceptions(p, wrong, count);
 }
 
-/* Pack the rows of `p` into a new image. Needs no GIL. */
+/* Pack the rows of `p` into a new image. Return PACKED, NOT_WORTH_IT or OUT_OF_MEMORY. Needs no GIL. */
 static int pack_rows(packer *p) {
     PackedRun *const run = p->run;
     uint8_t *const tables = run->image;
@@ -601,7 +602,7 @@ done:
 
 /* ---- the type ----------------------------------------------------------------------- */
 
-/* Count the memory of a run that is complete, until it is freed. */
+/* Count the memory of a complete run in `heap_count`, until the run is freed. */
 static void count_image(PackedRun *run) {
     run->counted_bytes = run->image_bytes;
     heap_count((long long)run->counted_bytes);

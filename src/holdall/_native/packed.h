@@ -1,7 +1,8 @@
 /* Packed runs: the small observations of one closed segment, stored without the values that repeat in them.
  *
- * A plan divides the bytes of an observation among groups. Each group has a log of frames. A row's record has one cursor
- * per group, which points at the first of `window` consecutive frames that the row consists of:
+ * A plan divides the bytes of an observation among groups. Each group has a log of frames, which are pieces of
+ * `frame_bytes` bytes. The record of a row has one cursor per group: the number of the first of the `window` consecutive
+ * frames that have the row's bytes of the group. Examples of groups:
  *
  *   - Values that rarely change: many cursors point at one frame, and each distinct frame is stored once.
  *   - A history of the last H values: H frames in a row, of which the next row shares H - 1.
@@ -73,15 +74,15 @@ typedef struct {
 /* The observations of one segment. Immutable; safe to read from several threads. */
 typedef struct {
     PyObject_HEAD
-    uint8_t *image; /* malloc */
-    size_t counted_bytes; /* what `heap_count` was told of the image */
+    uint8_t *image;       /* allocated with malloc */
+    size_t counted_bytes; /* bytes of the image that `heap_count` counted */
     size_t image_bytes;
     packed_header *header;
     packed_leaf *leaves;
     packed_group *groups;
     packed_piece *pieces;
     Py_ssize_t rows; /* ticks * lanes */
-    size_t row_bytes;
+    size_t row_bytes; /* bytes of a row of all leaves */
     uint8_t *records;
     size_t record_bytes;
     uint32_t *exception_rows; /* ascending */
@@ -100,7 +101,7 @@ PREFETCHER void packed_prefetch(const PackedRun *run, Py_ssize_t row) {
     for (size_t at = 0; at < run->record_bytes; at += PACKED_CACHE_LINE) FETCH_SOON(record + at);
 }
 
-/* Load the frames that a record points at. Call this between `packed_prefetch` and `packed_read`. */
+/* Load the frames that the cursors of a record refer to. Call this between `packed_prefetch` and `packed_read`. */
 void packed_prefetch_frames(const PackedRun *run, Py_ssize_t row);
 
 /* Return one leaf's share of the bytes of a run, rounded down. Leaves that are copies of each other share the cost. */

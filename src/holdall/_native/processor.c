@@ -1,4 +1,4 @@
-/* What the processor can do. It is asked once.
+/* Which instructions the processor has. It is asked once, and the answer is kept.
  *
  * __builtin_cpu_supports of the compilers needs a runtime library that not every linker adds to a shared library. */
 #include "processor.h"

@@ -1,4 +1,4 @@
-/* What the processor can do. */
+/* Which instructions the processor has. */
 #ifndef HOLDALL_PROCESSOR_H
 #define HOLDALL_PROCESSOR_H
 
@@ -11,8 +11,8 @@ int has_ssse3(void);
 int has_avx2(void);
 #endif
 
-/* FETCH_SOON loads a cache line that is needed soon. GCC takes a function that does nothing else for one without effect, and
- * removes calls of it. Such functions are declared PREFETCHER, which makes GCC inline them before it looks. */
+/* FETCH_SOON loads a cache line that is needed soon. GCC regards a function that only does this as one without effect, and
+ * removes calls of it. PREFETCHER declares such functions: GCC inlines them before it removes calls. */
 #if defined(__GNUC__) || defined(__clang__)
 #define FETCH_SOON(where) __builtin_prefetch(where)
 #define PREFETCHER static inline __attribute__((always_inline))

@@ -1,8 +1,8 @@
 /* Reader: copies rows out of a catalog.
  *
- * `gather` has two steps. With the GIL held, it copies small rows, and writes down which slices every large observation
- * consists of. Then it copies or decodes these slices without the GIL, shared among threads. It owns references to the
- * forms of the blocks that it reads, so that they stay alive when a block is compressed, moved or evicted meanwhile.
+ * `gather` has two steps. With the GIL held, it copies small rows, and lists the slices of every large observation. Then it
+ * copies or decodes these slices without the GIL, shared among threads. It owns references to the forms of the blocks that it
+ * reads, so that they stay alive when a block is compressed, moved or evicted meanwhile.
  */
 #include "coded.h"
 #include "module.h"
@@ -52,7 +52,7 @@ typedef struct {
     recycler *recycler;
     thread_pool *pool;
     Py_ssize_t bytes_per_thread;
-    int helpers; /* calls of `help` that are waiting for work */
+    int helpers; /* calls of `help` that have not returned */
     int wanted;  /* the most helpers that a gather could have used */
     int is_busy; /* a gather uses the pool and the workspaces */
     workspace *workspaces[MAX_THREADS];
@@ -60,14 +60,14 @@ typedef struct {
 
 /* ---- slices, without the GIL ------------------------------------------------------------ */
 
-/* One observation and the next one of one column, or one of them. */
+/* An observation and its next observation in one column, or one of the two. */
 typedef struct {
     PyObject *form; /* owned: Raw or Coded */
     const window *cut;
     Py_ssize_t slice_bytes;
-    uint8_t *obs;      /* where the observation goes, or NULL */
-    uint8_t *next_obs; /* where the next observation goes, or NULL */
-    Py_ssize_t first;  /* of its slice numbers in `numbers` */
+    uint8_t *obs;      /* destination of the observation, or NULL */
+    uint8_t *next_obs; /* destination of the next observation, or NULL */
+    Py_ssize_t first;  /* index of its first slice number in `numbers` */
     Py_ssize_t step;   /* slices by which the next observation starts later */
 } observation;
 
@@ -84,7 +84,7 @@ typedef struct {
 
 enum { OK = 0, DAMAGED = 1, NO_MEMORY = 2 };
 
-/* Put slice `s` of an observation where it belongs. */
+/* Copy slice `s` of an observation to its places in `out`. */
 static void place_slice(const window *cut, const uint8_t *slice, Py_ssize_t s, uint8_t *out) {
     const Py_ssize_t stretch = cut->count * cut->run_bytes;
     out += s * cut->run_bytes;
@@ -121,14 +121,14 @@ static int decode_or_copy(workspace *space, const Coded *coded, uint32_t number,
     return 1;
 }
 
-/* How many of `count` numbers follow each other. */
+/* Return how many of the first of `count` numbers ascend by 1. */
 static Py_ssize_t run_length(const uint32_t *numbers, Py_ssize_t count) {
     Py_ssize_t run = 1;
     while (run < count && numbers[run] == numbers[0] + (uint32_t)run) run++;
     return run;
 }
 
-/* Decode an observation and the next one. A slice that both share is decoded once. Return 0 if a slice is damaged. */
+/* Decode an observation and its next observation. A slice that both share is decoded once. Return 0 if a slice is damaged. */
 static int decode_observation(workspace *space, const observation *v, const uint32_t *numbers) {
     const Coded *const coded = (const Coded *)v->form;
     const window *const cut = v->cut;
@@ -156,7 +156,7 @@ static int decode_observation(workspace *space, const observation *v, const uint
     return 1;
 }
 
-/* The compressed block that observation `i` of a job is in, or NULL. */
+/* The compressed block that has observation `i` of a job, or NULL. */
 static inline const coded_block *block_ahead(const gather_job *job, Py_ssize_t i) {
     if (i >= job->count || Py_TYPE(job->observations[i].form) == raw_type) return NULL;
     return &((const Coded *)job->observations[i].form)->block;
@@ -242,7 +242,7 @@ static void gather_pieces(void *given, int64_t thread) {
 }
 
 /* Ask the system to fetch all slices that are in files, so that the disk serves several requests at once. */
-static void expect_files(const gather_job *job) {
+static void announce_files(const gather_job *job) {
     for (Py_ssize_t i = 0; i < job->count; i++) {
         const observation *const v = &job->observations[i];
         if (Py_TYPE(v->form) == raw_type || ((const Coded *)v->form)->block.data) continue;
@@ -323,7 +323,7 @@ static int run_job(Reader *self, gather_job *job, Py_ssize_t bytes) {
     job->piece = bytes > 0 ? (Py_ssize_t)((double)job->count * (double)piece_bytes / (double)bytes) + 1 : 1;
     if (has_pool) self->is_busy = 1;
     Py_BEGIN_ALLOW_THREADS
-    expect_files(job);
+    announce_files(job);
     threads_begin(helpers ? self->pool : NULL, gather_pieces, job, helpers);
     gather_pieces(job, 0);
     threads_end(helpers ? self->pool : NULL);
@@ -353,7 +353,7 @@ static double estimate_density(const Catalog *catalog) {
  * it takes a third of the time of a search. */
 static inline const Segment *find_segment(const Catalog *catalog, double density, int64_t tick) {
     const Py_ssize_t guess = (Py_ssize_t)((double)(tick - catalog->first_ticks[0]) * density);
-    if (guess < catalog->segment_count) {
+    if (guess >= 0 && guess < catalog->segment_count) {
         const Segment *const segment = catalog->segments[guess];
         if (tick >= segment->first_tick && tick < segment->first_tick + segment->ticks) return segment;
     }
@@ -366,16 +366,17 @@ static int locate(const Catalog *catalog, int64_t first_tick, const int64_t *ids
     const int64_t first_id = first_tick * lanes, next_id = catalog_next_tick(catalog) * lanes;
     const double density = estimate_density(catalog);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (ids[i] < first_id || ids[i] >= next_id) {
-            PyErr_Format(PyExc_IndexError, "id %lld is not held; ids %lld to %lld are", (long long)ids[i],
-                         (long long)first_id, (long long)next_id - 1);
+        const int64_t id = ids[i]; /* read once, because another thread may write to the array */
+        if (id < first_id || id >= next_id) {
+            PyErr_Format(PyExc_IndexError, "id %lld is not held; ids %lld to %lld are", (long long)id, (long long)first_id,
+                         (long long)next_id - 1);
             return -1;
         }
-        const int64_t tick = lanes == 1 ? ids[i] : ids[i] / lanes;
+        const int64_t tick = lanes == 1 ? id : id / lanes;
         const Segment *const segment = find_segment(catalog, density, tick);
         locations[i].segment = segment;
-        locations[i].row = (Py_ssize_t)(ids[i] - segment->first_tick * lanes);
-        locations[i].lane = (Py_ssize_t)(ids[i] - tick * lanes);
+        locations[i].row = (Py_ssize_t)(id - segment->first_tick * lanes);
+        locations[i].lane = (Py_ssize_t)(id - tick * lanes);
     }
     return 0;
 }
@@ -418,8 +419,8 @@ PREFETCHER void prefetch_ahead(int column, const location *locations, Py_ssize_t
     prefetch_row(ahead->segment->parts[column], ahead->row);
 }
 
-/* Load the packed rows of all wanted columns. They refer to frames, which are loaded once the rows are there. The columns of
- * a segment share a packed run, so it is enough to load those of the first column. */
+/* Load the packed rows of all wanted columns, and then the frames that they refer to. The packed columns of a segment share a
+ * run, so it is enough to load the rows of the first one. */
 static void prefetch_packed(const Catalog *catalog, const location *locations, Py_ssize_t count, const Py_ssize_t *wanted) {
     int first = -1, has_obs = 0, has_next = 0;
     for (int column = 0; column < catalog->column_count - 1; column++) {
@@ -479,7 +480,7 @@ PREFETCHER void prefetch_parts(const Catalog *catalog, const location *locations
         }
 }
 
-/* Copy the rows of a column that is not sliced there. */
+/* Copy the rows of a column, except those in sliced parts. */
 static void copy_rows(int column, const location *locations, Py_ssize_t count, int is_next, uint8_t *out) {
     for (Py_ssize_t i = 0; i < count; i++) {
         prefetch_ahead(column, locations, count, i);
@@ -520,7 +521,8 @@ static Py_ssize_t count_sliced(int column, const location *locations, Py_ssize_t
     return sliced;
 }
 
-/* Write down the slices of all sliced observations of a column. Return the end of `numbers` that is used. */
+/* List the slices of all sliced observations of a column in the job, whose first `used` numbers are in use. Return how many
+ * are in use then. */
 static Py_ssize_t list_slices(int column, const location *locations, Py_ssize_t count, uint8_t *obs, uint8_t *next_obs,
                               gather_job *job, Py_ssize_t used) {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -700,8 +702,8 @@ static void copy_piece(const Catalog *catalog, const location *locations, Py_ssi
     if (ended) copy_ended(flags, some, count, ended + from);
 }
 
-/* Copy everything that is not sliced, and list the slices of the rest. Return the bytes to copy and decode, -1 with an
- * exception set. */
+/* Copy everything that is not sliced, and list the slices of the rest in the job. Return the bytes of these slices in the
+ * batch, -1 with an exception set. */
 static Py_ssize_t copy_small(const Catalog *catalog, const location *locations, Py_ssize_t count, PyObject *arrays,
                              const Py_ssize_t *wanted, gather_job *job) {
     Py_ssize_t observations = 0, numbers = 0, used = 0, bytes = 0;
@@ -848,16 +850,20 @@ static Py_ssize_t list_windows(int column, const location *locations, Py_ssize_t
 /* Copy or decode the slices of windows. Return the number of slices, or -1 with an exception set. */
 static Py_ssize_t copy_windows(Reader *self, int column, const location *locations, Py_ssize_t count, const window *cut,
                                uint8_t *out, int32_t *starts) {
-    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes, most = 2 * cut->count;
+    const Py_ssize_t slice_bytes = cut->outer * cut->run_bytes, max_added = 2 * cut->count; /* slices of one transition */
     gather_job job = {0};
+    if (max_added > INT32_MAX / (count + 1)) { /* `starts` has numbers of 32 bits. */
+        PyErr_Format(PyExc_ValueError, "%zd observations of %zd slices are too many for one call", count, cut->count);
+        return -1;
+    }
     job.observations = malloc((size_t)count * sizeof *job.observations);
-    job.numbers = malloc((size_t)(count * most) * sizeof *job.numbers);
-    window *const cuts = malloc((size_t)(most + 1) * sizeof *cuts);
+    job.numbers = malloc((size_t)(count * max_added) * sizeof *job.numbers);
+    window *const cuts = malloc((size_t)(max_added + 1) * sizeof *cuts);
     Py_ssize_t used = -1;
     if (!job.observations || !job.numbers || !cuts) {
         PyErr_NoMemory();
     } else {
-        for (Py_ssize_t n = 0; n <= most; n++)
+        for (Py_ssize_t n = 0; n <= max_added; n++)
             cuts[n] = (window){.count = n, .outer = 1, .run_bytes = slice_bytes, .shift = 1};
         used = list_windows(column, locations, count, cut, cuts, out, starts, &job);
         if (used > 0 && run_job(self, &job, used * slice_bytes) < 0) used = -1;
@@ -942,10 +948,6 @@ static int reader_init(PyObject *object, PyObject *arguments, PyObject *keywords
     static char *names[] = {"max_kept_bytes", "bytes_per_thread", NULL};
     Reader *const self = (Reader *)object;
     Py_ssize_t max_kept_bytes = 0, bytes_per_thread = BYTES_PER_THREAD;
-    if (self->pool) {
-        PyErr_SetString(PyExc_TypeError, "a reader is initialised once");
-        return -1;
-    }
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|nn", names, &max_kept_bytes, &bytes_per_thread)) return -1;
     if (max_kept_bytes < 0 || bytes_per_thread < 1) {
         PyErr_SetString(PyExc_ValueError, "max_kept_bytes must be at least 0, and bytes_per_thread at least 1");
@@ -959,6 +961,10 @@ static int reader_init(PyObject *object, PyObject *arguments, PyObject *keywords
         return -1;
     }
     return 0;
+}
+
+static PyObject *make_reader(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    return object_make(type, arguments, keywords, reader_init);
 }
 
 static void reader_dealloc(PyObject *object) {
@@ -991,7 +997,7 @@ static PyGetSetDef reader_properties[] = {
 };
 static PyType_Slot reader_slots[] = {
     {Py_tp_doc, "Copies rows out of a catalog."},
-    {Py_tp_init, (void *)reader_init},
+    {Py_tp_new, (void *)make_reader},
     {Py_tp_dealloc, (void *)reader_dealloc},
     {Py_tp_methods, reader_methods},
     {Py_tp_getset, reader_properties},

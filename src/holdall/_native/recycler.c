@@ -41,8 +41,8 @@ void recycler_release(recycler *r) {
     free(r);
 }
 
-/* Take out the newest piece of at least `*bytes` bytes, but not far more, and set `*bytes` to its size. NULL if no piece
- * has such a size. */
+/* Remove the newest piece of at least `*bytes` bytes, and at most about twice as many, and set `*bytes` to its size. NULL if no
+ * piece has such a size. */
 static void *take_kept(recycler *r, Py_ssize_t *bytes) {
     for (int i = r->kept_count - 1; i >= 0; i--) {
         if (r->kept[i].bytes < *bytes || r->kept[i].bytes / 2 > *bytes) continue;

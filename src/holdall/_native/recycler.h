@@ -6,11 +6,12 @@
 #include "engine.h"
 
 enum {
-    MAX_KEPT = 16,           /* pieces of memory that are kept */
-    RECYCLED_ALIGNMENT = 64, /* of the first byte of every array: where torch's own tensors begin */
+    MAX_KEPT = 16,           /* the most pieces of memory that are kept */
+    RECYCLED_ALIGNMENT = 64, /* bytes; every array begins at a multiple of it, as torch's own tensors do */
 };
 
-/* The memory that is kept. Owned by whoever made the recycler and by all arrays in its memory. Used with the GIL. */
+/* Memory that is kept for later arrays. The maker of the recycler and every Recycled object own a reference. Used with the
+ * GIL. */
 typedef struct {
     Py_ssize_t references;
     Py_ssize_t max_kept_bytes;
@@ -22,7 +23,7 @@ typedef struct {
     } kept[MAX_KEPT]; /* oldest first */
 } recycler;
 
-/* Memory that arrays refer to. When the last reference is dropped, the recycler keeps it. */
+/* Memory of one or more arrays, which own references. When the last reference is dropped, the recycler keeps the memory. */
 typedef struct {
     PyObject_HEAD
     recycler *recycler;
@@ -30,14 +31,14 @@ typedef struct {
     Py_ssize_t bytes;
 } Recycled;
 
-/* NULL without an exception if there is no memory. */
+/* Return a recycler that keeps nothing yet. NULL without an exception if there is no memory. */
 recycler *recycler_new(Py_ssize_t max_kept_bytes);
 /* Drop a reference; `r` may be NULL. */
 void recycler_release(recycler *r);
 /* Free everything that is kept. */
 void recycler_clear(recycler *r);
 
-/* Return memory for arrays of `bytes` bytes together, kept or new. NULL with an exception set. */
+/* Return at least `bytes` bytes of memory, kept or new. NULL with an exception set. */
 Recycled *recycled_new(recycler *r, Py_ssize_t bytes);
 /* The first aligned byte. */
 uint8_t *recycled_start(const Recycled *memory);

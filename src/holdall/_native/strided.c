@@ -14,7 +14,7 @@ __attribute__((target("ssse3"))) static int64_t separate_three(uint8_t *to, cons
     const __m128i mid = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1);
     const __m128i high = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13);
     int64_t i = 0;
-    for (; i + 17 <= pixels; i += 16) /* the loads of the last channel reach two bytes further */
+    for (; i + 17 <= pixels; i += 16) /* The loads of the last channel reach two bytes beyond the 16 pixels. */
         for (int64_t c = 0; c < 3; c++) {
             const __m128i *const at = (const __m128i *)(from + 3 * i + c);
             const __m128i channel =
@@ -52,13 +52,14 @@ __attribute__((target("ssse3"))) static int64_t separate_four(uint8_t *to, const
 
 void part_channels(uint8_t *to, const uint8_t *from, int64_t pixels, int64_t channels) {
     for (int64_t c = 0; c < channels;) {
-        const int64_t left = channels - c, together = channels == 3 ? 3 : left < 4 ? left : 4;
+        const int64_t left = channels - c;
+        const int64_t group = left < 4 ? left : 4;
         int64_t done = 0;
 #ifdef HAVE_X86
         if (has_ssse3() && channels == 3) done = separate_three(to, from, pixels);
-        if (has_ssse3() && together == 4) done = separate_four(to + c * pixels, from + c, pixels, channels);
+        if (has_ssse3() && group == 4) done = separate_four(to + c * pixels, from + c, pixels, channels);
 #endif
-        for (const int64_t end = c + together; c < end; c++)
+        for (const int64_t end = c + group; c < end; c++)
             for (int64_t i = done; i < pixels; i++) to[c * pixels + i] = from[i * channels + c];
     }
 }

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* Write an image channel by channel whose channels are interleaved, with one byte per channel. */
+/* Copy an image with interleaved channels of one byte each to `to`, one channel after another. */
 void part_channels(uint8_t *to, const uint8_t *from, int64_t pixels, int64_t channels);
 
 /* Copy an array to `to` in C order. Return the end of the copy. */

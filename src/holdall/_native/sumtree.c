@@ -22,11 +22,9 @@ typedef struct {
     PyObject_HEAD
     double *nodes;
     int64_t slots;
-    int64_t leaves;  /* the power of two from `slots` on */
+    int64_t leaves;  /* the smallest power of two that is at least `slots` */
     double highest;  /* the largest number that `update` or `raise_highest` was given */
 } SumTree;
-
-static PyTypeObject *sum_tree_type;
 
 /* ---- loops --------------------------------------------------------------------------- */
 
@@ -126,7 +124,7 @@ static PyObject *sum_tree_new(PyTypeObject *type, PyObject *arguments, PyObject 
     double highest = 0;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "L|d:SumTree", names, &slots, &highest)) return NULL;
     if (slots < 1 || slots > INT64_C(1) << 48)
-        return PyErr_Format(PyExc_ValueError, "slots is %lld, but must be at least 1", slots);
+        return PyErr_Format(PyExc_ValueError, "slots is %lld, but must be from 1 to 2^48", slots);
     SumTree *const tree = object_new(type);
     if (!tree) return NULL;
     tree->slots = slots;
@@ -278,7 +276,7 @@ static PyObject *sum_tree_raise_highest(PyObject *self, PyObject *value_given) {
     Py_RETURN_NONE;
 }
 
-/* Return what `_restore` needs: the number of slots, `highest`, and the numbers. */
+/* Return the arguments of SumTree(...), and the numbers in the slots for `__setstate__`. */
 static PyObject *sum_tree_reduce(PyObject *self, PyObject *Py_UNUSED(none)) {
     const SumTree *const tree = (SumTree *)self;
     npy_intp count = (npy_intp)tree->slots;
@@ -345,6 +343,7 @@ static PyType_Spec sum_tree_spec = {
 };
 
 int add_sum_tree(PyObject *module) {
-    sum_tree_type = type_add(module, &sum_tree_spec, "SumTree");
-    return sum_tree_type ? 0 : -1;
+    PyTypeObject *const type = type_add(module, &sum_tree_spec, "SumTree");
+    Py_XDECREF((PyObject *)type);
+    return type ? 0 : -1;
 }

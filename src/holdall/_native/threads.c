@@ -36,13 +36,13 @@ typedef pthread_cond_t condition;
 struct thread_pool {
     mutex lock;
     condition has_work;
-    condition all_left;
+    condition is_idle; /* signalled when `busy` becomes 0 */
     work_on work;
     void *job;
     int64_t wanted; /* helpers that may still begin the job */
     int64_t begun;  /* helpers that began the job */
     int64_t busy;   /* helpers that work on the job */
-    int dismissed;
+    int is_dismissed;
 #ifdef __linux__
     pthread_t helpers[MAX_PLACED];
     int helper_count;
@@ -51,10 +51,19 @@ struct thread_pool {
 };
 
 #ifdef __linux__
-/* Record a helper, so that `place_helpers` can place it. */
+/* Record the calling thread as a helper. The next job places all helpers again. */
 static void join_pool(thread_pool *pool) {
     if (pool->helper_count < MAX_PLACED) pool->helpers[pool->helper_count++] = pthread_self();
     pool->caller_core = 0;
+}
+
+/* Remove the calling thread, which is about to end. A number of a thread that has ended may be that of another one. */
+static void leave_pool(thread_pool *pool) {
+    for (int i = 0; i < pool->helper_count; i++)
+        if (pthread_equal(pool->helpers[i], pthread_self())) {
+            pool->helpers[i] = pool->helpers[--pool->helper_count];
+            return;
+        }
 }
 
 /* Allow helpers all cores of the caller, except for the one that it runs on now. Otherwise the kernel wakes helpers
@@ -72,6 +81,7 @@ static void place_helpers(thread_pool *pool) {
 }
 #else
 static void join_pool(thread_pool *pool) { (void)pool; }
+static void leave_pool(thread_pool *pool) { (void)pool; }
 static void place_helpers(thread_pool *pool) { (void)pool; }
 #endif
 
@@ -80,19 +90,19 @@ thread_pool *threads_new(void) {
     if (pool) {
         MUTEX_NEW(&pool->lock);
         CONDITION_NEW(&pool->has_work);
-        CONDITION_NEW(&pool->all_left);
+        CONDITION_NEW(&pool->is_idle);
     }
     return pool;
 }
 
-/* Helpers are numbered in the order in which they begin a job, because any of the threads may be the ones that do, and
- * the caller has memory for as many as it asked for. */
+/* Helpers are numbered in the order in which they begin a job: any threads of the pool may begin it, and the caller has
+ * memory for as many helpers as it asked for. */
 void threads_help(thread_pool *pool) {
     LOCK(&pool->lock);
     join_pool(pool);
     for (;;) {
-        while (!pool->dismissed && pool->wanted == 0) WAIT(&pool->has_work, &pool->lock);
-        if (pool->dismissed) break;
+        while (!pool->is_dismissed && pool->wanted == 0) WAIT(&pool->has_work, &pool->lock);
+        if (pool->is_dismissed) break;
         pool->wanted--;
         pool->busy++;
         const int64_t thread = ++pool->begun;
@@ -101,14 +111,15 @@ void threads_help(thread_pool *pool) {
         UNLOCK(&pool->lock);
         work(job, thread);
         LOCK(&pool->lock);
-        if (--pool->busy == 0) WAKE_ALL(&pool->all_left);
+        if (--pool->busy == 0) WAKE_ALL(&pool->is_idle);
     }
+    leave_pool(pool);
     UNLOCK(&pool->lock);
 }
 
 void threads_dismiss(thread_pool *pool) {
     LOCK(&pool->lock);
-    pool->dismissed = 1;
+    pool->is_dismissed = 1;
     WAKE_ALL(&pool->has_work);
     UNLOCK(&pool->lock);
 }
@@ -131,6 +142,6 @@ void threads_end(thread_pool *pool) {
     if (!pool) return;
     LOCK(&pool->lock);
     pool->wanted = 0;
-    while (pool->busy > 0) WAIT(&pool->all_left, &pool->lock);
+    while (pool->busy > 0) WAIT(&pool->is_idle, &pool->lock);
     UNLOCK(&pool->lock);
 }

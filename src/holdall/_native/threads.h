@@ -6,13 +6,13 @@
 
 typedef struct thread_pool thread_pool;
 
-/* What a thread does with a job: it takes pieces until none are left. Thread 0 is the caller. Helpers are numbered from 1
- * on, up to as many as were asked for. */
+/* The work of one thread on a job: it takes pieces until none are left. `thread` is 0 for the caller of `threads_begin`, and
+ * 1 to `helpers` for the helpers. */
 typedef void (*work_on)(void *job, int64_t thread);
 
 /* A pool without threads. NULL if there is no memory. */
 thread_pool *threads_new(void);
-/* Work on jobs until the pool is dismissed. Called by the thread of a helper. */
+/* Work on jobs until the pool is dismissed. The calling thread is then a helper of the pool. */
 void threads_help(thread_pool *pool);
 /* Make `threads_help` return in all helpers. */
 void threads_dismiss(thread_pool *pool);

@@ -18,13 +18,13 @@ static void sum_row(const uint8_t *from, int64_t columns, uint8_t above, const u
 #ifdef HAVE_X86
 enum { WIDTH = 16 };
 
-/* Return 16 bytes of two rows, one row in each half. */
+/* Return 16 bytes of each of two neighbouring rows, one row in each half. */
 __attribute__((target("avx2"))) static inline __m256i load_two(const uint8_t *at, int64_t columns) {
     const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at));
     return _mm256_inserti128_si256(first, _mm_loadu_si128((const __m128i *)(at + columns)), 1);
 }
 
-/* Store 16 bytes of two rows, each plus its byte of `more` if that is not NULL. */
+/* Store 16 bytes of each of two neighbouring rows, each plus its byte of `more` if that is not NULL. */
 __attribute__((target("avx2"))) static inline void store_two(__m256i v, const uint8_t *more, int64_t columns, uint8_t *out) {
     if (more) v = _mm256_add_epi8(v, load_two(more, columns));
     _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(v));
@@ -257,12 +257,15 @@ const uint8_t *apply_changes(const uint8_t *p, const uint8_t *end, uint8_t *slic
     int64_t changes, skipped, length, at = 0;
     p = read_number(p, end, &changes);
     for (; p && changes > 0; changes--) {
-        if (!(p = read_number(p, end, &skipped)) || !(p = read_number(p, end, &length))) return NULL;
+        p = read_number(p, end, &skipped);
+        if (p) p = read_number(p, end, &length);
+        if (!p) return NULL;
         if (skipped > bytes - at || length > bytes - at - skipped || length > end - p) return NULL;
         at += skipped;
         if (length <= AT_ONCE && bytes - at >= AT_ONCE && end - p >= AT_ONCE) copy_few(slice + at, p, length);
         else memcpy(slice + at, p, (size_t)length);
-        at += length, p += length;
+        at += length;
+        p += length;
     }
     return p;
 }

@@ -12,7 +12,11 @@
 
 enum { WRITTEN = 0, FULL = 1, UNCHECKED = 2 };
 enum { GROUP_OBS = 0, GROUP_ACTION = 1, GROUP_EXTRAS = 2, GROUP_COUNT = 3 };
-enum { FIRST_LOG_ROWS = 64, MIN_BLOCK_TICKS = 2, MIN_ROOM_SHARE = 8 };
+enum {
+    FIRST_LOG_ROWS = 64, /* entries per lane in a new log */
+    MIN_BLOCK_TICKS = 2, /* ticks that fit into every block, even if none of their slices are equal */
+    MIN_ROOM_SHARE = 8,  /* a block is continued if at least one in MIN_ROOM_SHARE of its slices is free */
+};
 
 /* One column of the open segment. */
 typedef struct {
@@ -21,7 +25,7 @@ typedef struct {
     Part *part; /* borrowed from the open segment */
 
     /* Sliced parts. */
-    Py_ssize_t *ends;   /* log entries of each lane */
+    Py_ssize_t *ends;   /* number of log entries of each lane */
     Py_ssize_t longest; /* the largest of `ends` */
     uint8_t *last;      /* newest next observation of each lane; NULL where slices can be compared in the block */
     uint8_t *slice;     /* room for one slice */
@@ -57,7 +61,7 @@ static inline int is_observation(const Writer *w, int i) { return w->catalog->co
 
 /* ---- writing a tick ------------------------------------------------------------------ */
 
-/* Where the rows of a tick are, all lanes one after another in C order. */
+/* The rows of one tick. The rows of all lanes are stored one after another, in C order. */
 typedef struct {
     const uint8_t *rows[MAX_COLUMNS];
     const uint8_t *next[MAX_COLUMNS]; /* of observation columns */
@@ -66,7 +70,7 @@ typedef struct {
     const uint8_t *valid; /* NULL: all lanes are valid */
 } tick;
 
-/* Whether `next_obs` shows what `obs` shows, `shift` slices earlier. */
+/* Whether `next_obs` is `obs` without its first `shift` slices, followed by as many others. */
 static int overlaps(const window *cut, const uint8_t *obs, const uint8_t *next_obs) {
     const Py_ssize_t stretch = cut->count * cut->run_bytes, skipped = cut->shift * cut->run_bytes;
     for (Py_ssize_t o = 0; o < cut->outer; o++)
@@ -301,9 +305,9 @@ typedef struct {
     uint8_t few[2 * FEW_LANES];
 } time_limits;
 
-/* Return whether an info dict says that a time limit ended the step; 2 if it says something else than True or False, or
- * is no dict; -1 with an exception set. */
-static int is_truncated(PyObject *info, PyObject *key) {
+/* Return 1 if an info dict says that a time limit ended the step, else 0; 2 if `info` is not a dict, or its value neither True
+ * nor False; -1 with an exception set. */
+static int read_truncated(PyObject *info, PyObject *key) {
     if (!PyDict_Check(info)) return 2;
     PyObject *const value = PyDict_GetItemWithError(info, key);
     if (!value) return PyErr_Occurred() ? -1 : 0;
@@ -311,8 +315,8 @@ static int is_truncated(PyObject *info, PyObject *key) {
     return value == Py_True ? 1 : 2;
 }
 
-/* Collect the flags from `infos`, a list or tuple with one dict per lane, and from `done`. Return 1, or 0 if an argument is
- * something else; -1 with an exception set. This can run Python code. */
+/* Collect the flags from `infos`, a list or tuple with one dict per lane, and from `done`. Return 1; 0 if an argument has
+ * another form; -1 with an exception set. This can run Python code. */
 static int collect_time_limits(const Writer *w, PyObject *infos, PyObject *done, time_limits *limits) {
     static PyObject *key;
     if (!key && !(key = PyUnicode_InternFromString("TimeLimit.truncated"))) return -1;
@@ -329,9 +333,10 @@ static int collect_time_limits(const Writer *w, PyObject *infos, PyObject *done,
         /* Looking up a key can run code that shortens the list. */
         if (is_list && lane >= PyList_Size(infos)) return 0;
         PyObject *const info = Py_NewRef(is_list ? PyList_GetItem(infos, lane) : PyTuple_GetItem(infos, lane));
-        const int truncated = is_truncated(info, key);
+        const int truncated = read_truncated(info, key);
         Py_DECREF(info);
-        if (truncated < 0 || truncated > 1) return truncated < 0 ? -1 : 0;
+        if (truncated < 0) return -1;
+        if (truncated > 1) return 0;
         limits->truncated[lane] = (uint8_t)truncated;
     }
     const uint8_t *const ended = find_flags(w, done);
@@ -340,8 +345,8 @@ static int collect_time_limits(const Writer *w, PyObject *infos, PyObject *done,
     return ended != NULL;
 }
 
-/* Find all rows of a tick. `leaves` has the leaves of obs, next_obs, action and extras by column. Return 0 if an argument
- * does not fit. */
+/* Find all rows of a tick. `leaves` has the leaves of obs, action and extras by column, `next_leaves` those of next_obs, and
+ * `given` all arguments. `*number` is memory for a reward that is a float. Return 0 if an argument does not fit. */
 static int find_tick(Writer *w, PyObject *const *leaves, PyObject *const *next_leaves, PyObject *const *given,
                      const time_limits *limits, double *number, tick *t) {
     for (int i = 0; i < w->flags; i++) {
@@ -415,7 +420,7 @@ static const uint8_t *find_steps(const Writer *w, const column *c, PyObject *val
     if (PyArray_CheckExact(value) && fits_column(c, (PyArrayObject *)value, 2, leading) &&
         PyArray_IS_C_CONTIGUOUS((PyArrayObject *)value))
         return PyArray_DATA((PyArrayObject *)value);
-    PyErr_SetString(PyExc_ValueError, "extend takes contiguous arrays that Schema.check returned");
+    PyErr_SetString(PyExc_ValueError, "extend takes contiguous arrays with the dtypes and shapes of the columns");
     return NULL;
 }
 
@@ -508,9 +513,9 @@ static void free_open_columns(open_column *columns, int count) {
     free(columns);
 }
 
-/* Whether the next segment, which begins with `first_tick`, may add slices to a block. Scenes that come back are stored
- * once in a block. A block is freed whole, so that a block is used for as many ticks as are held, at most. If everything
- * was evicted, a new block lets the old one be freed. */
+/* Whether the next segment, which begins with `first_tick`, may add slices to a block. A scene that comes back is stored once
+ * in a block, so blocks are continued. A block is freed as a whole, so it is used for at most as many ticks as the memory
+ * holds. If everything was evicted, the old block can be freed, so a new one is used. */
 static int can_continue(const Writer *w, const Block *block, const window *cut, int64_t first_tick) {
     const Py_ssize_t room = block->capacity - block->used;
     return block->slice_bytes == cut->outer * cut->run_bytes && room >= 2 * cut->count * w->lanes &&
@@ -519,7 +524,8 @@ static int can_continue(const Writer *w, const Block *block, const window *cut, 
            catalog_first_tick(w->catalog) < catalog_next_tick(w->catalog);
 }
 
-/* The block of the next segment: the one before if it can be continued, else a new one. New reference. */
+/* Return a new reference to the block of the next segment: the block of the segment before if it can be continued, else a new
+ * block. NULL with an exception set. */
 static Block *next_block(const Writer *w, const open_column *before, const window *cut, int64_t first_tick) {
     Block *const block = before && before->kind == PART_SLICED ? before->part->block : NULL;
     if (block && can_continue(w, block, cut, first_tick)) return (Block *)Py_NewRef((PyObject *)block);
@@ -529,7 +535,7 @@ static Block *next_block(const Writer *w, const open_column *before, const windo
     Block *const opened = block_new(slice_bytes, capacity, w->lanes);
     if (!opened) return NULL;
     opened->first_tick = first_tick;
-    /* Where one block was filled, the next one is filled too. A page fault for every 4 KiB takes longer than copying them. */
+    /* If one block was filled, the next one is likely to be. A page fault for every 4 KiB takes longer than copying 4 KiB. */
     const int is_filled = block && block->used >= block->capacity / 2;
     if (is_filled) area_use_huge_pages(((Raw *)opened->form)->data, (size_t)(slice_bytes * capacity));
     return opened;
@@ -628,7 +634,7 @@ static void publish(Writer *w, Catalog *catalog) {
     Py_XDECREF((PyObject *)old);
 }
 
-/* The number of the oldest segments that hold no tick from `first_tick` on. The open segment is never among them. */
+/* Return how many of the oldest segments end before `first_tick`. The open segment is not counted. */
 static Py_ssize_t count_before(const Catalog *catalog, int64_t first_tick) {
     Py_ssize_t count = 0;
     while (count < catalog->segment_count - 1 &&
@@ -667,24 +673,32 @@ static PyObject *writer_roll(PyObject *self, PyObject *arguments) {
     Writer *const w = (Writer *)self;
     PyObject *layouts = Py_None;
     if (!PyArg_ParseTuple(arguments, "|O", &layouts)) return NULL;
-    /* Parsing layouts can run Python code, so it is done on a copy before the open segment is looked at. */
+    /* Making a tuple of `layouts` can run Python code, which may add ticks. The open segment is looked at after that. */
     PyObject *const given = layouts == Py_None ? NULL : PySequence_Tuple(layouts);
     if (layouts != Py_None && !given) return NULL;
+    Catalog *const before = (Catalog *)Py_NewRef((PyObject *)w->catalog);
     const Segment *const open = open_segment(w);
+    const Py_ssize_t ticks = open->ticks;
     Segment *closed = NULL, *opened = NULL;
     open_column *columns = NULL;
-    const int is_held = catalog_first_tick(w->catalog) < open->first_tick + open->ticks;
+    const int is_held = ticks > 0 && catalog_first_tick(before) < open->first_tick + ticks;
     if (is_held && !(closed = close_copy(w))) goto failed;
-    opened = open_new(w, open->first_tick + open->ticks, given, &columns);
+    opened = open_new(w, open->first_tick + ticks, given, &columns);
     if (!opened) goto failed;
+    if (w->catalog != before || open->ticks != ticks) {
+        PyErr_SetString(PyExc_RuntimeError, "reading the layouts ran code that changed the writer");
+        goto failed;
+    }
     PyObject *const result = closed ? Py_NewRef((PyObject *)closed) : Py_NewRef(Py_None);
     if (publish_open(w, closed, opened, columns) < 0) {
         Py_DECREF(result);
         goto failed;
     }
     Py_XDECREF(given);
+    Py_DECREF((PyObject *)before);
     return result;
 failed:
+    Py_DECREF((PyObject *)before);
     free_open_columns(columns, column_count(w));
     Py_XDECREF(given);
     Py_XDECREF((PyObject *)closed);
@@ -726,7 +740,7 @@ static PyObject *writer_evict(PyObject *self, PyObject *arguments) {
 }
 
 /* Return the place of a closed segment in the catalog, or -1. */
-static Py_ssize_t place_of(const Catalog *catalog, const Segment *segment) {
+static Py_ssize_t find_place(const Catalog *catalog, const Segment *segment) {
     if (catalog->segment_count < 2) return -1;
     const Py_ssize_t i = catalog_find(catalog, segment->first_tick);
     return i < catalog->segment_count - 1 && catalog->segments[i] == segment ? i : -1;
@@ -749,7 +763,7 @@ static Catalog *catalog_copy(const Catalog *catalog) {
     return copy;
 }
 
-/* Whether a part may stand for column `i` of a segment of `ticks` ticks. */
+/* Whether a segment of `ticks` ticks may have a part for column `i`. */
 static int part_fits(const Writer *w, int i, const Part *part, Py_ssize_t ticks) {
     const column *const c = &w->catalog->columns[i];
     if (part->capacity != ticks || part->lanes != w->lanes || part->row_bytes != c->row_bytes) return 0;
@@ -776,7 +790,7 @@ static PyObject *writer_replace(PyObject *self, PyObject *arguments) {
         Py_DECREF((PyObject *)replaced->parts[i]);
         replaced->parts[i] = (Part *)Py_NewRef(value);
     }
-    const Py_ssize_t place = place_of(w->catalog, (Segment *)segment);
+    const Py_ssize_t place = find_place(w->catalog, (Segment *)segment);
     if (place >= 0) {
         Catalog *const catalog = catalog_copy(w->catalog);
         if (!catalog) goto failed;
@@ -861,7 +875,7 @@ static Py_ssize_t find_missing(const Catalog *catalog, const int64_t *ids, Py_ss
     return -1;
 }
 
-/* Return the kind that a part must have to store a row as well: its own, or a wider one. */
+/* Return the kind that a part must have so that it can also store `row`: its own kind, or a wider one. */
 static int find_kind(const Part *part, const uint8_t *row) {
     if (!is_narrow(part->kind)) return part->kind;
     const int needed = narrow_find_kind(row, part->row_bytes);
@@ -941,13 +955,13 @@ static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "ids must be a contiguous array of int64");
         return NULL;
     }
-    const Py_ssize_t count = PyArray_SIZE(ids), changed = PyTuple_Size(columns);
+    const Py_ssize_t count = PyArray_SIZE(ids), changed_count = PyTuple_Size(columns);
     int numbers[MAX_COLUMNS];
-    if (changed > column_count(w) || changed != PyTuple_Size(rows)) {
-        PyErr_Format(PyExc_ValueError, "%zd columns cannot be rewritten with %zd arrays", changed, PyTuple_Size(rows));
+    if (changed_count > column_count(w) || changed_count != PyTuple_Size(rows)) {
+        PyErr_Format(PyExc_ValueError, "%zd columns cannot be rewritten with %zd arrays", changed_count, PyTuple_Size(rows));
         return NULL;
     }
-    for (Py_ssize_t k = 0; k < changed; k++) {
+    for (Py_ssize_t k = 0; k < changed_count; k++) {
         numbers[k] = check_rewrite(w, PyTuple_GetItem(columns, k), PyTuple_GetItem(rows, k), count);
         if (numbers[k] < 0) return NULL;
     }
@@ -959,18 +973,19 @@ static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
     }
     /* Copies of parts change nothing that is held, so it does not matter if only some of them can be made. */
     Catalog *old[MAX_COLUMNS];
-    Py_ssize_t thawed = 0;
+    Py_ssize_t thawed_count = 0;
     int has_grown = 0;
-    while (thawed < changed) {
-        const uint8_t *const from = PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, thawed));
-        if (thaw_column(w, numbers[thawed], named, count, from, &old[thawed], &has_grown) < 0) break;
-        thawed++;
+    while (thawed_count < changed_count) {
+        const uint8_t *const from = PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, thawed_count));
+        if (thaw_column(w, numbers[thawed_count], named, count, from, &old[thawed_count], &has_grown) < 0) break;
+        thawed_count++;
     }
-    for (Py_ssize_t k = 0; thawed == changed && k < changed; k++)
+    const int has_failed = thawed_count < changed_count;
+    for (Py_ssize_t k = 0; !has_failed && k < changed_count; k++)
         rewrite_column(w, numbers[k], named, count, PyArray_DATA((PyArrayObject *)PyTuple_GetItem(rows, k)));
-    for (Py_ssize_t k = 0; thawed == changed && k < changed; k++) w->catalog->flags_changed += numbers[k] == w->flags;
-    for (Py_ssize_t k = 0; k < thawed; k++) Py_XDECREF((PyObject *)old[k]);
-    if (thawed < changed) return NULL;
+    for (Py_ssize_t k = 0; !has_failed && k < changed_count; k++) w->catalog->flags_changed += numbers[k] == w->flags;
+    for (Py_ssize_t k = 0; k < thawed_count; k++) Py_XDECREF((PyObject *)old[k]);
+    if (has_failed) return NULL;
     return PyBool_FromLong(has_grown);
 }
 
@@ -987,7 +1002,7 @@ static int set_column_type(column *c, int type_number) {
     Py_DECREF(descr);
     for (int i = 0; i < c->ndim; i++) {
         if (c->shape[i] < 0 || (c->shape[i] > 0 && c->row_bytes > INT32_MAX / c->shape[i])) {
-            PyErr_SetString(PyExc_ValueError, "a row of a column must be smaller than 2 GiB");
+            PyErr_SetString(PyExc_ValueError, "no length of a column may be negative, and a row must be smaller than 2 GiB");
             return -1;
         }
         c->row_bytes *= c->shape[i];
@@ -1033,7 +1048,9 @@ static int parse_groups(Writer *w, PyObject *given) {
     w->flags = w->reward + 1 + counts[GROUP_EXTRAS];
     int fits = column_count(w) == w->flags + 1;
     for (int i = 0; fits && i < column_count(w); i++) {
-        const int role = i < counts[GROUP_OBS] ? ROLE_OBSERVATION : i == w->flags ? ROLE_FLAGS : ROLE_ROW;
+        int role = ROLE_ROW;
+        if (i < counts[GROUP_OBS]) role = ROLE_OBSERVATION;
+        else if (i == w->flags) role = ROLE_FLAGS;
         fits = w->catalog->columns[i].role == role;
     }
     if (!fits || w->catalog->columns[w->flags].row_bytes != 1) {
@@ -1091,23 +1108,24 @@ static int writer_init(PyObject *self, PyObject *arguments, PyObject *keywords) 
     Writer *const w = (Writer *)self;
     PyObject *columns, *groups, *layouts;
     long long capacity_ticks, first_tick = 0;
-    if (w->catalog) {
-        PyErr_SetString(PyExc_TypeError, "a writer is initialised once");
-        return -1;
-    }
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!O!nLnnO!|L", names, &PyTuple_Type, &columns, &PyTuple_Type,
                                      &groups, &w->lanes, &capacity_ticks, &w->segment_ticks, &w->block_bytes,
                                      &PyTuple_Type, &layouts, &first_tick))
         return -1;
     if (w->lanes < 1 || capacity_ticks < 1 || w->segment_ticks < 1 || w->segment_ticks > INT32_MAX / w->lanes ||
-        w->block_bytes < 1 || first_tick < 0 || first_tick > INT64_C(1) << 61 || capacity_ticks > INT64_C(1) << 61 ||
+        w->block_bytes < 1 || first_tick < 0 || first_tick > MAX_ID / w->lanes || capacity_ticks > MAX_ID / w->lanes ||
         PyTuple_Size(layouts) != PyTuple_Size(columns)) {
-        PyErr_SetString(PyExc_ValueError, "lanes, ticks and bytes must be positive, and there must be one layout per column");
+        PyErr_SetString(PyExc_ValueError, "lanes, ticks and bytes must be positive, a segment have fewer than 2^31 rows, "
+                                          "ids be at most 2^61, and every column have a layout");
         return -1;
     }
     if (make_catalog(w, columns, capacity_ticks, first_tick) < 0) return -1;
     if (parse_groups(w, groups) < 0) return -1;
     return reopen(w, first_tick, layouts);
+}
+
+static PyObject *make_writer(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    return object_make(type, arguments, keywords, writer_init);
 }
 
 static void writer_dealloc(PyObject *self) {
@@ -1183,7 +1201,7 @@ static PyGetSetDef writer_properties[] = {
 };
 static PyType_Slot writer_slots[] = {
     {Py_tp_doc, "Owner of the open segment and the catalog."},
-    {Py_tp_init, (void *)writer_init},
+    {Py_tp_new, (void *)make_writer},
     {Py_tp_dealloc, (void *)writer_dealloc},
     {Py_tp_methods, writer_methods},
     {Py_tp_getset, writer_properties},

@@ -13,7 +13,7 @@ A place (a directory, or a prefix of an object store) contains
 | module    | subject |
 | --------- | ------- |
 | blobs     | `BlobStore`: the five operations on which everything else is built |
-| directory_blobs, object_blobs | its two implementations |
+| directory_blobs, object_blobs | the two implementations of `BlobStore` |
 | manifest  | the text that names all records of a checkpoint |
 | reader    | lists the checkpoints of a place and opens their files |
 | save      | writes a snapshot as blobs and a manifest |
@@ -30,8 +30,7 @@ A place (a directory, or a prefix of an object store) contains
 | jobs, waiting | background threads; progress and cancelling of their jobs |
 | urls | paths and URLs of places |
 
-A shard saves with keep=None to `shard_url(url, number)`, and puts `runs_state(...)` into its state as "runs". The
-learner saves a `ShardsSnapshot` to `url`. To load, a shard calls `read_checkpoint(manifest, reader, capacity_ticks)`.
+The docstring of streams.py describes how the shards of a memory are saved and loaded.
 """
 
 from holdall.checkpoint.attached import Attached, attached_files

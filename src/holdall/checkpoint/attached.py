@@ -22,23 +22,23 @@ _PIECE_BYTES = 8 * 2**20
 _FILE = "file"
 
 
-def checked_files(attach: Any) -> dict[str, Path | bytes]:
+def check_files(attach: Any) -> dict[str, Path | bytes]:
     """Return the files to attach by name. Raise ArgumentError if a name or a content cannot be saved."""
     if not isinstance(attach, Mapping):
         raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths. Pass a dict.")
-    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+    return {_check_name(name): _check_content(name, content) for name, content in attach.items()}
 
 
-def _checked_name(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
         raise ArgumentError(
             f"attach has the name {name!r}. Use letters, digits, '_', '-', '.', and '/' between path components. "
-            "Components may not start with '-' or '.'. There are at most 16, of at most 255 characters each."
+            "Components may not start with '-' or '.'. A name has at most 16 components of at most 255 characters."
         )
     return name
 
 
-def _checked_content(name: str, content: Any) -> Path | bytes:
+def _check_content(name: str, content: Any) -> Path | bytes:
     if isinstance(content, bytes | bytearray | memoryview):
         return bytes(content)
     if isinstance(content, str | os.PathLike):
@@ -49,7 +49,7 @@ def _checked_content(name: str, content: Any) -> Path | bytes:
     raise ArgumentError(f"attach[{name!r}] has the type {type(content).__name__}. Pass bytes or the path of a file.")
 
 
-def file_pieces(content: Path | bytes) -> Iterator[bytes]:
+def read_pieces(content: Path | bytes) -> Iterator[bytes]:
     """Yield a file in pieces. An empty file has one piece."""
     if isinstance(content, bytes):
         pieces = [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
@@ -79,7 +79,7 @@ def unpack_file(record: Record, read: Read) -> bytes:
 
 @dataclass(eq=False)
 class Attached(Mapping[str, bytes]):
-    """The files that were saved with a memory, by name. Each is read when it is requested."""
+    """The files that were saved with a memory, by name. A file is read when it is requested."""
 
     files: RecordFiles | None = None
     refs: Mapping[str, tuple[Ref, ...]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from holdall.background import end_before_python
+from holdall.background import end_at_exit
 from holdall.checks import require_count, require_number
 from holdall.errors import ArgumentError, ClosedError, HoldallError
 
@@ -40,10 +40,10 @@ class AutosavedMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SaveInterval:
-    """When a save is due. The first limit that is reached counts.
+    """Limits on the time and on the number of transitions between two saves. A save is due at the first limit.
 
-    Seconds are counted from the end of the last save, or from its start if it failed. Transitions are counted from its
-    start, because those added later are not in that checkpoint.
+    Seconds are counted from the end of the last save, or from its start if it failed. Transitions are counted from the
+    start of the last save, because transitions that were added later are not in its checkpoint.
     """
 
     seconds: float | None
@@ -56,8 +56,9 @@ class SaveInterval:
 
     def is_due(self, seconds: float, transitions: int) -> bool:
         """Return whether a save is due after `seconds` and `transitions`."""
-        is_time = self.seconds is not None and seconds >= self.seconds
-        return is_time or (self.transitions is not None and transitions >= self.transitions)
+        if self.seconds is not None and seconds >= self.seconds:
+            return True
+        return self.transitions is not None and transitions >= self.transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,16 @@ class _Settings:
 
 
 class Autosave:
-    """The thread that saves one memory. It refers to the memory weakly, and ends with it or with `stop`."""
+    """The thread that saves one memory.
+
+    The thread ends when the memory is closed or garbage-collected, or when `stop` is called.
+    """
 
     def __init__(self, memory: AutosavedMemory, settings: _Settings) -> None:
         self._stopped = threading.Event()
         arguments = (weakref.ref(memory), settings, memory.next_id, self._stopped)
         self._thread = threading.Thread(target=_run_autosave, args=arguments, name="holdall-autosave", daemon=True)
-        end_before_python(self._thread, self._stopped.set)
+        end_at_exit(self._thread, self._stopped.set)
         self._thread.start()
 
     def stop(self) -> None:
@@ -130,7 +134,7 @@ def _run_autosave(
             while not (handle.done() or stopped.wait(_POLL_S)):
                 pass
             if stopped.is_set():
-                return  # The `close` of the memory waits for the save.
+                return  # Closing the memory waits for the save.
             handle.result()
             began = time.monotonic()
         except ClosedError:

@@ -1,4 +1,4 @@
-"""Places of checkpoints and journals: the `BlobStore` protocol, and `open_blobs` for a path or a URL.
+"""Blob stores, which keep checkpoints and the journals of shards: `BlobStore`, and `open_blobs` for a path or a URL.
 
 A blob is written once and never modified. A checkpoint is committed by creating its manifest after every blob that the
 manifest names.

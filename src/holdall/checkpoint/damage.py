@@ -49,19 +49,20 @@ def find_damage(
         require_files(manifest, sizes)
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
-    checking = _Checking(RecordFiles(reader, manifest.files), manifest)
+    checker = _RecordChecker(RecordFiles(reader, manifest.files), manifest)
     found = []
     for ref in dict.fromkeys(manifest.refs):
         with Losses() as lost, refuse_malformed(f"The record at byte {ref.start} of {ref.file}"):
-            checking.check(ref)
+            checker.check(ref)
         found += [Damage(ref.file, ref.start, str(error)) for error in lost]
         progress(ref.nbytes)
     for shard in manifest.shards:
-        below = reader.below(shard.folder)
+        shard_reader = reader.open_shard(shard.folder)
+        of_shard: list[Damage] = []
         with Losses() as lost:
-            of_shard = find_damage(below, read_shard_manifest(below, shard), progress)
-        of_shard = [Damage("", 0, str(error)) for error in lost] or of_shard
-        found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
+            of_shard = find_damage(shard_reader, read_shard_manifest(shard_reader, shard), progress)
+        of_shard += [Damage("", 0, str(error)) for error in lost]
+        found += [replace(damage, file=f"{shard.folder}/{damage.file}") for damage in of_shard]
     return found
 
 
@@ -74,8 +75,8 @@ class _LostTransitions(NamedTuple):
     reason: str
 
 
-class _Checking:
-    """Reads records completely."""
+class _RecordChecker:
+    """Compares all bytes of records with their checksums."""
 
     def __init__(self, files: RecordFiles, manifest: Manifest) -> None:
         self._files = files
@@ -111,7 +112,7 @@ class Salvage(Restored):
         self._log_losses()
 
     def open_attached(self) -> None:
-        """Open the attached files, as far as they exist."""
+        """Open the attached files that exist."""
         with Losses():
             super().open_attached()
 
@@ -196,21 +197,23 @@ class Salvage(Restored):
         return Segment(entry.first_tick, ticks, lanes, parts)
 
     def _record_loss(self, entry: SegmentEntry, is_lost: NDArray[np.bool_], reason: str) -> None:
-        """Record which transitions of a segment are lost."""
+        """Record which transitions of a segment are lost. Ticks before `first_tick` do not count: they were evicted."""
         ticks = np.flatnonzero(is_lost) // self.schema.num_envs + entry.first_tick
-        self._losses.append(_LostTransitions(len(ticks), int(ticks[0]), int(ticks[-1]), reason))
+        ticks = ticks[ticks >= self.first_tick]
+        if len(ticks) > 0:
+            self._losses.append(_LostTransitions(len(ticks), int(ticks[0]), int(ticks[-1]), reason))
 
     def _log_losses(self) -> None:
         """Log which ticks have lost transitions. Consecutive losses with the same reason are logged together."""
         for reason, losses in itertools.groupby(self._losses, attrgetter("reason")):
-            together = list(losses)
+            group = list(losses)
             _LOG.warning(
                 "%s, checkpoint %d: %d transitions of ticks %d to %d are lost: %s",
                 self.url,
                 self.manifest.number,
-                sum(loss.transitions for loss in together),
-                together[0].first_tick,
-                together[-1].last_tick,
+                sum(loss.transitions for loss in group),
+                group[0].first_tick,
+                group[-1].last_tick,
                 reason,
             )
 

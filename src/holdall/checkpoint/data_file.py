@@ -1,7 +1,7 @@
 """Data files: open files of records, on this machine or in an object store.
 
 `DataFile` reads a local file by position. `RemoteFile` is a sparse local file whose pages are fetched from a blob store
-before they are read. `bring` fetches ranges of several files, a few at a time.
+before they are read. `fetch_ranges` fetches ranges of several files with a few parallel requests.
 
 Guarantee: a page of a remote file is read only after all of it was written. Requests in progress take a few megabytes
 of memory, whatever the size of the file. Pages that were not fetched take no space on the local disk.
@@ -35,7 +35,7 @@ _MAX_FETCH_BYTES = 2**20
 _MAX_THREADS = 8
 _MAX_POSITION = 2**63 - 1
 _SPARE_FILES = 256
-"""Open files that a program may need besides those of a checkpoint."""
+"""Number of files that a program may have open besides those of a checkpoint."""
 
 Positions = NDArray[np.int64]
 
@@ -43,12 +43,12 @@ _SEEKING = threading.Lock()  # Windows cannot read by position. No other thread 
 
 
 class DataFile:
-    """An open file of records. The descriptor is closed when nothing refers to this object any more.
+    """An open file of records. The descriptor is closed when this object is garbage-collected.
 
     Attributes:
         path: Path or URL, for errors.
         descriptor: Descriptor that compressed blocks are read from.
-        is_remote: Whether `bring` must fetch a range before native code may read it.
+        is_remote: Whether `fetch` must be called with a range before native code may read it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -72,8 +72,8 @@ class DataFile:
             raise DamageError(error.errno, f"{self.path} cannot be read: {error.strerror}.") from error
         return b"".join(pieces)
 
-    def bring(self, starts: Positions, ends: Positions) -> None:
-        """Ask the operating system to read ranges ahead."""
+    def fetch(self, starts: Positions, ends: Positions) -> None:
+        """Prepare ranges for reading. A local file asks the operating system to read them ahead."""
         if hasattr(os, "posix_fadvise"):
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                 os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
@@ -100,26 +100,27 @@ class RemoteFile(DataFile):
         self._blobs = blobs
         self._name = name
         self._nbytes = nbytes
-        self._is_here = np.zeros(-(-nbytes // PAGE_BYTES), np.bool_)  # Whether the local copy has each page.
+        self._has_page = np.zeros(-(-nbytes // PAGE_BYTES), np.bool_)  # Whether the local copy has each page.
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Fetch a range and return it. The result is shorter at the end of the file."""
-        self.bring(np.array([start], np.int64), np.array([min(start, _MAX_POSITION - nbytes) + nbytes], np.int64))
+        end = min(start, _MAX_POSITION - nbytes) + nbytes  # A damaged record may name a position beyond int64.
+        self.fetch(np.array([start], np.int64), np.array([end], np.int64))
         return super().read(start, nbytes)
 
-    def bring(self, starts: Positions, ends: Positions) -> None:
+    def fetch(self, starts: Positions, ends: Positions) -> None:
         """Fetch the pages of ranges that the local copy lacks. Two threads may fetch the same page."""
-        bring([Demand(self, starts, ends)])
+        fetch_ranges([Demand(self, starts, ends)])
 
     def list_missing(self, starts: Positions, ends: Positions) -> list[PageRun]:
         """Return the pages of ranges that the local copy lacks. Neighbouring pages are in one run, up to a maximum."""
         first = np.clip(starts, 0, self._nbytes) // PAGE_BYTES
         last = -(-np.clip(ends, 0, self._nbytes) // PAGE_BYTES)
         # Add 1 where a range starts and -1 where it ends. Pages are needed where the sum is positive.
-        edges = np.zeros(len(self._is_here) + 1, np.int64)
+        edges = np.zeros(len(self._has_page) + 1, np.int64)
         np.add.at(edges, first, 1)
         np.add.at(edges, np.maximum(first, last), -1)
-        missing = np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._is_here)
+        missing = np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._has_page)
         max_pages = _MAX_FETCH_BYTES // PAGE_BYTES
         runs = []
         for neighbours in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
@@ -128,12 +129,12 @@ class RemoteFile(DataFile):
                 runs.append(PageRun(int(pages[0]), len(pages)))
         return runs
 
-    def fetch(self, run: PageRun) -> None:
+    def fetch_pages(self, run: PageRun) -> None:
         """Fetch pages with one request."""
         start = run.first * PAGE_BYTES
         end = min((run.first + run.length) * PAGE_BYTES, self._nbytes)
         self._write(start, memoryview(self._blobs.read(self._name, start, end - start)))
-        self._is_here[run.first : run.first + run.length] = True
+        self._has_page[run.first : run.first + run.length] = True
 
     def _write(self, start: int, piece: memoryview) -> None:
         try:
@@ -145,7 +146,7 @@ class RemoteFile(DataFile):
             raise CheckpointError(
                 error.errno,
                 f"The local copy of {self.path} cannot be written: {error.strerror}. Free some disk space, or pass a "
-                "spill_dir on a disk that has enough.",
+                "spill_dir (for a Dataset, a cache_dir) on a disk that has enough.",
             ) from error
 
 
@@ -158,12 +159,12 @@ class SharedFile(RemoteFile):
     def __init__(self, blobs: BlobStore, name: str, nbytes: int, copy: Path) -> None:
         descriptor = os.open(copy, os.O_RDWR | os.O_CREAT, 0o644)
         super().__init__(blobs, name, nbytes, descriptor)
-        pages = len(self._is_here)
+        pages = len(self._has_page)
         with copy.with_suffix(".pages").open("a+b") as file:
             if file.seek(0, os.SEEK_END) < pages:
                 file.truncate(pages)
             if pages:
-                self._is_here = np.frombuffer(mmap.mmap(file.fileno(), pages), np.bool_)
+                self._has_page = np.frombuffer(mmap.mmap(file.fileno(), pages), np.bool_)
 
 
 def open_data_file(
@@ -193,8 +194,8 @@ def open_data_file(
     except OSError as error:
         raise CheckpointError(
             error.errno,
-            f"No temporary file can be made for the data of {blobs.url} ({error.strerror}). Pass a spill_dir that can "
-            "be written.",
+            f"No temporary file can be made for the data of {blobs.url} ({error.strerror}). Pass a spill_dir "
+            "(for a Dataset, a cache_dir) that can be written.",
         ) from error
     return RemoteFile(blobs, name, nbytes, descriptor)
 
@@ -220,15 +221,15 @@ class Demand(NamedTuple):
     ends: Positions
 
 
-def bring(demands: Iterable[Demand]) -> None:
-    """Make ranges of files readable. Up to `_MAX_THREADS` requests of remote files are sent at a time."""
+def fetch_ranges(demands: Iterable[Demand]) -> None:
+    """Prepare ranges of files for reading. Up to `_MAX_THREADS` requests of remote files are sent at a time."""
     tasks = []
     for demand in demands:
         if isinstance(demand.file, RemoteFile):
             runs = demand.file.list_missing(demand.starts, demand.ends)
-            tasks += [partial(demand.file.fetch, run) for run in runs]
+            tasks += [partial(demand.file.fetch_pages, run) for run in runs]
         else:
-            demand.file.bring(demand.starts, demand.ends)
+            demand.file.fetch(demand.starts, demand.ends)
     errors: list[BaseException] = []
 
     def work() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdall.checkpoint.blobs import check_name, explain_lock
+from holdall.checkpoint.manifest import SHARD_FOLDER
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import BlobMissingError, CheckpointError, DamageError, FencedError, HoldallError
 from holdall.store.records import Buffer
@@ -36,15 +37,15 @@ _TEMPORARY = re.compile(r"[A-Za-z0-9_.\-]+\.[0-9a-f]{16}\.tmp")
 _MAX_CALL_BYTES = 4 * 2**20
 """Bytes of one write or read call, so that a cancelled job on a slow disk ends soon."""
 _MAX_LISTINGS = 20
-"""Listings of a directory from which files are being removed, before the removed ones are left out."""
-_LOOK_S = 0.05
-"""Seconds before a lock that was refused is tried again. `FileSystem.is_taken` holds it for a moment."""
+"""Maximum number of listings of a directory from which files are being removed. The last one omits removed files."""
+_LOCK_RETRY_S = 0.05
+"""Seconds before a lock that was refused is tried again, because `FileSystem.is_taken` locks the file for a moment."""
 _MAX_OWNER_BYTES = 200
-_SHARD = re.compile(r"shards/[0-9]{5}")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """Errors of `link` on a file system without hard links."""
-_ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_NO_TRAPS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags with which every file is opened."""
+_REGULAR_ONLY_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags with which opening a link fails, and opening a FIFO does not wait for its other end."""
 _NOT_REGULAR = {errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR}
 """Errors of opening a link, a socket or a directory."""
@@ -82,13 +83,14 @@ class FileSystem:
 
     def create(self, path: Path) -> int:
         """Create a file that does not exist, and open it for writing."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _ALWAYS, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o644)
 
     def write(self, file: int, data: Buffer) -> None:
         """Append `data`, which has at most `_MAX_CALL_BYTES` bytes."""
-        left = memoryview(data).cast("B")
-        while left.nbytes:
-            left = left[os.write(file, left) :]
+        remaining = memoryview(data).cast("B")
+        while remaining.nbytes:
+            written = os.write(file, remaining)
+            remaining = remaining[written:]
 
     def sync(self, file: int) -> None:
         """Wait until the file's bytes are on the disk."""
@@ -191,7 +193,7 @@ class FileSystem:
         return False
 
     def read_owner(self, path: Path) -> str:
-        """Return the owner in a lock file, or an empty text if that is unknown."""
+        """Return the owner that `lock` wrote to a lock file, or an empty text if the file cannot be read."""
         try:
             file = self.open(path)
         except OSError:
@@ -203,8 +205,8 @@ class FileSystem:
         finally:
             self.close(file)
 
-    def is_locked(self, file: int, path: Path) -> bool:
-        """Return whether a lock file still has its name: it was neither removed nor replaced."""
+    def is_same_file(self, file: int, path: Path) -> bool:
+        """Return whether the open `file` is still the file at `path`, which was neither removed nor replaced."""
         try:
             return os.path.samestat(os.fstat(file), path.lstat())
         except (FileNotFoundError, NotADirectoryError):
@@ -220,14 +222,14 @@ class FileSystem:
 
 
 def _describe(entry: os.DirEntry[str]) -> DiskEntry | None:
-    """Return a file or a directory, or None if it was removed after it was listed."""
+    """Return the entry of a listing, or None if its file was removed meanwhile."""
     try:
         if entry.is_dir(follow_symlinks=False):
             return DiskEntry(entry.name, None)
-        found = entry.stat(follow_symlinks=False)
+        status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return DiskEntry(entry.name, found.st_size if stat.S_ISREG(found.st_mode) else 0)
+    return DiskEntry(entry.name, status.st_size if stat.S_ISREG(status.st_mode) else 0)
 
 
 def _sync(file: int) -> None:
@@ -237,17 +239,21 @@ def _sync(file: int) -> None:
         os.fsync(file)
 
 
-def _require_regular(path: Path, found: os.stat_result | None) -> None:
-    if found is None or not stat.S_ISREG(found.st_mode):
-        raise DamageError(f"{path} is a link, a directory or a special file. holdall reads only regular files.")
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _explain_irregular(path)
+
+
+def _explain_irregular(path: Path) -> DamageError:
+    return DamageError(f"{path} is a link, a directory or a special file. holdall reads only regular files.")
 
 
 def _open_regular(path: Path, flags: int) -> int:
     try:
-        file = os.open(path, flags | _ALWAYS | _NO_TRAPS, 0o644)
+        file = os.open(path, flags | _OPEN_FLAGS | _REGULAR_ONLY_FLAGS, 0o644)
     except OSError as error:
         if error.errno in _NOT_REGULAR:
-            _require_regular(path, None)
+            raise _explain_irregular(path) from error
         raise
     try:
         _require_regular(path, os.fstat(file))
@@ -269,12 +275,14 @@ class DirectoryLease:
     def check(self) -> None:
         """Raise FencedError if the lock was released, or if the directory was removed or replaced."""
         folder = self._path.parent
+        if self._file is None:
+            raise FencedError(f"The lock of {folder} was released.")
         with _explain_errors(str(folder), "read"):
-            if self._file is None or not self._disk.is_locked(self._file, self._path):
+            if not self._disk.is_same_file(self._file, self._path):
                 raise FencedError(f"{folder} was removed or replaced while it was in use. Save again.")
 
     def release(self) -> None:
-        """Give the lock up. A forked child only closes its copy."""
+        """Give the lock up. A forked child only closes its copy of the descriptor."""
         file = self._file
         self._file = None
         if file is None:
@@ -286,7 +294,7 @@ class DirectoryLease:
 
 
 class DirectoryBlobs:
-    """The blobs of a directory, which is made when the first blob is created.
+    """The blobs of a directory, which is made by the first `create` or `lock`.
 
     A blob is written to a temporary file. The file is synced and linked to the name of the blob. Then the directory is
     synced, so that the name survives a power cut.
@@ -298,16 +306,16 @@ class DirectoryBlobs:
         self.root = root
         self._disk = disk or FileSystem()
         # Links below this directory are refused. For a shard it is the directory of the memory over all shards.
-        self._top = root.parent.parent if _SHARD.fullmatch("/".join(root.parts[-2:])) else root
+        self._top = root.parent.parent if SHARD_FOLDER.fullmatch("/".join(root.parts[-2:])) else root
 
     def create(self, name: str, data: Buffer) -> bool:
         """Create a blob. See `BlobStore.create`."""
-        path = self._find(name)
+        path = self._make_path(name)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         with _explain_errors(self.url, "written"):
             file = self._create_file(temporary)
             try:
-                self._fill(file, data)
+                self._write_and_close(file, data)
                 is_new = self._give_name(temporary, path)
             finally:
                 with contextlib.suppress(OSError):
@@ -339,7 +347,7 @@ class DirectoryBlobs:
 
     def open(self, name: str) -> int:
         """Return a descriptor from which a blob can be read. The errors are those of `read`."""
-        path = self._find(name)
+        path = self._make_path(name)
         try:
             self._refuse_links(path.parent)
             return self._disk.open(path)
@@ -355,7 +363,7 @@ class DirectoryBlobs:
 
     def delete(self, name: str) -> None:
         """Delete a blob if it exists."""
-        path = self._find(name)
+        path = self._make_path(name)
         with _explain_errors(self.url, "written"):
             self._refuse_links(path.parent)
             try:
@@ -373,7 +381,7 @@ class DirectoryBlobs:
             self._refuse_links(self.root)
             file = self._disk.lock(path, owner)
             if file is None:
-                time.sleep(_LOOK_S)
+                time.sleep(_LOCK_RETRY_S)
                 file = self._disk.lock(path, owner)
             if file is None:
                 raise explain_lock(self.url, self._disk.read_owner(path) or "another writer", owner)
@@ -390,7 +398,7 @@ class DirectoryBlobs:
         path = self.root / LOCK_NAME
         return (self._disk.read_owner(path) or "another process") if self._disk.is_taken(path) else ""
 
-    def _find(self, name: str) -> Path:
+    def _make_path(self, name: str) -> Path:
         check_name(name)
         return self.root / name
 
@@ -402,7 +410,7 @@ class DirectoryBlobs:
         return self.read(name, 0, view.nbytes) == view
 
     def _create_file(self, path: Path) -> int:
-        """Create a file, and the directory that it is in if that does not exist."""
+        """Create a file, and its directory if that does not exist."""
         self._refuse_links(path.parent)
         try:
             return self._disk.create(path)
@@ -410,7 +418,8 @@ class DirectoryBlobs:
             self._make_directories(path.parent)
             return self._disk.create(path)
 
-    def _fill(self, file: int, data: Buffer) -> None:
+    def _write_and_close(self, file: int, data: Buffer) -> None:
+        """Write the content of a file and sync it."""
         view = memoryview(data).cast("B")
         try:
             for start in range(0, view.nbytes, _MAX_CALL_BYTES):
@@ -430,7 +439,7 @@ class DirectoryBlobs:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # The file system has no links. Renaming is atomic, too, and the lock keeps other writers out.
+            # The file system has no hard links. Renaming is atomic, too, and other writers do not have the lock.
             if any(entry.name == path.name for entry in self._disk.list(path.parent)):
                 return False
             self._disk.rename(temporary, path)
@@ -453,7 +462,7 @@ class DirectoryBlobs:
         except DamageError:
             raise
         except OSError as error:  # Not damage to one checkpoint: older ones could not be listed either.
-            raise _refuse_read(path, error) from error
+            raise _explain_refusal(path, error) from error
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.nbytes is not None and name.startswith(prefix):
@@ -478,14 +487,14 @@ class DirectoryBlobs:
         )
 
     def _refuse_links(self, folder: Path) -> None:
-        """Raise DamageError if a directory below the top is a link, because its files belong to another place."""
+        """Raise DamageError if a directory below `_top` is a link, because its files belong to another place."""
         while self._top in folder.parents:
             if self._disk.is_link(folder):
                 raise DamageError(f"{folder} is a link, which is not followed. Use the directory itself.")
             folder = folder.parent
 
     def _remove_temporary(self, folder: Path) -> None:
-        """Remove the temporary files of the root and of the directories in it, which the lock protects."""
+        """Remove the temporary files of killed writers from the root and its directories. The caller holds the lock."""
         for entry in self._disk.list(folder):
             if entry.nbytes is None and folder == self.root:
                 self._remove_temporary(folder / entry.name)
@@ -494,7 +503,7 @@ class DirectoryBlobs:
 
 
 def _explain_read(path: Path, error: OSError) -> HoldallError:
-    """Return the error to raise when a file cannot be read: damage, a missing blob, or a problem to solve first."""
+    """Return the error to raise when a file cannot be read: damage, a missing blob, or a refusal."""
     if isinstance(error, HoldallError):
         return error
     if error.errno in _UNREADABLE:
@@ -503,10 +512,11 @@ def _explain_read(path: Path, error: OSError) -> HoldallError:
         return BlobMissingError(
             errno.ENOENT, f"{path} does not exist. If a memory that saves there has removed it, load again."
         )
-    return _refuse_read(path, error)
+    return _explain_refusal(path, error)
 
 
-def _refuse_read(path: Path, error: OSError) -> CheckpointError:
+def _explain_refusal(path: Path, error: OSError) -> CheckpointError:
+    """Return the error to raise when the operating system refuses to read a file or a directory."""
     return CheckpointError(error.errno, f"{path} cannot be read ({error.strerror}). {_find_remedy(error)}")
 
 
@@ -515,8 +525,11 @@ def _find_remedy(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def _explain_errors(url: str, what: str) -> Iterator[None]:
-    """Turn errors of the operating system into a CheckpointError that names the directory and the remedy."""
+def _explain_errors(url: str, action: str) -> Iterator[None]:
+    """Turn errors of the operating system into a CheckpointError that names the directory and the remedy.
+
+    `action` is a participle: the message says that `url` could not be read, written or opened.
+    """
     try:
         yield
     except (CheckpointError, DamageError):
@@ -524,6 +537,6 @@ def _explain_errors(url: str, what: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             error.errno,
-            f"{url} could not be {what} ({error.strerror or error}). {_find_remedy(error)} Earlier checkpoints are "
+            f"{url} could not be {action} ({error.strerror or error}). {_find_remedy(error)} Earlier checkpoints are "
             "intact.",
         ) from error

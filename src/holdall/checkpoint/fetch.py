@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall._native import Catalog, Coded, Part, Segment
-from holdall.checkpoint.data_file import DataFile, Demand, bring
+from holdall.checkpoint.data_file import DataFile, Demand, fetch_ranges
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import HoldallError
 from holdall.store.format import NEXT_FOLLOWS
@@ -39,13 +39,10 @@ class _Log(NamedTuple):
 
 
 class RemoteBlocks:
-    """The hook that fetches data of remote files before it is read. A store may call it from any thread.
-
-    It knows the parts of the loaded memory whose blocks are in remote files.
-    """
+    """The hook that fetches data of remote files before it is read. A store may call it from any thread."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._logs: dict[int, _Log] = {}  # By serial number of the part.
+        self._logs: dict[int, _Log] = {}  # Parts whose blocks are in remote files, by serial number.
         for segment in segments:
             for part in segment.parts:
                 if _find_file(part) is not None:
@@ -67,7 +64,7 @@ class RemoteBlocks:
                 demand = self._find_demand(part, rows, catalog.lanes)
                 if demand is not None:
                     wanted.setdefault(id(demand.file), []).append(demand)
-        bring(
+        fetch_ranges(
             Demand(
                 demands[0].file,
                 np.concatenate([demand.starts for demand in demands]),
@@ -77,7 +74,7 @@ class RemoteBlocks:
         )
 
     def _find_demand(self, part: Part, rows: Ids, lanes: int) -> Demand | None:
-        """Return the ranges of a part that `rows` need, or None if its block is in memory or on this machine."""
+        """Return the ranges of a part's file that `rows` need. None if the block is in memory or on this machine."""
         log = self._logs.get(part.serial)
         file = _find_file(part)
         if log is None or file is None or part.block is None:
@@ -111,16 +108,16 @@ def fetch_on_demand(segments: Sequence[Segment]) -> RemoteBlocks | None:
     return RemoteBlocks(segments) if any(file is not None for file in files) else None
 
 
-def bring_all(segments: Sequence[Segment]) -> None:
+def fetch_all(segments: Sequence[Segment]) -> None:
     """Fetch all remote blocks of `segments`."""
     for each in _list_ranges(segments):
         file = each.file()
         if file is not None:
-            file.bring(np.array([each.start], np.int64), np.array([each.start + each.nbytes], np.int64))
+            file.fetch(np.array([each.start], np.int64), np.array([each.start + each.nbytes], np.int64))
 
 
 class _BlockRange(NamedTuple):
-    file: weakref.ref[DataFile]  # Weak: a memory that evicted a block needs its file no more.
+    file: weakref.ref[DataFile]  # Weak, because a memory that evicted its blocks no longer needs the file.
     start: int
     nbytes: int
 
@@ -166,7 +163,7 @@ def _list_ranges(segments: Sequence[Segment]) -> list[_BlockRange]:
 
 
 def fetch_blocks(ranges: list[_BlockRange], store: weakref.ref[Any], stopped: threading.Event) -> None:
-    """Fetch blocks until all are fetched or `stopped` is set. Remove the hook of `store` once all are fetched."""
+    """Fetch all blocks, then remove the hook of `store`. End early if `stopped` is set."""
     try:
         for each in ranges:
             for first in range(0, each.nbytes, _FETCH_BYTES):
@@ -175,7 +172,7 @@ def fetch_blocks(ranges: list[_BlockRange], store: weakref.ref[Any], stopped: th
                     break
                 start = each.start + first
                 end = min(start + _FETCH_BYTES, each.start + each.nbytes)
-                file.bring(np.array([start], np.int64), np.array([end], np.int64))
+                file.fetch(np.array([start], np.int64), np.array([end], np.int64))
                 del file
     except HoldallError as error:
         if not stopped.is_set():
@@ -184,12 +181,12 @@ def fetch_blocks(ranges: list[_BlockRange], store: weakref.ref[Any], stopped: th
     if stopped.is_set():
         return
     for each in ranges:
-        arrived = each.file()
-        if arrived is not None:
-            arrived.is_remote = False
-    filled = store()
-    if filled is not None:
-        filled.before_read = None
+        file = each.file()
+        if file is not None:
+            file.is_remote = False
+    loaded_store = store()
+    if loaded_store is not None:
+        loaded_store.before_read = None
 
 
 def _find_file(part: Part) -> DataFile | None:

@@ -15,9 +15,9 @@ from holdall.errors import CheckpointError
 
 _POLL_S = 0.05
 _GIVE_UP_SHARE = 0.9
-"""Share of the timeout of `end` after which the current job is told to give up. The job has the rest to end."""
+"""Share of the timeout of `end` after which the current job is cancelled. The job has the rest of the time to end."""
 _IDLE_S = 60.0
-"""Seconds that the thread stays without a job, because starting a thread takes milliseconds on a busy machine."""
+"""Seconds without a job after which the thread ends. Starting a thread takes milliseconds on a busy machine."""
 _CHECK_S = 1.0
 """Seconds after which the thread looks for jobs even if `put` did not wake it, because an interrupt ended `put`."""
 _YIELD_S = 0.001
@@ -28,12 +28,13 @@ class JobThread:
     """Does jobs in the order in which they were put. The thread starts with the first job.
 
     Attributes:
-        lock: Lock that guards all other attributes. Enter it, and not `changed`, in a `with` statement: an interrupt
+        lock: Lock that guards the other attributes. Use `lock`, and not `changed`, in a `with` statement: an interrupt
             inside of `Condition.__enter__`, which is Python code, would leave the lock taken for ever.
-        changed: Condition of `lock`.
-        jobs: Jobs that wait for their turn.
+        changed: Condition of `lock`. Notified when a job is queued or done.
+        waiting: Progress of the current job, and the way to cancel it.
+        jobs: Queued jobs.
         current: The job that is being done, or None.
-        has_given_up: Whether `end` gave up. The remaining jobs then fail.
+        has_given_up: Whether `end` stopped waiting. The remaining jobs then fail.
     """
 
     def __init__(self, name: str, waiting: Waiting, work: Callable[[Any], None]) -> None:
@@ -51,7 +52,7 @@ class JobThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is being done or waits for its turn."""
+        """Whether a job is being done or queued. False in a forked child."""
         return self._process == os.getpid() and (self.current is not None or bool(self.jobs))
 
     def put(self, job: Any) -> None:
@@ -72,7 +73,7 @@ class JobThread:
     def end(self, timeout: float, began: float) -> None:
         """Wait until all jobs are done. Raise CheckpointError if there is no progress for `timeout` seconds.
 
-        `began` is the time at which the caller began to wait, for this thread or for one before it.
+        `began` is the time at which the caller began to wait for this thread, or for another thread before it.
         """
         with self.lock:
             self._is_ending = True

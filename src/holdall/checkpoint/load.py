@@ -22,8 +22,8 @@ import numpy as np
 
 from holdall._native import Block, Coded, Dictionary, Segment
 from holdall.checkpoint.attached import Attached
-from holdall.checkpoint.data_file import DataFile, Demand, allow_open_files, bring
-from holdall.checkpoint.fetch import BackgroundFetch, bring_all, fetch_on_demand, start_fetch
+from holdall.checkpoint.data_file import DataFile, Demand, allow_open_files, fetch_ranges
+from holdall.checkpoint.fetch import BackgroundFetch, fetch_all, fetch_on_demand, start_fetch
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry
 from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Losses, open_reader, require_whole
 from holdall.checkpoint.save import SavedBlock, SavedRecords, SavedSegment
@@ -89,31 +89,30 @@ class RecordFiles:
 
     def open(self, name: str) -> DataFile:
         """Return a file, which is opened by the first call."""
-        found = self._files.get(name)
-        if found is None:
-            found = self._reader.open(name, self._sizes[name])
-            self._files[name] = found
-        return found
+        if name not in self._files:
+            self._files[name] = self._reader.open(name, self._sizes[name])
+        return self._files[name]
 
-    def expect(self, records: Iterable[tuple[Ref, int]]) -> None:
-        """Fetch the first bytes of several records at once. Errors are ignored: reading the records raises them.
+    def fetch(self, records: Iterable[tuple[Ref, int]]) -> None:
+        """Fetch the first bytes of several records at once, so that reading them does not wait for one after another.
 
-        `records` are the records that are read next, each with the number of bytes to fetch.
+        `records` has each record with the number of bytes to fetch. A file that cannot be opened is skipped, because
+        reading its records raises the error.
         """
         ranges: dict[str, list[tuple[int, int]]] = {}
         for ref, nbytes in records:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
         demands = []
-        for name, wanted in ranges.items():
+        for name, file_ranges in ranges.items():
             with contextlib.suppress(DamageError, CheckpointError):
-                starts, ends = np.array(wanted, np.int64).T
+                starts, ends = np.array(file_ranges, np.int64).T
                 demands.append(Demand(self.open(name), starts, ends))
-        bring(demands)
+        fetch_ranges(demands)
 
     def read_record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
-        """Read the head of a record. Raise DamageError if it is not the one that the manifest names.
+        """Read the head of a record. Raise DamageError if it is not the record that the manifest names.
 
-        `ahead_bytes` are read at once, because the caller needs that much of the record.
+        `ahead_bytes` is the number of bytes that are read at once, because the caller needs that much of the record.
         """
         file = self.open(ref.file)
         ahead = ReadAhead(file, ref.start, min(ref.nbytes, ahead_bytes))
@@ -154,7 +153,7 @@ class Restored:
         state: State of sampler and generator, and further values that the memory saved.
         attached: Attached files.
         keeps_ids: Whether transitions have the ids that they had when they were saved.
-        saved: Records that the next save to the same place need not write. None: it writes everything.
+        saved: Records that the next save to the same place need not write. None: the next save writes everything.
         fetch: Background download from an object store, or None.
     """
 
@@ -180,16 +179,17 @@ class Restored:
     def read(self) -> None:
         """Read everything but the units of blocks."""
         allow_open_files(len(self.manifest.files))
-        self._expect()
+        self._fetch_records()
         self.state = self.files.read_state(self.manifest.state)
-        words = self.state.pop("store")
-        self.reward_dtype = None if words["reward_dtype"] is None else dtype_from_json(words["reward_dtype"])
+        description = self.state.pop("store")
+        reward_dtype = description["reward_dtype"]
+        self.reward_dtype = None if reward_dtype is None else dtype_from_json(reward_dtype)
         for name, ref in self.manifest.dictionaries.items():
             self.read_dictionary(name, ref)
         self._require_all_ticks()
         self.open_attached()
         segments = [self.read_segment(entry) for entry in self.entries]
-        windows, layouts = self._read_layouts(words)
+        windows, layouts = self._read_layouts(description)
         self._store_state = StoreState(
             first_tick=self.first_tick,
             next_tick=self.manifest.next_tick,
@@ -214,15 +214,14 @@ class Restored:
         if state is None:
             return
         if not isinstance(store, Store):
-            bring_all(state.segments)  # A store on a device copies everything now.
+            fetch_all(state.segments)  # A store on a device copies everything now.
         store.restore(state)
-        # After a snapshot, `rewrite` copies a part before it changes it. So the parts that are saved already stay as
-        # they were saved.
+        # After a snapshot, `rewrite` changes a copy of a part. So the parts in `saved` stay as they were saved.
         store.snapshot()
         self.fetch = start_fetch(state.segments, store, self._waiting)
 
     def _take_state(self) -> StoreState | None:
-        """Return the content once, so that this object does not keep it alive."""
+        """Return the content, or None after the first call: this object must not keep the content alive."""
         state = self._store_state
         self._store_state = None
         return state
@@ -260,14 +259,14 @@ class Restored:
             )
         return stored
 
-    def _expect(self) -> None:
-        """Fetch everything that is read while loading, at once."""
+    def _fetch_records(self) -> None:
+        """Fetch everything that `read` needs at once."""
         manifest = self.manifest
         numbers = sorted({number for entry in self.entries for number in entry.blocks})
         whole = [manifest.state, *manifest.dictionaries.values()]
         whole += [entry.ref for entry in self.entries]
         indexes = [(manifest.blocks[number].ref, manifest.blocks[number].index_bytes) for number in numbers]
-        self.files.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
+        self.files.fetch([*((ref, ref.nbytes) for ref in whole), *indexes])
 
     def _require_all_ticks(self) -> None:
         """Raise DamageError unless the segments have all ticks that the manifest promises."""
@@ -280,11 +279,11 @@ class Restored:
         if last is None or last.first_tick + last.ticks != next_tick or self.entries[0].first_tick > self.first_tick:
             raise DamageError(f"The segments do not have all ticks from {self.first_tick} to {next_tick - 1}.")
 
-    def _read_layouts(self, words: Any) -> tuple[tuple[Window, ...], tuple[Any, ...]]:
+    def _read_layouts(self, description: Any) -> tuple[tuple[Window, ...], tuple[Any, ...]]:
         leaves = self.schema.observation.leaves
-        windows = tuple(Window.from_json(each, leaf) for each, leaf in zip(words["windows"], leaves, strict=True))
+        windows = tuple(Window.from_json(each, leaf) for each, leaf in zip(description["windows"], leaves, strict=True))
         layouts: list[Any] = []
-        for layout, window in zip(words["layouts"], windows, strict=True):
+        for layout, window in zip(description["layouts"], windows, strict=True):
             kind = layout[0]
             if kind == "sliced":
                 layouts.append(window.layout())
@@ -295,7 +294,7 @@ class Restored:
         return windows, tuple(layouts)
 
     def _list_saved(self, segments: list[Segment]) -> SavedRecords:
-        """Return the records of all loaded parts and blocks, by the serial numbers of these parts and blocks."""
+        """Return the records of all loaded parts and blocks, for the next save to the same place."""
         manifest = self.manifest
         saved = SavedRecords(files=dict(manifest.files))
         for entry, segment in zip(self.entries, segments, strict=True):
@@ -327,24 +326,25 @@ def read_saved_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, 
 # ---------------------------------------------------------------- the newest complete checkpoint
 
 
-def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, may_miss: bool = False) -> _T:
+def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, allows_missing_files: bool = False) -> _T:
     """Return `build(manifest)` for the newest complete checkpoint. Log the newer ones that are not complete.
 
     A memory that saves meanwhile may remove the checkpoint that is being read. Loading then starts again. Raise
     CheckpointError if this happens too often, or if there is no complete checkpoint.
 
     Args:
-        build: Raises DamageError or CheckpointError if it cannot use a checkpoint. Then the one before it is tried.
-        may_miss: Whether checkpoints with missing files are passed to `build`, too.
+        build: Raises DamageError or CheckpointError if it cannot use a checkpoint. Then the checkpoint before it is
+            tried.
+        allows_missing_files: Whether checkpoints with missing files are passed to `build`, too.
     """
     for _ in range(_MAX_RESTARTS):
         numbers = reader.numbers()
         sizes = reader.file_sizes()  # After the manifests, because a manifest is created after its files.
-        refused: dict[str, OSError] = {}  # Errors of the checkpoints that were passed over, by their texts.
+        refused: dict[str, OSError] = {}  # Errors of the newer checkpoints, by their texts.
         for number in numbers:
             with Losses() as lost:
                 manifest = reader.manifest(number)
-                if not may_miss:
+                if not allows_missing_files:
                     require_whole(manifest, reader, sizes)
                 built = build(manifest)
                 for reason in refused:
@@ -356,24 +356,27 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, ma
                     )
                 return built
             if number not in reader.numbers():
-                break  # A writer removed it meanwhile, so there is a newer one.
+                break  # A writer removed the checkpoint, so there is a newer one.
             refused.setdefault(str(lost[0]), lost[0])
         else:
-            break
-    else:
-        raise CheckpointError(
-            f"Each of {_MAX_RESTARTS} checkpoints in {reader.url} was removed while it was read. Save less often, or "
-            "pass a larger keep."
-        )
-    reasons = "".join(f" {reason}" for reason in refused)
-    if not refused:
+            cause = next(iter(refused.values()), None)
+            raise _explain_refused(reader.url, refused, is_recovering=allows_missing_files) from cause
+    raise CheckpointError(
+        f"Each of {_MAX_RESTARTS} checkpoints in {reader.url} was removed while it was read. Save less often, or pass "
+        "a larger keep."
+    )
+
+
+def _explain_refused(url: str, reasons: Iterable[str], *, is_recovering: bool) -> CheckpointError:
+    """Return the error to raise if no checkpoint can be loaded, for `reasons`. No reasons: there is no checkpoint."""
+    problems = "".join(f" {reason}" for reason in reasons)
+    if not problems:
         remedy = "Check the path, or save first."
-    elif may_miss:
+    elif is_recovering:
         remedy = "Load a copy of the checkpoint from another place."
     else:
         remedy = "To load the readable part, pass recover=True."
-    cause = next(iter(refused.values()), None)
-    raise CheckpointError(f"No complete checkpoint found in {reader.url}.{reasons} {remedy}") from cause
+    return CheckpointError(f"No complete checkpoint found in {url}.{problems} {remedy}")
 
 
 @dataclass(frozen=True)
@@ -395,7 +398,7 @@ class Loading(Generic[_M]):
             require_count("num_envs", self.num_envs, 1)
         require_flag("recover", self.recover)
         reader = open_reader(url, self.settings["spill_dir"], timeout)
-        memory = load_newest(reader, lambda manifest: self._load(manifest, reader), may_miss=self.recover)
+        memory = load_newest(reader, lambda manifest: self._load(manifest, reader), allows_missing_files=self.recover)
         reader.waiting.limit_s = math.inf  # Sampling waits until the store answers or the memory is closed.
         return memory
 
@@ -404,7 +407,7 @@ class Loading(Generic[_M]):
     ) -> _M:
         """Load a memory with the saved number of lanes.
 
-        A memory that is not final is only a source, whose transitions are copied into the final memory.
+        `is_final` is False for a source: its transitions are copied into the final memory, and then it is closed.
         """
         kind: type[Restored] = Restored
         if self.recover:
@@ -420,7 +423,7 @@ class Loading(Generic[_M]):
         return memory
 
     def make_memory(self, schema: Schema, ticks: int, *, is_final: bool) -> _M:
-        """Return an empty memory. One that is not final compresses everything and has NumPy batches."""
+        """Return an empty memory. If `is_final` is False, it compresses everything and has NumPy batches."""
         settings = self.settings
         if not is_final:
             settings = {"budget": None, "prefer": settings["prefer"], "_tuning": settings.get("_tuning")}
@@ -447,15 +450,19 @@ class Loading(Generic[_M]):
             from holdall.checkpoint.streams import convert  # noqa: PLC0415  only for other lanes and shards
 
             memory = convert(self, manifest, reader, schema, lanes)
-        held = manifest.next_tick - manifest.first_tick + sum(shard.transitions for shard in manifest.shards)
-        if not self.recover:
-            return memory
-        error: OSError | None = None
-        if manifest.number not in reader.numbers():
-            error = BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed while it was read.")
-        elif held and len(memory) == 0:
-            error = DamageError("No transition is readable.")
-        if error is not None:
-            memory.close()
-            raise error
+        if self.recover:
+            try:
+                _require_recovered(memory, manifest, reader)
+            except BaseException:
+                memory.close()
+                raise
         return memory
+
+
+def _require_recovered(memory: LoadedMemory, manifest: Manifest, reader: CheckpointReader) -> None:
+    """Raise an error if no transition was readable, or if a writer removed the checkpoint while it was read."""
+    if manifest.number not in reader.numbers():
+        raise BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed while it was read.")
+    had_transitions = manifest.next_tick > manifest.first_tick or any(shard.transitions for shard in manifest.shards)
+    if had_transitions and len(memory) == 0:
+        raise DamageError("No transition is readable.")

@@ -33,7 +33,7 @@ ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _WRITER_ID = re.compile(r"[0-9a-f]{16}")
 _MAX_CAPACITY_TICKS = 2**40
-SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
+CHECKSUM_LINE_BYTES = len("\nsha256:") + 64 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +48,20 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """A segment: the record of its parts, and the numbers of its blocks."""
+    """A segment of a checkpoint."""
 
     first_tick: int
     ticks: int
-    ref: Ref
-    blocks: tuple[int, ...]
+    ref: Ref  # Record of the parts.
+    blocks: tuple[int, ...]  # Positions of the segment's blocks in `Manifest.blocks`.
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """The record of a block, and how many of its first bytes are read when the checkpoint is loaded."""
+    """A block of a checkpoint."""
 
     ref: Ref
-    index_bytes: int
+    index_bytes: int  # Bytes from the start of the record that are read when the checkpoint is loaded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class ShardEntry:
     """The checkpoint of one shard, in its own folder below the place of the whole memory."""
 
     folder: str  # Like shards/00003.
-    number: int
-    commit: str
+    number: int  # Number of the shard's checkpoint.
+    commit: str  # `Manifest.commit` of the shard's checkpoint.
     transitions: int
-    nbytes: int
+    nbytes: int  # Bytes of all files of the shard's checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def encode(manifest: Manifest) -> bytes:
     """Return a manifest as bytes."""
     position = {name: index for index, name in enumerate(manifest.files)}
 
-    def packed(ref: Ref) -> list[Any]:
+    def pack_ref(ref: Ref) -> list[Any]:
         return [position[ref.file], ref.start, ref.nbytes, ref.digest]
 
     words = {
@@ -129,18 +129,18 @@ def encode(manifest: Manifest) -> bytes:
         "capacity_ticks": manifest.capacity_ticks,
         "schema": manifest.schema,
         "files": [[name, nbytes] for name, nbytes in manifest.files.items()],
-        "state": packed(manifest.state),
+        "state": pack_ref(manifest.state),
         "segments": [
-            [segment.first_tick, segment.ticks, list(segment.blocks), *packed(segment.ref)]
+            [segment.first_tick, segment.ticks, list(segment.blocks), *pack_ref(segment.ref)]
             for segment in manifest.segments
         ],
-        "blocks": [[block.index_bytes, *packed(block.ref)] for block in manifest.blocks],
-        "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
-        "attached": {name: [packed(ref) for ref in refs] for name, refs in manifest.attached.items()},
+        "blocks": [[block.index_bytes, *pack_ref(block.ref)] for block in manifest.blocks],
+        "dictionaries": {name: pack_ref(ref) for name, ref in manifest.dictionaries.items()},
+        "attached": {name: [pack_ref(ref) for ref in refs] for name, refs in manifest.attached.items()},
     }
     if manifest.shards:
         words[SHARDS] = [[s.folder, s.number, s.commit, s.transitions, s.nbytes] for s in manifest.shards]
-    text = signed(dump_json(words))
+    text = append_checksum(dump_json(words))
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"Checkpoint {manifest.number} has {len(manifest.refs)} records, which is more than a manifest can name. "
@@ -149,26 +149,26 @@ def encode(manifest: Manifest) -> bytes:
     return text
 
 
-def signed(text: bytes) -> bytes:
+def append_checksum(text: bytes) -> bytes:
     """Return `text` followed by a line with its SHA-256."""
     return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 
-def signed_text(raw: bytes) -> bytes:
-    """Return the text that `signed` was given. Raise DamageError if the SHA-256 does not match."""
-    text = raw[:-SUM_LINE_BYTES]
-    if raw != signed(text):
+def strip_checksum(raw: bytes) -> bytes:
+    """Return the text before the line with its SHA-256. Raise DamageError if the SHA-256 does not match."""
+    text = raw[:-CHECKSUM_LINE_BYTES]
+    if raw != append_checksum(text):
         raise DamageError("The checksum does not match: the file is damaged or cut short.")
     return text
 
 
 def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
-    """Return the manifest that `raw` contains. Raise DamageError if it is malformed, or has another number."""
+    """Return the manifest in `raw`. Raise DamageError, which names `name`, if it is malformed or has another number."""
     try:
         with refuse_malformed("The text"):
-            words = parse_json(signed_text(raw))
+            words = parse_json(strip_checksum(raw))
             _require_readable(words)
-            manifest = _decoded(words)
+            manifest = _build_manifest(words)
     except DamageError as error:
         raise type(error)(f"Manifest {name} cannot be used. {error}") from error
     if number not in (None, manifest.number):
@@ -190,23 +190,23 @@ def _require_readable(words: Any) -> None:
         )
 
 
-def _decoded(words: Any) -> Manifest:
+def _build_manifest(words: Any) -> Manifest:
     files = {read_text(name, DATA_NAME): read_count(nbytes) for name, nbytes in words["files"]}
     names = list(files)
 
-    def unpacked(packed: Any) -> Ref:
+    def unpack_ref(packed: Any) -> Ref:
         index, start, nbytes, digest = packed
         ref = Ref(names[read_count(index)], read_count(start), read_count(nbytes), read_text(digest, _HEX32))
         if ref.start + ref.nbytes > files[ref.file]:
             raise ValueError(f"a record of {ref.file} ends after its file")
         return ref
 
-    blocks = tuple(BlockEntry(unpacked(ref), read_count(index_bytes)) for index_bytes, *ref in words["blocks"])
+    blocks = tuple(BlockEntry(unpack_ref(ref), read_count(index_bytes)) for index_bytes, *ref in words["blocks"])
     segments = tuple(
         SegmentEntry(
             read_count(first),
             read_count(ticks),
-            unpacked(ref),
+            unpack_ref(ref),
             tuple(read_count(block, len(blocks) - 1) for block in numbers),
         )
         for first, ticks, numbers, *ref in words["segments"]
@@ -229,22 +229,25 @@ def _decoded(words: Any) -> Manifest:
         capacity_ticks=capacity_ticks,
         schema=words["schema"],
         files=files,
-        state=unpacked(words["state"]),
+        state=unpack_ref(words["state"]),
         segments=segments,
         blocks=blocks,
-        dictionaries={read_text(name, _HEX32): unpacked(ref) for name, ref in words["dictionaries"].items()},
+        dictionaries={read_text(name, _HEX32): unpack_ref(ref) for name, ref in words["dictionaries"].items()},
         attached={
-            read_text(name, ATTACHMENT_NAME): tuple(unpacked(ref) for ref in refs)
+            read_text(name, ATTACHMENT_NAME): tuple(unpack_ref(ref) for ref in refs)
             for name, refs in words["attached"].items()
         },
-        shards=tuple(_shard_of(*shard) for shard in words.get(SHARDS, [])),
+        shards=tuple(_read_shard(*shard) for shard in words.get(SHARDS, [])),
     )
 
 
-def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry:
-    transitions, nbytes = (read_count(count) for count in counts)
+def _read_shard(folder: Any, number: Any, commit: Any, transitions: Any, nbytes: Any) -> ShardEntry:
     return ShardEntry(
-        read_text(folder, SHARD_FOLDER), read_count(number), read_text(commit, _HEX32), transitions, nbytes
+        read_text(folder, SHARD_FOLDER),
+        read_count(number),
+        read_text(commit, _HEX32),
+        read_count(transitions),
+        read_count(nbytes),
     )
 
 
@@ -256,12 +259,12 @@ def _require_order(segments: tuple[SegmentEntry, ...]) -> None:
 
 
 def new_writer_id() -> str:
-    """Return a random name of a writer, so that a writer after a crash never reuses a file name of an earlier one."""
+    """Return a random name for a writer. File names contain it, so a writer never reuses those of an earlier one."""
     return secrets.token_hex(8)
 
 
-def data_names(writer_id: str) -> Iterator[str]:
-    """Yield the names of a writer's files of records."""
+def generate_file_names(writer_id: str) -> Iterator[str]:
+    """Yield the names of a writer's files of records, in the order in which they are created."""
     return (f"{writer_id}-{sequence:016x}.seg" for sequence in itertools.count(1))
 
 

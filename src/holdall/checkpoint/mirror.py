@@ -32,7 +32,7 @@ def require_mirror(mirror: Any, url: str) -> None:
 
 
 def find_mirror(saver: Saver, mirror: str) -> CheckpointMirror:
-    """Return the mirror of a saver's checkpoints at prefix `mirror`. It is made when it is first needed."""
+    """Return the object that copies the checkpoints of `saver` to the prefix `mirror`. The first call makes it."""
     require_mirror(mirror, saver.url)
     if mirror not in saver.mirrors:
         saver.mirrors[mirror] = CheckpointMirror(mirror, saver.url)
@@ -59,13 +59,13 @@ class CheckpointMirror:
         self._place = CheckpointPlace(url, self._waiting)
         self._thread = JobThread("holdall-mirror", self._waiting, self._work)
         self._changed = self._thread.changed
-        self._sent = 0
+        self._copied_number = 0  # Number of the newest checkpoint that was copied.
         self._error: BaseException | None = None
 
     def send(self, manifest: Manifest, keep: int) -> None:
         """Queue a checkpoint."""
         with self._thread.lock:
-            self._thread.jobs.clear()  # Only the newest is needed.
+            self._thread.jobs.clear()  # Only the newest checkpoint is needed.
             try:
                 self._thread.put(_MirrorJob(manifest, keep))
                 self._error = None
@@ -83,12 +83,12 @@ class CheckpointMirror:
     def wait(self, number: int, timeout: float | None) -> None:
         """Wait until checkpoint `number`, or a newer one, is in the store. Raise the error of a copy that failed."""
         with self._thread.lock:
-            if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
+            if not self._changed.wait_for(lambda: self._copied_number >= number or self._error is not None, timeout):
                 raise TimeoutError(
                     f"Checkpoint {number} was not in {self._url} after {timeout:.3g} s. The copy is still running. "
                     "Call mirrored() again."
                 )
-            if self._sent < number and self._error is not None:
+            if self._copied_number < number and self._error is not None:
                 raise self._error
 
     def cancel(self) -> None:
@@ -102,7 +102,7 @@ class CheckpointMirror:
             self._changed.notify_all()
 
     def close(self, timeout: float, began: float) -> None:
-        """Wait until everything is copied, see `JobThread.end`."""
+        """Wait until every queued checkpoint is copied, see `JobThread.end`."""
         try:
             self._thread.end(timeout, began)
         finally:
@@ -118,16 +118,17 @@ class CheckpointMirror:
             _LOG.warning("Checkpoint %d could not be mirrored to %s: %s", job.manifest.number, self._url, caught)
         with self._thread.lock:
             self._error = error
-            self._sent = self._sent if error is not None else max(self._sent, job.manifest.number)
+            if error is None:
+                self._copied_number = max(self._copied_number, job.manifest.number)
             self._changed.notify_all()
 
     def _copy(self, job: _MirrorJob) -> None:
         """Copy a checkpoint: its files, and then its manifest."""
         place = self._place
         place.open()
-        there = place.reader.file_sizes()
+        copied_sizes = place.reader.file_sizes()
         for name, nbytes in job.manifest.files.items():
-            if there.get(name) != nbytes:
+            if copied_sizes.get(name) != nbytes:
                 place.reader.blobs.create(SEGMENTS + name, self._source.read(SEGMENTS + name, 0, nbytes))
         # The number is that of the directory, unless the store has a higher one: a run that lost its disk starts at 1.
         number = max(job.manifest.number, place.find_number())

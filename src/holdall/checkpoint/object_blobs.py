@@ -151,7 +151,7 @@ class ObjectBlobs:
             self.run(partial(self._obstore.delete_async, self._store, name))
 
     def lock(self, owner: str) -> ObjectLease:
-        """Become the only writer. Wait for `lease_s` seconds if a process that was killed has left the lock."""
+        """Become the only writer. If a process that was killed still has the lock, this takes `lease_s` seconds."""
         if not has_exclusive_create(self):
             _LOG.warning(
                 "%s overwrites existing objects although it was asked not to, so two writers would not notice each "
@@ -175,7 +175,7 @@ class ObjectBlobs:
             return None
         try:
             words = json.loads(content)
-            return LockState(str(words["owner"]), str(words["token"]), words["held"] is True, _version_of(meta))
+            return LockState(str(words["owner"]), str(words["token"]), words["held"] is True, _read_version(meta))
         except (ValueError, KeyError, TypeError) as error:
             raise DamageError(f"{self.url}/{_LOCK} is not a lock of holdall. Use another prefix.") from error
 
@@ -186,7 +186,7 @@ class ObjectBlobs:
         """
         mode = "create" if version is None else version
         put = self._obstore.put_async(self._store, _LOCK, content, mode=mode, use_multipart=False)
-        return _version_of(await _track(put))
+        return _read_version(await _track(put))
 
     def is_conflict(self, error: BaseException) -> bool:
         """Return whether `put_lock` failed because another process changed the lock."""
@@ -196,10 +196,10 @@ class ObjectBlobs:
     def run(self, request: Request) -> Any:
         """Send a request, and wait until it is answered or cancelled. Repeat it if the body of its answer broke off.
 
-        Errors that `is_conflict` knows, and those of missing objects, are raised as obstore raised them.
+        Errors for which `is_conflict` is true, and errors of missing objects, are raised as obstore raised them.
 
         obstore does not repeat a request whose answer has begun. Every request may be repeated: a put is conditional,
-        so the second one finds what the first one wrote, and the others have the same effect twice.
+        so the second put finds the object of the first one. Other requests have no further effect.
         """
         try:
             return self._send_once(request)
@@ -234,14 +234,14 @@ class ObjectBlobs:
     def _send_once(self, request: Request) -> Any:
         """Send a request, and wait until it is answered or cancelled."""
         self.waiting.check()
-        self.waiting.record_progress()  # The request before this one was answered, however long ago.
+        self.waiting.record_progress()  # Time that passed between two requests does not count as waiting.
         began = time.monotonic()
         future = send(request)
         try:
             while not futures.wait([future], _POLL_S).done:
-                self.waiting.reason = f"{_endpoint()} has not answered for {time.monotonic() - began:.0f} s"
+                self.waiting.reason = f"{_find_endpoint()} has not answered for {time.monotonic() - began:.0f} s"
                 self.waiting.check()
-                self.waiting.remind(began, f"{self.url}: {_endpoint()} has not answered yet.")
+                self.waiting.remind(began, f"{self.url}: {_find_endpoint()} has not answered yet.")
             answer = future.result()
         except futures.CancelledError as error:
             raise CheckpointError(f"The work at {self.url} was cancelled, because the program ends.") from error
@@ -272,8 +272,8 @@ class ObjectBlobs:
             return CheckpointError(errno.EIO, f"{self.url} refuses a request ({_shorten(error)}). Check the store.")
         return CheckpointError(
             errno.ETIMEDOUT,
-            f"{_endpoint(text)} does not answer requests for {self.url} ({_find_cause(error)}). Check the URL and the "
-            "endpoint.",
+            f"{_find_endpoint(text)} does not answer requests for {self.url} ({_find_cause(error)}). Check the URL and "
+            "the endpoint.",
         )
 
     def _explain_bucket(self, error: BaseException) -> CheckpointError:
@@ -329,7 +329,7 @@ class ObjectLease:
             )
 
     def release(self) -> None:
-        """Give the lock up, if the store answers soon. A forked child does nothing."""
+        """Give the lock up, if the store answers within `_RELEASE_S`. A forked child does nothing."""
         if self._is_released or self._process != os.getpid():
             return
         self._is_released = True
@@ -340,7 +340,7 @@ class ObjectLease:
             send(lambda: self._blobs.put_lock(self._describe(is_held=False), self._version)).result(_RELEASE_S)
 
     async def renew(self) -> None:
-        """Replace the lock object by a new version of itself. Errors are left to the next renewal."""
+        """Replace the lock object by a new version of itself. An error is logged, and the next renewal tries again."""
         if not self._renewing.acquire(blocking=False):
             return  # `check` is renewing it.
         try:
@@ -353,7 +353,7 @@ class ObjectLease:
             self._renewing.release()
 
     def _renew_now(self) -> None:
-        """Renew the lock. If another process has taken it, record its name."""
+        """Renew the lock. If another process has taken the lock, record the name of that process."""
         while not self._taken_by:
             began = time.monotonic()
             try:
@@ -381,7 +381,8 @@ class ObjectLease:
                     return
             else:
                 waiting.reason = f"the lock of {found.owner}, which has not been renewed yet"
-                waiting.remind(began, f"{self._blobs.url}: {waiting.reason}. It expires after {self._blobs.lease_s} s.")
+                expiry = f"It expires after {self._blobs.lease_s:g} s."
+                waiting.remind(began, f"{self._blobs.url}: {waiting.reason}. {expiry}")
                 waiting.pause(min(1.0, self._blobs.lease_s / 10))
             seen = self._blobs.read_lock()
             if seen is not None and seen.is_held and (found is None or seen.version != found.version):
@@ -392,6 +393,7 @@ class ObjectLease:
             found = seen
 
     def _try_take(self, found: LockState | None) -> bool:
+        """Take the lock if it is still in the state `found`. Return whether it was."""
         began = time.monotonic()
         try:
             self._put(None if found is None else found.version)
@@ -424,7 +426,7 @@ async def _renew_until_released(reference: weakref.ref[ObjectLease], pause_s: fl
         del lease
 
 
-def _version_of(meta: Any) -> dict[str, str]:
+def _read_version(meta: Any) -> dict[str, str]:
     """Return the version of an object, as a condition for replacing it."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
 
@@ -433,7 +435,7 @@ def _version_of(meta: Any) -> dict[str, str]:
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 _unfinished: weakref.WeakSet[Awaitable[Any]] = weakref.WeakSet()
-"""Requests that obstore's threads still hold. They call Python once more, even after a cancellation."""
+"""Requests that obstore's threads still hold. These threads call Python once more, even after a cancellation."""
 _starting = threading.Lock()
 
 
@@ -444,7 +446,7 @@ def send(request: Request) -> futures.Future[Any]:
     async def await_request() -> Any:
         return await _track(request())
 
-    return asyncio.run_coroutine_threadsafe(await_request(), _request_loop())
+    return asyncio.run_coroutine_threadsafe(await_request(), _get_loop())
 
 
 def _track(request: Awaitable[Any]) -> Awaitable[Any]:
@@ -453,7 +455,7 @@ def _track(request: Awaitable[Any]) -> Awaitable[Any]:
     return request
 
 
-def _request_loop() -> asyncio.AbstractEventLoop:
+def _get_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that sends requests. There is one per process."""
     import asyncio  # noqa: PLC0415  only for stores
 
@@ -469,7 +471,7 @@ def _request_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cancel_requests(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all requests, and wait until obstore's threads hold none. They would panic after the end of Python."""
+    """Cancel all requests, and wait until obstore's threads hold none. The threads would panic after Python's end."""
     import asyncio  # noqa: PLC0415  only for stores
 
     async def cancel() -> None:
@@ -486,7 +488,7 @@ def _cancel_requests(loop: asyncio.AbstractEventLoop) -> None:
 # ---------------------------------------------------------------- messages
 
 
-def _endpoint(message: str = "") -> str:
+def _find_endpoint(message: str = "") -> str:
     """Return the server that an error message names, or else the one that the environment sets."""
     found = re.search(r"https?://[^/\s\"]+", message)
     if found is not None:

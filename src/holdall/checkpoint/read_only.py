@@ -1,7 +1,7 @@
 """Open a checkpoint that is only read, in one process or in several.
 
-Guarantee: processes that open the same number read the same transitions, even if a memory saves to the same place
-meanwhile.
+Guarantee: processes that open the checkpoint of the same number read the same transitions, even if a memory saves to
+the same place meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_read_only(url: str | os.PathLike[str], number: int | None, cache_dir: s
 
 
 def _read_numbered(reader: CheckpointReader, number: int) -> Manifest:
-    """Return a manifest whose files are all there."""
+    """Return a manifest. Raise CheckpointError if it or one of its files does not exist."""
     try:
         manifest = reader.manifest(number)
         require_whole(manifest, reader, reader.file_sizes())
@@ -59,6 +59,6 @@ def _read_numbered(reader: CheckpointReader, number: int) -> Manifest:
 
 
 def find_writer(url: str | os.PathLike[str]) -> str:
-    """Return the process that saves to a directory now. The text is empty if there is none, and for object stores."""
+    """Return the name of the process that saves to a directory now. Empty if there is none, and for object stores."""
     blobs = open_blobs(url)
     return blobs.find_writer() if isinstance(blobs, DirectoryBlobs) else ""

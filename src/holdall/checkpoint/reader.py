@@ -6,23 +6,22 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from holdall.checkpoint.blobs import BlobStore, open_blobs
 from holdall.checkpoint.data_file import DataFile, open_data_file
 from holdall.checkpoint.manifest import (
+    CHECKSUM_LINE_BYTES,
     DATA_NAME,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     SHARD_FOLDER,
-    SUM_LINE_BYTES,
     Manifest,
     ShardEntry,
     decode,
     manifest_name,
     require_files,
-    signed_text,
+    strip_checksum,
 )
 from holdall.checkpoint.urls import normalized_url
 from holdall.checkpoint.waiting import Waiting
@@ -32,13 +31,15 @@ LOAD_S = 30.0
 """Seconds that `load`, and commands that read, wait for an answer of an object store."""
 SEGMENTS = "segments/"
 MANIFESTS = "manifests/"
-_MAX_KNOWN = 64
+_MAX_CACHED_MANIFESTS = 64
 
 
 class Losses(list[OSError]):
-    """A list of errors about damaged or missing data. As a context manager, it collects such an error of its block.
+    """A list of errors about damaged or missing data. As a context manager, it catches such an error and appends it.
 
-    If the block ends with `return`, the statements after it run only if it raised such an error.
+        with Losses() as lost:
+            return read()
+        report(lost[0])  # Reached only if `read` raised such an error.
 
     Other errors are raised, because the data could be read with other permissions, more open files, or a newer holdall.
     """
@@ -104,30 +105,30 @@ class CheckpointReader:
         if nbytes > MAX_MANIFEST_BYTES:
             raise DamageError(f"{self.url}/{name} has {nbytes} bytes. A manifest has at most {MAX_MANIFEST_BYTES}.")
         raw = self.blobs.read(name, 0, nbytes)
-        checksum = raw[-SUM_LINE_BYTES:]
+        checksum = raw[-CHECKSUM_LINE_BYTES:]
         known = self._known.get(checksum)
         if known is not None and known.number == number:
             with contextlib.suppress(DamageError):
-                signed_text(raw)
+                strip_checksum(raw)
                 return known
         manifest = decode(raw, f"{self.url}/{name}", number)
         self.remember(checksum, manifest)
         return manifest
 
     def remember(self, checksum: bytes, manifest: Manifest) -> None:
-        """Keep a manifest, which is not decoded again if its file still has this checksum line."""
-        while len(self._known) >= _MAX_KNOWN:
+        """Keep a decoded manifest. It is not decoded again while its file ends with this checksum line."""
+        while len(self._known) >= _MAX_CACHED_MANIFESTS:
             del self._known[next(iter(self._known))]
         self._known[checksum] = manifest
 
-    def newest(self, numbers: Iterable[int]) -> Manifest | None:
-        """Return the first manifest of `numbers` that is not damaged, or None."""
-        for number in numbers:
+    def find_newest(self) -> Manifest | None:
+        """Return the newest manifest that is not damaged, or None. Its files may be missing."""
+        for number in self.numbers():
             with Losses():
                 return self.manifest(number)
         return None
 
-    def require(self) -> None:
+    def require_checkpoint(self) -> None:
         """Raise CheckpointError if there is no checkpoint at all."""
         if not self.numbers():
             raise CheckpointError(f"No checkpoint found in {self.url}. Check the path, or save first.")
@@ -141,8 +142,8 @@ class CheckpointReader:
         blobs = open_blobs(self.url, Waiting(self.url, limit_s))
         return CheckpointReader(blobs, self._cache_dir, is_shared=self._is_shared)
 
-    def below(self, folder: str) -> CheckpointReader:
-        """Return the reader of one shard's checkpoints."""
+    def open_shard(self, folder: str) -> CheckpointReader:
+        """Return the reader of the checkpoints of one shard, which are in `folder` below this place."""
         return CheckpointReader(open_blobs(f"{self.url}/{folder}", self.waiting), self._cache_dir)
 
     @property
@@ -151,7 +152,7 @@ class CheckpointReader:
         folder = "/".join(re.split(r"[/\\]", self.url)[-2:])
         return folder if SHARD_FOLDER.fullmatch(folder) else None
 
-    def top(self) -> CheckpointReader | None:
+    def open_whole(self) -> CheckpointReader | None:
         """Return the reader of the memory that a shard belongs to, or None if these are not checkpoints of a shard."""
         if self.shard_folder is None:
             return None
@@ -175,12 +176,15 @@ def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str,
     """Raise CheckpointError unless all files of a manifest and of its shards exist with all their bytes."""
     require_files(manifest, sizes)
     for shard in manifest.shards:
-        below = reader.below(shard.folder)
-        require_files(read_shard_manifest(below, shard), below.file_sizes())
+        shard_reader = reader.open_shard(shard.folder)
+        require_files(read_shard_manifest(shard_reader, shard), shard_reader.file_sizes())
 
 
 def read_shard_manifest(reader: CheckpointReader, shard: ShardEntry) -> Manifest:
-    """Return the manifest of a shard. Raise DamageError if the whole memory's manifest names another one."""
+    """Return the manifest of a shard. `reader` reads the place of the shard.
+
+    Raise DamageError if it is not the one that the manifest of the whole memory names.
+    """
     manifest = reader.manifest(shard.number)
     if manifest.commit != shard.commit:
         raise DamageError(

@@ -28,7 +28,7 @@ def collect(
     Args:
         lease: Lock of the place. No save is in progress besides that of the caller.
         keep: None, for shards: keep the checkpoints that a manifest of the whole memory names or may soon name.
-        in_use: Files that are kept in any case.
+        in_use: Names of further files that are kept.
 
     Returns:
         Bytes of the removed files.
@@ -57,9 +57,9 @@ def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], 
     listed = reader.manifest_sizes()
     numbers = sorted(listed, reverse=True)
     candidates = set(numbers)
-    above = reader.top()
-    if above is not None and (keep is None or above.numbers()):
-        named = _list_named(above, reader.shard_folder)
+    whole = reader.open_whole()
+    if whole is not None and (keep is None or whole.numbers()):
+        named = _list_named(whole, reader.shard_folder)
         candidates = {number for number in numbers if number in named or number > max(named, default=0)}
         keep = None
     kept: list[Manifest] = []
@@ -70,7 +70,8 @@ def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], 
         manifest = _read_or_none(reader, number, listed[number])
         if manifest is not None and number in candidates and (keep is None or complete < keep):
             kept.append(manifest)
-            complete += _is_whole(manifest, reader, sizes)
+            if _is_whole(manifest, reader, sizes):
+                complete += 1
         else:
             stale.append(number)
     return kept, stale
@@ -79,10 +80,10 @@ def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], 
 def collect_all(reader: CheckpointReader, keep: int, on_progress: OnProgress = lambda _done, _all: None) -> int:
     """Lock a place and remove all but its last `keep` checkpoints, also those of shards. Return the bytes removed."""
     kept, stale = choose(reader, keep)
-    old = [_read_or_none(reader, number) for number in stale]
-    folders = {shard.folder for manifest in (*kept, *old) if manifest is not None for shard in manifest.shards}
+    manifests = [*kept, *(_read_or_none(reader, number) for number in stale)]
+    folders = {shard.folder for manifest in manifests if manifest is not None for shard in manifest.shards}
     freed = 0
-    for place in (reader, *(reader.below(folder) for folder in sorted(folders))):
+    for place in (reader, *(reader.open_shard(folder) for folder in sorted(folders))):
         lease = place.blobs.lock(f"checkpoint gc, {describe_process()}")
         try:
             freed += collect(place, lease, keep, on_progress=on_progress)
@@ -107,10 +108,10 @@ def remove_newer(reader: CheckpointReader, number: int) -> None:
         lease.release()
 
 
-def _list_named(above: CheckpointReader, folder: str | None) -> set[int]:
-    """Return the numbers of a shard's checkpoints that the manifests of the whole memory name."""
-    listed = above.manifest_sizes()
-    shards = [shard for number, nbytes in listed.items() for shard in above.manifest(number, nbytes).shards]
+def _list_named(whole: CheckpointReader, folder: str | None) -> set[int]:
+    """Return the numbers of the checkpoints in a shard's `folder` that the manifests of the whole memory name."""
+    sizes = whole.manifest_sizes()
+    shards = [shard for number, nbytes in sizes.items() for shard in whole.manifest(number, nbytes).shards]
     return {shard.number for shard in shards if shard.folder == folder}
 
 

@@ -25,8 +25,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdall._native import Block, Coded, Dictionary, Segment
-from holdall.checkpoint.attached import file_pieces, pack_file
+import numpy as np
+
+from holdall._native import FLAG_INVALID, Block, Coded, Dictionary, Segment
+from holdall.checkpoint.attached import pack_file, read_pieces
 from holdall.checkpoint.blobs import BlobStore
 from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref, SegmentEntry
 from holdall.checkpoint.reader import SEGMENTS, CheckpointReader
@@ -83,7 +85,7 @@ class Content:
 
 
 class BlockSource(Protocol):
-    """The store that a snapshot was taken from, as far as compression is concerned. Thread-safe."""
+    """The part of a store that compressing its blocks needs. Thread-safe."""
 
     prefer: str
 
@@ -91,12 +93,12 @@ class BlockSource(Protocol):
         """Return the codec of an observation leaf, or None if none was chosen yet."""
 
     def offer_form(self, block: Block, coded: Coded, /) -> None:
-        """Take over a compressed form, if the budget asks for one."""
+        """Take over the compressed form of a block, if the budget wants the block compressed."""
 
 
 @dataclass(slots=True)
 class MemorySnapshot:
-    """Everything that a checkpoint of a memory contains, at the moment of `save`."""
+    """The content of a checkpoint of one memory."""
 
     store: StoreState | None  # None once it is being written, so that segments can be released one by one.
     schema: dict[str, Any]  # Result of `schema_words`.
@@ -104,20 +106,29 @@ class MemorySnapshot:
     state: dict[str, Any]  # State of sampler and generator, and further values of the owner.
     source: BlockSource | None = None  # None: a store that compresses no blocks.
     coded_forms: Mapping[int, Coded] = field(default_factory=dict)
-    """Compressed forms that uncompressed blocks have already, by serial number of the block."""
+    """Compressed forms of uncompressed blocks that were compressed before, by serial number of the block."""
     attach: Mapping[str, Path | bytes] = field(default_factory=dict)
     transitions: int = field(init=False)
 
     def __post_init__(self) -> None:
         state = _require_unsaved(self.store)
         entries = (state.next_tick - state.first_tick) * int(self.schema["num_envs"])
-        self.transitions = max(0, entries - sum(segment.invalid_count for segment in state.segments))
+        self.transitions = entries - sum(_count_invalid(segment, state.first_tick) for segment in state.segments)
 
     def write(self, writer: SnapshotWriter) -> Content:
         """Write the content of the memory."""
         state = _require_unsaved(self.store)
         self.store = None
         return writer.write_store(state, schema_from_json(self.schema), self.state, self.source, self.coded_forms)
+
+
+def _count_invalid(segment: Segment, first_tick: int) -> int:
+    """Return the number of entries from `first_tick` on that are not transitions. Earlier entries were evicted."""
+    if segment.invalid_count == 0 or segment.first_tick >= first_tick:
+        return segment.invalid_count
+    flags = segment.parts[-1].arrays()["rows"]
+    held_flags = flags[(first_tick - segment.first_tick) * segment.lanes :]
+    return int(np.count_nonzero(held_flags & FLAG_INVALID))
 
 
 def _require_unsaved(state: StoreState | None) -> StoreState:
@@ -152,7 +163,7 @@ class BlobWriter:
         return ref
 
     def finish(self) -> None:
-        """Create a blob of the records that were added since the last one."""
+        """Create a blob of the records that were added since the last blob was created."""
         if not self._content:
             return
         nbytes = len(self._content)
@@ -183,7 +194,7 @@ class SavedBlock:
 
 @dataclass(slots=True)
 class SavedRecords:
-    """The records of a memory that a place has already. Replaced as a whole after every commit."""
+    """The records of a memory that a place has already. A new object replaces it after every commit."""
 
     files: dict[str, int] = field(default_factory=dict)  # Bytes by name.
     segments: dict[int, SavedSegment] = field(default_factory=dict)  # By first tick.
@@ -245,16 +256,17 @@ class SnapshotWriter:
         self.phase = "segments"
         self.bytes_written = 0
         self.saved = SavedRecords()  # Records that the next checkpoint can name, once this one is committed.
-        self._before = saved.keep_only(reader.file_sizes())
+        self._existing = saved.keep_only(reader.file_sizes())  # Records that are not written again.
         self._encoder = encoder
         self._on_write = on_write
         self._pause = pause
         self._dictionaries: set[Dictionary] = set()  # Those that blocks of this checkpoint need.
-        self._bytes_left = 0  # Approximate number of bytes that are still to be written.
+        self._bytes_left = 0  # Approximate number of bytes that remain to be written.
         self._coded_forms: Mapping[int, Coded] = {}  # See `MemorySnapshot`.
-        # A file is deleted as a whole, so records that last and records that are replaced are in separate files.
+        # A file is deleted as a whole. So records that later checkpoints use, too, and records that the next checkpoint
+        # replaces are in separate files.
         self._lasting = BlobWriter(reader.blobs, names, self.count_written)
-        self._brief = BlobWriter(reader.blobs, names, self.count_written)
+        self._replaced = BlobWriter(reader.blobs, names, self.count_written)
 
     def write(self, snapshot: Snapshot, number: int, writer_id: str) -> Manifest:
         """Write everything but the manifest. Return the manifest, which commits the checkpoint."""
@@ -262,12 +274,12 @@ class SnapshotWriter:
         content = snapshot.write(self)
         self.phase = "files"
         attached = {
-            name: tuple(self._brief.append(pack_file(piece)) for piece in file_pieces(given))
-            for name, given in snapshot.attach.items()
+            name: tuple(self._replaced.append(pack_file(piece)) for piece in read_pieces(file))
+            for name, file in snapshot.attach.items()
         }
-        state_ref = self._brief.append(pack_state(content.state))
+        state_ref = self._replaced.append(pack_state(content.state))
         self._lasting.finish()
-        self._brief.finish()
+        self._replaced.finish()
         manifest = Manifest(
             number=number,
             commit=secrets.token_hex(16),
@@ -280,9 +292,9 @@ class SnapshotWriter:
             attached=attached,
             **content.fields,
         )
-        known = self._before.files | self._lasting.files | self._brief.files
+        sizes = self._existing.files | self._lasting.files | self._replaced.files
         names = dict.fromkeys(ref.file for ref in manifest.refs)
-        self.saved.files = {name: known[name] for name in names}
+        self.saved.files = {name: sizes[name] for name in names}
         self._on_write("commit", self.bytes_written, self.bytes_written)
         return replace(manifest, files=dict(self.saved.files))
 
@@ -290,19 +302,19 @@ class SnapshotWriter:
         self,
         state: StoreState,
         schema: Schema,
-        further: dict[str, Any],
+        owner_state: dict[str, Any],
         source: BlockSource | None,
         coded_forms: Mapping[int, Coded],
     ) -> Content:
-        """Write the content of a memory. `further` is the state of its sampler and generator."""
+        """Write the content of a memory. `owner_state` is the state of its sampler and generator."""
         self._coded_forms = coded_forms
         leaves = schema.observation.leaves
         self._bytes_left += self._count_new_bytes(state.segments)
-        store_words = _describe_store(state)
+        description = _describe_store(state)
         first_tick = state.first_tick
         next_tick = state.next_tick
         segments = deque(state.segments)
-        del state  # The caller released the snapshot, so every segment is released when it is written.
+        del state  # The caller dropped the snapshot, too, so every segment is freed when it is written.
         entries: list[SegmentEntry] = []
         blocks: list[BlockEntry] = []
         numbers: dict[int, int] = {}  # By serial number of a block: its position in `blocks`.
@@ -313,11 +325,11 @@ class SnapshotWriter:
                     numbers[block.serial] = len(blocks)
                     blocks.append(self._write_block(segment, block, leaves, source))
             ref = self._write_parts(segment, is_last=not segments)
-            named = tuple(numbers[block.serial] for block in list_blocks(segment))
-            entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
+            positions = tuple(numbers[block.serial] for block in list_blocks(segment))
+            entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, positions))
             self._on_write(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
         return Content(
-            state={"store": store_words, **further},
+            state={"store": description, **owner_state},
             fields={
                 "first_tick": first_tick,
                 "next_tick": next_tick,
@@ -337,7 +349,7 @@ class SnapshotWriter:
         self, segment: Segment, block: Block, leaves: Sequence[Leaf], source: BlockSource | None
     ) -> BlockEntry:
         """Write a block, unless an earlier checkpoint wrote it. Record the dictionary that it needs."""
-        known = self._before.blocks.get(block.serial)
+        known = self._existing.blocks.get(block.serial)
         if known is not None:
             self.saved.blocks[block.serial] = known
             self._require_dictionary(known.dictionary)
@@ -352,7 +364,7 @@ class SnapshotWriter:
             source.offer_form(block, coded)
         self._require_dictionary(coded.codec.dictionary)
         record = pack_block(coded)
-        ref = (self._brief if is_open else self._lasting).append(record)
+        ref = (self._replaced if is_open else self._lasting).append(record)
         entry = BlockEntry(ref, ref.nbytes - memoryview(record[-1]).nbytes)
         if not is_open:
             self.saved.blocks[block.serial] = SavedBlock(entry, coded.codec.dictionary)
@@ -376,32 +388,32 @@ class SnapshotWriter:
     def _write_dictionaries(self) -> dict[str, Ref]:
         """Write the dictionaries that blocks of this checkpoint need. Return their records by name."""
         by_name = {name_dictionary(dictionary): dictionary for dictionary in self._dictionaries}
-        return {name: self._brief.append(pack_dictionary(by_name[name])) for name in sorted(by_name)}
+        return {name: self._replaced.append(pack_dictionary(by_name[name])) for name in sorted(by_name)}
 
     def _write_parts(self, segment: Segment, *, is_last: bool) -> Ref:
         """Write the parts of a segment, unless an earlier checkpoint wrote them. Return their record."""
         serials = tuple(part.serial for part in segment.parts)
-        saved = self._before.segments.get(segment.first_tick)
+        saved = self._existing.segments.get(segment.first_tick)
         if saved is None or saved.ticks != segment.ticks or saved.serials != serials:
             if is_last:
-                return self._brief.append(pack_parts(segment))
+                return self._replaced.append(pack_parts(segment))
             saved = SavedSegment(segment.ticks, serials, self._lasting.append(pack_parts(segment)))
         self.saved.segments[segment.first_tick] = saved
         return saved.ref
 
     def _count_new_bytes(self, segments: Sequence[Segment]) -> int:
-        """Return the bytes in memory of everything that is about to be written."""
+        """Return the bytes in memory of the parts and blocks that are not written yet. Approximate."""
         nbytes = 0
-        blocks: dict[int, int] = {}
+        block_bytes: dict[int, int] = {}  # By serial number.
         for segment in segments:
-            if segment.first_tick not in self._before.segments:
+            if segment.first_tick not in self._existing.segments:
                 nbytes += sum(part.nbytes for part in segment.parts)
             for block in list_blocks(segment):
-                if block.serial not in self._before.blocks:
+                if block.serial not in self._existing.blocks:
                     form = block.form
                     is_coded = isinstance(form, Coded)
-                    blocks[block.serial] = form.nbytes if is_coded else block.slice_count * block.slice_bytes
-        return nbytes + sum(blocks.values())
+                    block_bytes[block.serial] = form.nbytes if is_coded else block.slice_count * block.slice_bytes
+        return nbytes + sum(block_bytes.values())
 
 
 def _count_bytes(content: Path | bytes) -> int:

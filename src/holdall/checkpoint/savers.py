@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from holdall.background import CLOSE_S
-from holdall.checkpoint.attached import checked_files
+from holdall.checkpoint.attached import check_files
 from holdall.checkpoint.blobs import Lease, describe_process, open_blobs
 from holdall.checkpoint.jobs import JobThread
 from holdall.checkpoint.manifest import (
-    SUM_LINE_BYTES,
+    CHECKSUM_LINE_BYTES,
     Manifest,
-    data_names,
     encode,
+    generate_file_names,
     manifest_name,
     new_writer_id,
 )
@@ -58,7 +58,7 @@ arguments, also with the approximate total of bytes."""
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is safe.
+    """A checkpoint that was committed.
 
     Examples:
         >>> memory.save("saved").result().number
@@ -136,7 +136,7 @@ class SaveHandle:
         return checkpoint
 
     def cancel(self) -> None:
-        """Give up this save and its copy in the mirror. Its `result` raises. Later saves are not affected."""
+        """Cancel this save and its copy in the mirror. `result` then raises. Later saves are not affected."""
         self._saver.cancel(self)
         if self.mirror is not None:
             self.mirror.cancel()
@@ -164,42 +164,44 @@ class CheckpointPlace:
         self.url = url
         self.reader = CheckpointReader(open_blobs(url, waiting))
         self.writer_id = new_writer_id()
-        self.names = data_names(self.writer_id)
+        self.names = generate_file_names(self.writer_id)
         self._lease: Lease | None = None
-        self._last = 0  # Newest checkpoint when the place was locked, or the last one of this writer.
+        self._last_number = 0  # Number of the newest checkpoint that this writer found or made. 0: none.
 
     def open(self) -> Manifest | None:
-        """Take the lock, if this process does not have it. If it was taken now, return the newest checkpoint.
+        """Take the lock and return the newest checkpoint. Return None if this writer has the lock already.
 
         Raise FencedError if another writer made a checkpoint since this writer's last one.
         """
         if self._lease is not None:
-            with contextlib.suppress(FencedError):
+            try:
                 self._lease.check()
+            except FencedError:
+                self.close()
+            else:
                 return None
-            self.close()
         self._lease = self.reader.blobs.lock(describe_process())
         try:
             newest = self._find_newest()
         except BaseException:
             self.close()
             raise
-        self._last = 0 if newest is None else newest.number
+        self._last_number = 0 if newest is None else newest.number
         return newest
 
     def _find_newest(self) -> Manifest | None:
-        newest = self.reader.newest(self.reader.numbers())
-        if newest is not None and 0 < self._last < newest.number and newest.writer_id != self.writer_id:
+        newest = self.reader.find_newest()
+        if newest is not None and 0 < self._last_number < newest.number and newest.writer_id != self.writer_id:
             raise FencedError(
-                f"Another writer made checkpoint {newest.number} in {self.url} after checkpoint {self._last}. Save to "
-                "another place, or load that checkpoint."
+                f"Another writer made checkpoint {newest.number} in {self.url} after checkpoint {self._last_number}. "
+                "Save to another place, or load that checkpoint."
             )
         return newest
 
     def find_number(self, after: int = 0) -> int:
         """Return the number of the next checkpoint, which is greater than `after`."""
         numbers = self.reader.numbers()
-        number = max(self._last, after) + 1
+        number = max(self._last_number, after) + 1
         while number in numbers:
             number += 1
         if number > _MAX_NUMBER:
@@ -216,20 +218,20 @@ class CheckpointPlace:
         return self._lease
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Create the manifest, whose files exist. Return it, perhaps with a higher number.
+        """Create the manifest, whose files exist. Return it. It has a higher number if its own was taken.
 
-        When this returns, nobody else held the lock since `open`, so nobody has removed a file.
+        When this returns, no other writer has held the lock since `open`, so no file was removed.
         """
         self._require_files(manifest)
         raw = encode(manifest)
         while not self.reader.blobs.create(MANIFESTS + manifest_name(manifest.number), raw):
-            # The last request of a cancelled save arrived late, and has taken the number.
+            # The last request of a cancelled save arrived late and took the number.
             self.lease.check()
             manifest = replace(manifest, number=self.find_number(manifest.number))
             raw = encode(manifest)
         self.lease.check()
-        self.reader.remember(raw[-SUM_LINE_BYTES:], manifest)
-        self._last = manifest.number
+        self.reader.remember(raw[-CHECKSUM_LINE_BYTES:], manifest)
+        self._last_number = manifest.number
         return manifest
 
     def close(self) -> None:
@@ -270,24 +272,25 @@ class Saver:
         self._thread = JobThread("holdall-saver", self.waiting, self._work)
 
     def save(
-        self, take: Callable[[], Snapshot], keep: int | None, progress: Progress | None, mirror: str | None
+        self, take_snapshot: Callable[[], Snapshot], keep: int | None, progress: Progress | None, mirror: str | None
     ) -> SaveHandle:
         """Take a snapshot and queue it.
 
         Args:
+            take_snapshot: Called while the queue is locked, so that snapshots are queued in the order of their moments.
             keep: Number of checkpoints to keep. None, for shards: see `retention.collect`.
         """
         handle = SaveHandle(self)
-        with self._thread.lock:  # A snapshot is queued before a later one is taken.
+        with self._thread.lock:
             if mirror is not None:
                 from holdall.checkpoint.mirror import find_mirror  # noqa: PLC0415  imports this module
 
                 handle.mirror = find_mirror(self, mirror)
-            self._thread.put(_SaveJob(take(), handle, keep, progress))
+            self._thread.put(_SaveJob(take_snapshot(), handle, keep, progress))
         return handle
 
     def cancel(self, handle: SaveHandle) -> None:
-        """Give up the save of a handle, whether it is queued or being written."""
+        """Cancel the save of a handle, whether it is queued or being written."""
         with self._thread.lock:
             queued = [job for job in self._thread.jobs if job.handle is handle]
             for job in queued:
@@ -307,7 +310,7 @@ class Saver:
         finally:
             for mirror in self.mirrors.values():
                 mirror.close(timeout, began)
-            if not self._thread.is_busy:  # Otherwise a disk hangs. Its lock then ends with the program.
+            if not self._thread.is_busy:  # If a disk hangs, the lock ends with the program.
                 self.release()
 
     def release(self) -> None:
@@ -370,8 +373,7 @@ class Saver:
 
     def _collect(self, place: CheckpointPlace, manifest: Manifest, keep: int | None) -> None:
         """Remove old checkpoints and unnamed files. Log an error, because the new checkpoint is safe already."""
-        is_due = self._has_leftovers or keep is None or len(place.reader.numbers()) > keep
-        if not is_due:
+        if not (self._has_leftovers or keep is None or len(place.reader.numbers()) > keep):
             return
         try:
             pinned = [mirror.list_pinned() for mirror in self.mirrors.values()]
@@ -390,7 +392,7 @@ class Savers:
 
     def save(
         self,
-        take: Callable[[], Snapshot],
+        take_snapshot: Callable[[], Snapshot],
         url: str | os.PathLike[str],
         attach: Mapping[str, Any] | None = None,
         keep: int | None = 3,
@@ -402,16 +404,16 @@ class Savers:
         `keep=None` is for shards, see `retention.collect`.
         """
         location = normalized_url(url)
-        files = {} if attach is None else checked_files(attach)
+        files = {} if attach is None else check_files(attach)
         if progress is not None and not callable(progress):
             raise ArgumentError(f"progress ({progress!r}) must be a function of a text and a number, or None.")
 
-        def take_all() -> Snapshot:
-            snapshot = take()
+        def take_with_files() -> Snapshot:
+            snapshot = take_snapshot()
             snapshot.attach = files
             return snapshot
 
-        return self.find(location).save(take_all, keep, progress, mirror)
+        return self.find(location).save(take_with_files, keep, progress, mirror)
 
     def save_every(
         self,
@@ -433,7 +435,7 @@ class Savers:
             self.find(restored.url, restored.saved)
 
     def find(self, url: str, saved: SavedRecords | None = None) -> Saver:
-        """Return the saver to a normalized `url`. `saved` are the records that the place has already."""
+        """Return the saver to a normalized `url`. Make it if it does not exist, with `saved` as in `Saver`."""
         with self._lock:
             saver = self._savers.get(url)
             if saver is None:
@@ -442,7 +444,7 @@ class Savers:
             return saver
 
     def after_fork(self) -> None:
-        """Close a forked child's copies of locks, which would keep others out after the parent ended."""
+        """In a forked child, close the copies of locks, which would refuse other writers after the parent has ended."""
         self._lock = threading.Lock()
         for saver in self._savers.values():
             saver.release()
@@ -465,7 +467,7 @@ class Savers:
 
 
 def _make_on_write(progress: Callable[..., None] | None, waiting: Waiting) -> OnWrite:
-    """Return a function that records progress, ends a save that was given up, and calls `progress`."""
+    """Return a function that records progress, raises if the save was cancelled, and calls `progress`."""
     wants_total = False
     if progress is not None:
         with contextlib.suppress(TypeError, ValueError):

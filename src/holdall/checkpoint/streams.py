@@ -5,13 +5,16 @@ A memory over shards is saved as
     url/manifests/NUMBER.json     names the checkpoint of every shard: folder, number, commit (`Manifest.shards`)
     url/shards/00003/             the checkpoints of one shard, a place like any other
 
-Every shard saves its store to `shard_url(url, number)` with `keep=None`, and adds `runs_state` of its rows to the saved
-state as "runs". The learner saves a `ShardsSnapshot` to `url`, which waits for the checkpoints of the shards.
+Every shard saves its store to `shard_url(url, number)` with `keep=None`. Its rows come from several writers, so it adds
+the runs of rows that each writer sent to its saved state, as "runs" (see `runs_state`). The learner, which is the
+process that draws batches, saves a `ShardsSnapshot` to `url`. The snapshot waits for the checkpoints of the shards. To
+load the same number of shards, each shard calls `read_checkpoint(manifest, reader, capacity_ticks)`.
 
-`trajectories` yields the arguments of `extend` with which a new memory gets all transitions, a few megabytes at a time.
+Otherwise all transitions are copied into a new memory. `trajectories` yields the arguments of its `extend`, a few
+megabytes at a time.
 
 Guarantee: every transition is added once. If the next transition in a new lane does not follow in time, the transition
-before it is marked as truncated, unless that one is terminated already.
+before it is marked as truncated, unless it is terminated already.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ from holdall.errors import DamageError
 from holdall.sampling import WriterRun
 from holdall.schema import Array, Schema
 
-_BYTES_AT_ONCE = 4 * 2**20
-_MOST_TICKS_AT_ONCE = 1024
+_MAX_BYTES_AT_ONCE = 4 * 2**20
+_MAX_TICKS_AT_ONCE = 1024
 _OUTCOME_BYTES = 16
 
 _M = TypeVar("_M", bound="LoadedMemory")
@@ -82,8 +85,8 @@ class LoadedMemory(TransitionSource, Protocol):
 def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:
     """Return runs of rows as a part of a shard's saved state."""
     writers = sorted({run.writer for run in runs})
-    number = {writer: index for index, writer in enumerate(writers)}
-    table = [[number[run.writer], run.first_tick, run.lanes, run.first_row, run.rows] for run in runs]
+    index = {writer: position for position, writer in enumerate(writers)}
+    table = [[index[run.writer], run.first_tick, run.lanes, run.first_row, run.rows] for run in runs]
     return {"writers": writers, "runs": np.array(table, np.int64).reshape(-1, 5)}
 
 
@@ -103,9 +106,9 @@ def runs_of(state: Any) -> list[WriterRun]:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Runs of ids, each in the order of time. All arrays have one entry per run."""
+    """Runs of ids from one or several sources, each in the order of time. All arrays have one entry per run."""
 
-    source: Ids  # Number of the source.
+    source: Ids  # Position of the source in the list of sources.
     first_id: Ids  # First id of the run.
     stride: Ids  # Difference between two successive ids.
     count: Ids  # Number of ids.
@@ -122,55 +125,76 @@ class Streams:
     def of_shards(cls, shards: Sequence[tuple[int, int, Sequence[WriterRun]]]) -> Streams:
         """Return the streams of shards, writer by writer and lane by lane.
 
-        `shards` has, for each shard, the first row that is held, the row after the last one, and the runs.
+        `shards` has, for each shard, its first row, the row after its last row, and its runs.
         """
-        runs: list[WriterRun] = []
-        table: list[tuple[int, int]] = []
-        for source, (first, end, held) in enumerate(shards):
-            covered = not held if first == end else held and held[0].first_row <= first
-            if not covered or (held and held[-1].first_row + held[-1].rows != end):
-                raise DamageError(f"the runs of a shard are not those of its rows {first} to {end}")
-            runs += held
-            table += [(source, first)] * len(held)
-        order = sorted(range(len(runs)), key=lambda n: (*runs[n][:2], table[n], runs[n].first_row))
-        return _by_lane([runs[n] for n in order], np.array([table[n] for n in order], np.int64).reshape(-1, 2))
+        shard_runs: list[_ShardRun] = []
+        for source, (first_row, end_row, runs) in enumerate(shards):
+            _require_all_rows(runs, first_row, end_row)
+            shard_runs += [_ShardRun(run, source, first_row) for run in runs]
+        shard_runs.sort(key=lambda each: (each.run.writer, each.run.first_tick, each.source, each.run.first_row))
+        return _split_by_lane(shard_runs)
 
     def __len__(self) -> int:
         return int(self.count.sum())
 
 
-def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
-    """Return the streams of runs that are in the order of writer and time, lane by lane.
+class _ShardRun(NamedTuple):
+    """A run of a shard."""
 
-    `held` has, for each run, its source and the first row that the source still holds.
-    """
+    run: WriterRun
+    source: int  # Position of the shard in the list of sources.
+    held_from: int  # First row that the shard still holds. It has evicted the rows before.
+
+
+def _require_all_rows(runs: Sequence[WriterRun], first_row: int, end_row: int) -> None:
+    """Raise DamageError unless runs, which follow each other, have all rows from `first_row` to `end_row` - 1."""
+    has_all = first_row == end_row
+    if runs:
+        last = runs[-1]
+        has_all = first_row != end_row and runs[0].first_row <= first_row and last.first_row + last.rows == end_row
+    if not has_all:
+        raise DamageError(f"The runs of a shard do not have its {end_row - first_row} rows from row {first_row} on.")
+
+
+def _split_by_lane(shard_runs: list[_ShardRun]) -> Streams:
+    """Return the streams of runs, lane by lane. `shard_runs` are in the order of writer and time."""
+    runs = [each.run for each in shard_runs]
+    # Runs of one writer that follow each other in time have the same number in `chain`.
     chain = np.zeros(len(runs), np.int64)
-    for n, (before, run) in enumerate(itertools.pairwise(runs), 1):
+    for position, (before, run) in enumerate(itertools.pairwise(runs), 1):
         is_same_writer = before.writer == run.writer and before.lanes == run.lanes
         follows = is_same_writer and before.first_tick + before.rows // before.lanes == run.first_tick
-        chain[n] = chain[n - 1] + (not follows or before.first_tick < 0)
-    lanes = np.array([run.lanes for run in runs])
-    which = np.repeat(np.arange(len(runs)), lanes)
-    lane = np.arange(len(which)) - np.repeat(np.cumsum(lanes) - lanes, lanes)
-    order = np.lexsort((which, lane, chain[which]))
-    which = which[order]
+        has_ticks = before.first_tick >= 0
+        chain[position] = chain[position - 1] + (not (follows and has_ticks))
+    lanes = np.array([run.lanes for run in runs], np.int64)
+    first_row = np.array([run.first_row for run in runs], np.int64)
+    rows = np.array([run.rows for run in runs], np.int64)
+    source = np.array([each.source for each in shard_runs], np.int64)
+    held_from = np.array([each.held_from for each in shard_runs], np.int64)
+
+    # From here on, arrays have one entry per run and lane. `of_run` is the position of the run in `runs`.
+    of_run = np.repeat(np.arange(len(runs)), lanes)
+    lane = np.arange(len(of_run)) - np.repeat(np.cumsum(lanes) - lanes, lanes)
+    order = np.lexsort((of_run, lane, chain[of_run]))
+    of_run = of_run[order]
     lane = lane[order]
-    first = np.array([run.first_row for run in runs])[which] + lane
-    stride = lanes[which]
-    evicted = np.maximum(0, -((first - held[which, 1]) // stride))  # Number of rows that the source has evicted.
-    count = np.array([run.rows for run in runs])[which] // stride - evicted
-    kept = np.flatnonzero(count > 0)
-    which = which[kept]
-    lane = lane[kept]
-    evicted = evicted[kept]
-    continues = np.zeros(len(kept), np.bool_)
-    same = (chain[which][1:] == chain[which][:-1]) & (lane[1:] == lane[:-1]) & (which[1:] == which[:-1] + 1)
-    continues[:-1] = same & (evicted[1:] == 0)
+    first_id = first_row[of_run] + lane
+    stride = lanes[of_run]
+    evicted = np.maximum(0, -((first_id - held_from[of_run]) // stride))  # Number of evicted ids.
+    count = rows[of_run] // stride - evicted
+
+    held = np.flatnonzero(count > 0)
+    of_run = of_run[held]
+    lane = lane[held]
+    evicted = evicted[held]
+    is_next_run = (of_run[1:] == of_run[:-1] + 1) & (lane[1:] == lane[:-1]) & (chain[of_run[1:]] == chain[of_run[:-1]])
+    continues = np.zeros(len(held), np.bool_)
+    continues[:-1] = is_next_run & (evicted[1:] == 0)
     return Streams(
-        source=held[which, 0],
-        first_id=first[kept] + evicted * stride[kept],
-        stride=stride[kept],
-        count=count[kept],
+        source=source[of_run],
+        first_id=first_id[held] + evicted * stride[held],
+        stride=stride[held],
+        count=count[held],
         continues=continues,
     )
 
@@ -178,15 +202,15 @@ def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
 class LaneTicks(NamedTuple):
     """Ticks of a new memory. All arrays have the shape (ticks, lanes)."""
 
-    source: Ids
-    ids: Ids
-    is_held: Flags  # False where a lane has no more transitions. The id is then arbitrary.
-    is_last: Flags  # Whether the next transition of the lane does not follow in time.
+    source: Ids  # Position of the source in the list of sources.
+    ids: Ids  # Id in the source.
+    is_held: Flags  # False after the last id of a lane. `source` and `ids` are then arbitrary.
+    is_last: Flags  # Whether the lane ends here, or its next transition does not follow in time.
 
 
 @dataclass(frozen=True, slots=True)
 class LaneLayout:
-    """Streams, one after another, cut into `lanes` pieces of the same length."""
+    """All streams, one after another, cut into `lanes` pieces of the same length: the lanes of a new memory."""
 
     streams: Streams
     lanes: int
@@ -196,8 +220,8 @@ class LaneLayout:
         """Number of ticks of the new memory."""
         return -(-len(self.streams) // self.lanes)
 
-    def between(self, start: int, stop: int) -> LaneTicks:
-        """Return ticks `start` to `stop` - 1."""
+    def find_ticks(self, start: int, stop: int) -> LaneTicks:
+        """Return ticks `start` to `stop` - 1 of the new memory."""
         streams = self.streams
         total = len(streams)
         ends = np.cumsum(streams.count)
@@ -218,16 +242,16 @@ def trajectories(
     """Yield the arguments of `extend`, with which a memory of `lanes` lanes gets all transitions of the streams.
 
     Args:
-        sources: Sources of the transitions. The streams name them by their index.
+        sources: Sources of the transitions, in the order of `Streams.source`.
         schema: Schema of the sources. Its `num_envs` is not used.
         marks_ends: Whether a transition is marked as truncated if the next one of its lane does not follow in time.
     """
     layout = LaneLayout(streams, lanes)
     fields = (*schema.observation.leaves, *schema.observation.leaves, *schema.action.leaves, *schema.extras.leaves)
     row_bytes = _OUTCOME_BYTES + sum(leaf.nbytes for leaf in fields)
-    at_once = min(max(1, _BYTES_AT_ONCE // (lanes * row_bytes)), _MOST_TICKS_AT_ONCE)
-    for start in range(0, layout.ticks, at_once):
-        ticks = layout.between(start, min(start + at_once, layout.ticks))
+    ticks_at_once = min(max(1, _MAX_BYTES_AT_ONCE // (lanes * row_bytes)), _MAX_TICKS_AT_ONCE)
+    for start in range(0, layout.ticks, ticks_at_once):
+        ticks = layout.find_ticks(start, min(start + ticks_at_once, layout.ticks))
         valid = ticks.is_held.copy()
         for number, source in enumerate(sources):
             of_source = ticks.is_held & (ticks.source == number)
@@ -235,10 +259,10 @@ def trajectories(
         if not marks_ends:
             ticks.is_last[:] = False
         if valid.any():
-            yield _extend_arguments(sources, ticks, valid, schema)
+            yield _make_extend_arguments(sources, ticks, valid, schema)
 
 
-def _extend_arguments(
+def _make_extend_arguments(
     sources: Sequence[TransitionSource], ticks: LaneTicks, valid: Flags, schema: Schema
 ) -> tuple[Any, ...]:
     trees = (schema.observation, schema.action, schema.observation, schema.extras)
@@ -246,18 +270,18 @@ def _extend_arguments(
     for number, source in enumerate(sources):
         where = valid & (ticks.source == number)
         if where.any():
-            found = _leaves(source.gather(ticks.ids[where]), schema)
-            rows = rows or [np.zeros((*valid.shape, *leaf.shape[1:]), leaf.dtype) for leaf in found]
-            for row, leaf in zip(rows, found, strict=True):
-                row[where] = leaf
+            columns = _flatten_batch(source.gather(ticks.ids[where]), schema)
+            rows = rows or [np.zeros((*valid.shape, *column.shape[1:]), column.dtype) for column in columns]
+            for row, column in zip(rows, columns, strict=True):
+                row[where] = column
     reward, terminated, truncated, *leaves = rows
-    left = iter(leaves)
-    obs, action, next_obs, extras = (tree.build([next(left) for _ in tree.leaves]) for tree in trees)
+    remaining = iter(leaves)
+    obs, action, next_obs, extras = (tree.build([next(remaining) for _ in tree.leaves]) for tree in trees)
     truncated |= ticks.is_last & ~terminated
     return obs, action, reward, next_obs, terminated, truncated, extras, None if valid.all() else valid
 
 
-def _leaves(batch: Batch, schema: Schema) -> list[Array]:
+def _flatten_batch(batch: Batch, schema: Schema) -> list[Array]:
     """Return all fields of a batch as one flat list."""
     leading = (len(batch),)
     return [
@@ -279,18 +303,18 @@ class ShardsSnapshot:
     capacity_ticks: int
     state: dict[str, Any]
     wait: Callable[[], Mapping[int, Checkpoint]]
-    """Waits for the saves of all shards to `shard_url`, and returns their checkpoints by shard number."""
+    """Function that waits for the saves of all shards and returns their checkpoints by shard number."""
     attach: Mapping[str, Path | bytes] = field(default_factory=dict)
     transitions: int = 0  # Without those of shards.
 
     def write(self, writer: SnapshotWriter) -> Content:
-        """Name the checkpoints of all shards, which are complete by then."""
+        """Wait for the checkpoints of all shards, and name them in the manifest."""
         writer.phase = "shards"
         shards = []
         for shard, saved in sorted(self.wait().items()):
             writer.count_written(saved.bytes_written)
             folder = shard_folder(shard)
-            commit = writer.reader.below(folder).manifest(saved.number).commit
+            commit = writer.reader.open_shard(folder).manifest(saved.number).commit
             shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
         return Content(self.state, {"first_tick": 0, "next_tick": 0, "shards": tuple(shards)})
 
@@ -316,11 +340,11 @@ def convert(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, 
         if manifest.shards:
             streams = _load_shards(loading, manifest, reader, sources)
         else:
-            # At least one tick, even if the new memory holds fewer transitions.
+            # Load at least one tick, even if the new memory holds fewer transitions.
             capacity = None if loading.capacity is None else max(int(loading.capacity), schema.num_envs)
             sources.append(loading.load_as_saved(manifest, reader, capacity, is_final=False))
             streams = Streams.of_lanes(sources[0].first_id, sources[0].next_id, schema.num_envs)
-        # By default at least as many ticks as the streams need, so that adding them evicts nothing.
+        # The default is at least the number of ticks that the streams need, so that adding them evicts nothing.
         ticks = max(manifest.capacity_ticks * schema.num_envs // lanes, -(-len(streams) // lanes), 1)
         if loading.capacity is not None:
             ticks = int(loading.capacity) // lanes
@@ -343,16 +367,18 @@ def convert(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, 
 
 
 def _load_shards(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
-    """Load every shard into a memory of its own, append it to `sources`, and describe the streams of all."""
-    below = [reader.below(shard.folder) for shard in manifest.shards]
-    saved = [read_shard_manifest(*each) for each in zip(below, manifest.shards, strict=True)]
-    held = [each.next_tick - each.first_tick for each in saved]
+    """Load every shard into a memory of its own, and append the memories to `sources`. Return the streams of all."""
+    readers = [reader.open_shard(shard.folder) for shard in manifest.shards]
+    manifests = [read_shard_manifest(each, shard) for each, shard in zip(readers, manifest.shards, strict=True)]
+    saved_rows = [each.next_tick - each.first_tick for each in manifests]  # The store of a shard has one lane.
     described = []
-    for of_shard, each, rows in zip(saved, below, held, strict=True):
-        share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(sum(held), 1))
-        source = loading.load_as_saved(of_shard, each, share, is_final=False)
+    for shard_manifest, shard_reader, rows in zip(manifests, readers, saved_rows, strict=True):
+        capacity = None
+        if loading.capacity is not None:
+            capacity = max(1, int(loading.capacity) * rows // max(sum(saved_rows), 1))
+        source = loading.load_as_saved(shard_manifest, shard_reader, capacity, is_final=False)
         sources.append(source)
-        with refuse_malformed(f"The state of {each.url}"):
-            runs = runs_of(read_saved_state(of_shard, each)["runs"])
+        with refuse_malformed(f"The state of {shard_reader.url}"):
+            runs = runs_of(read_saved_state(shard_manifest, shard_reader)["runs"])
         described.append((source.first_id, source.next_id, runs))
     return Streams.of_shards(described)

@@ -10,6 +10,7 @@ from holdall.errors import ArgumentError
 
 SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?(.*)", re.DOTALL)
+"""Scheme and rest of a URL. `pathlib.Path` removes one of its two slashes."""
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:

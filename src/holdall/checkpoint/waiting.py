@@ -25,7 +25,7 @@ class Waiting:
     Attributes:
         url: Place that the job reads or writes.
         limit_s: Seconds without progress after which the job fails.
-        reason: What the job waits for, for messages. Empty while it makes progress.
+        reason: Cause of the current wait, for messages. Empty while the job makes progress.
     """
 
     def __init__(self, url: str, limit_s: float = math.inf) -> None:
@@ -37,11 +37,11 @@ class Waiting:
         self._reminded_at = -math.inf
 
     def cancel(self) -> None:
-        """End all waiting, also future waiting, until `begin`."""
+        """Cancel the job. All current and later waits raise an error until `begin` is called."""
         self._cancelled.set()
 
     def begin(self) -> None:
-        """Start a new job: forget the cancellation of an earlier one."""
+        """Start a new job, which the cancellation of an earlier job does not affect."""
         self._cancelled.clear()
         self.record_progress()
 
@@ -74,9 +74,9 @@ class Waiting:
                 f"The work at {self.url} was cancelled, by cancel() or because the memory was closed.{cause}"
             )
 
-    def remind(self, began: float, what: str) -> None:
-        """Log the message `what` once, if the job has waited since `began` for more than `REMIND_S` seconds."""
+    def remind(self, began: float, message: str) -> None:
+        """Log `message` once, if the job has waited since `began` for more than `REMIND_S` seconds."""
         now = time.monotonic()
         if self._reminded_at < began <= now - REMIND_S:
             self._reminded_at = now
-            _LOG.warning("Still waiting after %.0f s: %s", REMIND_S, what)
+            _LOG.warning("Still waiting after %.0f s: %s", REMIND_S, message)

@@ -1,8 +1,8 @@
 """The command line `holdall COMMAND`, and the options and errors that all commands share.
 
 The module of a command is imported when the command is called. Results go to stdout, progress and errors to stderr. An
-error that holdall raises becomes one line on stderr. With -v, before or after the command's name, its traceback is
-shown.
+error that holdall raises becomes one line on stderr. With -v, before or after the command's name, the traceback of the
+error is shown.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 the command ran and its check
 failed.
 """
@@ -28,9 +28,9 @@ __all__ = ["app", "main"]
 
 _VERBOSE = "holdall.verbose"
 ERROR_CODE = "holdall.error_code"
-"""Key in a context's `meta` for the exit code of errors, for commands that use 1 for something else."""
+"""Key in a context's `meta` for the exit code of errors. Commands set it if their exit code 1 has another meaning."""
 _USAGE_CODES = {"plan": 64}
-"""Exit codes for mistakes on the command line, for commands that use 2 for something else."""
+"""Exit codes of mistakes on the command line, for commands whose exit code 2 has another meaning."""
 # The types of options that may be left out.
 OptBool = bool | None
 OptInt = int | None
@@ -40,7 +40,7 @@ OptTexts = list[str] | None
 
 
 def option(meaning: str, *names: str, **limits: Any) -> Any:
-    """Describe an option. Without names, the option has the name of the parameter."""
+    """Return an option with the help text `meaning`. Without names, it has the name of the parameter."""
     return typer.Option(*names, help=meaning, **limits)
 
 
@@ -82,7 +82,7 @@ COMMAND_AFTER_DASHES = "holdall.command"
 
 
 class CommandAfterDashes(TyperCommand):
-    """A command whose arguments after `--` are another command, whatever they look like."""
+    """A command whose arguments after `--` are another command, even if they look like options of this one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Store the words after `--` in the context, and parse only the words before it."""
@@ -135,7 +135,10 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "watch")
-"""Commands. Each has a module of its name, with a function or a Typer of subcommands of that name."""
+"""Commands. The module with a command's name has a function, or a Typer of subcommands, with the same name.
+
+If the module of a function has `NAME_CLASS`, that class of commands is used, as `PLAN_CLASS` for `plan`.
+"""
 
 
 class LazyCommands(OneLineErrors):
@@ -150,14 +153,14 @@ class LazyCommands(OneLineErrors):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"holdall.cli.{cmd_name}")
-        found = getattr(module, cmd_name)
-        if isinstance(found, typer.Typer):
-            group = typer.main.get_group(found)
+        command = getattr(module, cmd_name)
+        if isinstance(command, typer.Typer):
+            group = typer.main.get_group(command)
             group.name = cmd_name
             return group
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name, cls=getattr(module, f"{cmd_name.upper()}_CLASS", None))(found)
-        return typer.main.get_command(alone)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(cmd_name, cls=getattr(module, f"{cmd_name.upper()}_CLASS", None))(command)
+        return typer.main.get_command(single)
 
 
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

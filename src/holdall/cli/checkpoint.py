@@ -43,7 +43,7 @@ from holdall.schema_json import schema_from_json
 from holdall.tools.datasets import export_minari, import_minari, memory_from_arrays
 from holdall.tools.exports import export_npz, export_sb3
 from holdall.tools.imports import READERS, import_recording
-from holdall.units import counted, format_bytes
+from holdall.units import count_noun, format_bytes
 
 _COMPLETE = "complete"
 """State of a checkpoint whose files all exist with all their bytes."""
@@ -71,7 +71,7 @@ class PlaceholderSampler(Uniform):
 def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     """List checkpoints, newest first. The state says whether all files exist. `verify` reads them."""
     reader = open_reader(url)
-    reader.require()
+    reader.require_checkpoint()
     sizes = reader.file_sizes()
     entries = [_describe(reader, number, sizes) for number in reader.numbers()]
     entries = [entry for entry in entries if entry["state"] == _COMPLETE or not _is_removed(reader, entry["number"])]
@@ -106,19 +106,19 @@ def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> d
     entry |= {"number": number, "bytes": 0, "attached": [], "state": _COMPLETE}
     try:
         manifest = reader.manifest(number)
-        entry |= _facts(manifest)
+        entry |= _summarize(manifest)
         require_whole(manifest, reader, sizes)
     except (DamageError, CheckpointError) as error:
         entry["state"] = str(error)
     return entry
 
 
-def _facts(manifest: Manifest) -> dict[str, Any]:
+def _summarize(manifest: Manifest) -> dict[str, Any]:
     with refuse_malformed("its schema"):
         lanes = schema_from_json(manifest.schema).num_envs
     transitions = (manifest.next_tick - manifest.first_tick) * lanes
     return {
-        "saved": _date(manifest.time),
+        "saved": _format_date(manifest.time),
         "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
         "num_envs": lanes,
         "segments": len(manifest.segments),
@@ -127,8 +127,8 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _date(seconds: float) -> str:
-    """Return a date, or "?" for a number that is no date: a manifest may contain any number."""
+def _format_date(seconds: float) -> str:
+    """Return a date, or "?" if no date has this number: a manifest may contain any number."""
     try:
         saved = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (OverflowError, ValueError, OSError):
@@ -139,46 +139,54 @@ def _date(seconds: float) -> str:
 @checkpoint.command()
 def verify(
     url: Url,
-    number: Annotated[OptInt, option("Only this checkpoint; all of them otherwise.")] = None,
+    number: Annotated[OptInt, option("Number of the checkpoint. Default: all checkpoints.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Read every byte of the checkpoints and compare it with its checksum."""
     reader = open_reader(url)
-    reader.require()
+    reader.require_checkpoint()
     found: dict[int, list[Damage]] = {}
-    with _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
-        for each in reader.numbers() if number is None else [number]:
+    with _make_progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
+        for checked_number in reader.numbers() if number is None else [number]:
             try:
-                damages = _verify(reader, each, bar)
+                damages = _verify(reader, checked_number, bar)
             except BlobMissingError as error:
                 if number is not None:
                     raise
                 damages = [Damage("", 0, str(error))]
-            if damages and _is_removed(reader, each):
-                typer.echo(f"checkpoint {each} was removed meanwhile", err=True)
+            if damages and _is_removed(reader, checked_number):
+                typer.echo(f"checkpoint {checked_number} was removed meanwhile", err=True)
                 continue
-            found[each] = damages
-    if json:
-        words = [{"number": each, "damages": list(map(dataclasses.asdict, found[each]))} for each in found]
-        typer.echo(json_.dumps({"url": reader.url, "checkpoints": words}))
-    else:
-        for each, damages in found.items():
-            for damage in damages:
-                typer.echo(f"checkpoint {each}: {damage.reason}")
-            if not damages:
-                typer.echo(f"checkpoint {each} is intact")
+            found[checked_number] = damages
+    _print_damages(reader.url, found, json)
     if any(found.values()):
         raise typer.Exit(DAMAGED)
 
 
+def _print_damages(url: str, found: dict[int, list[Damage]], as_json: bool) -> None:
+    """Print the damages of every checkpoint, by its number."""
+    if as_json:
+        entries = [
+            {"number": number, "damages": [dataclasses.asdict(damage) for damage in damages]}
+            for number, damages in found.items()
+        ]
+        typer.echo(json_.dumps({"url": url, "checkpoints": entries}))
+        return
+    for number, damages in found.items():
+        for damage in damages:
+            typer.echo(f"checkpoint {number}: {damage.reason}")
+        if not damages:
+            typer.echo(f"checkpoint {number} is intact")
+
+
 def _is_removed(reader: CheckpointReader, number: int) -> bool:
-    """Return whether a memory that saves to the place has removed a checkpoint meanwhile."""
+    """Return whether a checkpoint was removed since it was listed, by a memory that saves to the place."""
     return number not in reader.numbers()
 
 
 def _verify(reader: CheckpointReader, number: int, bar: progress.Progress) -> list[Damage]:
-    """Read a checkpoint completely."""
+    """Read a checkpoint completely, and return its damaged records."""
     try:
         manifest = reader.manifest(number)
     except DamageError as error:
@@ -197,12 +205,14 @@ def gc(
 ) -> None:
     """Remove all but the newest checkpoints, and every file that none of them names."""
     reader = open_reader(url)
-    reader.require()
+    reader.require_checkpoint()
     with _file_progress("removing") as advance:
         freed = collect_all(reader, keep, advance)
     left = reader.numbers()
-    words = {"url": reader.url, "freed_bytes": freed, "left": left}
-    typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {counted(len(left), 'checkpoint')} left")
+    if json:
+        typer.echo(json_.dumps({"url": reader.url, "freed_bytes": freed, "left": left}))
+        return
+    typer.echo(f"{format_bytes(freed)} freed, {count_noun(len(left), 'checkpoint')} left")
 
 
 @checkpoint.command()
@@ -227,15 +237,14 @@ def export(
             f"target ({target!r}) is of an unknown kind. Pass a file that ends with .npz or .pkl, or the name of a "
             "Minari dataset with its version, as in robots/dog-v0."
         )
-    dataset = target
     with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
-        episodes = export_minari(memory, dataset, advance)
+        episodes = export_minari(memory, target, advance)
         transitions = len(memory)
     if json:
-        typer.echo(json_.dumps({"dataset": dataset, "transitions": transitions, "episodes": episodes}))
+        typer.echo(json_.dumps({"dataset": target, "transitions": transitions, "episodes": episodes}))
         return
     typer.echo(
-        f"{counted(transitions, 'transition')} in {counted(episodes, 'episode')}: minari.load_dataset({dataset!r})"
+        f"{count_noun(transitions, 'transition')} in {count_noun(episodes, 'episode')}: minari.load_dataset({target!r})"
     )
 
 
@@ -256,7 +265,7 @@ def _export_file(url: str, file: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json_.dumps({"file": str(file), "transitions": transitions}))
         return
-    typer.echo(f"{counted(transitions, 'transition')} in {file}")
+    typer.echo(f"{count_noun(transitions, 'transition')} in {file}")
 
 
 @checkpoint.command("import")
@@ -270,7 +279,8 @@ def import_(
     url: Url,
     prefer: Annotated[str, option("How much slower sampling may get: speed, balanced or memory.")] = "balanced",
     drop_last: Annotated[
-        bool, option("Leave out steps without a next observation. Otherwise they repeat their own.", "--drop-last")
+        bool,
+        option("Leave out steps without a next observation. Default: repeat their own observation.", "--drop-last"),
     ] = False,
     trust: Annotated[
         bool, option("Unpickle the file, which runs the code in it: only for your own files.", "--trust")
@@ -285,18 +295,23 @@ def import_(
             f"--drop-last does not apply to source ({source!r}). Its steps have their own next observations. Leave out "
             "--drop-last."
         )
-    if kind in READERS or source.startswith(_MINARI):
-        with _new_spill_folder(url) as folder, _transition_progress("importing") as advance:
-            settings = {"budget": None, "spill_dir": folder, "prefer": prefer}
-            if kind in READERS:
-                recording = READERS[kind](Path(place))
-                imported = import_recording(recording, advance, drop_last=drop_last, **settings)
-                metadata = recording.metadata
-            else:
-                imported = import_minari(place, advance, **settings)
-                metadata = {"source": "minari", "dataset": place}
-            _save(imported, url, json, {METADATA: json_.dumps(metadata).encode()})
+    if kind not in READERS and not source.startswith(_MINARI):
+        _import_pickle(source, url, trust, json)
         return
+    with _new_spill_folder(url) as folder, _transition_progress("importing") as advance:
+        settings = {"budget": None, "spill_dir": folder, "prefer": prefer}
+        if kind in READERS:
+            recording = READERS[kind](Path(place))
+            imported = import_recording(recording, advance, drop_last=drop_last, **settings)
+            metadata = recording.metadata
+        else:
+            imported = import_minari(place, advance, **settings)
+            metadata = {"source": "minari", "dataset": place}
+        _save(imported, url, json, {METADATA: json_.dumps(metadata).encode()})
+
+
+def _import_pickle(source: str, url: str, trust: bool, as_json: bool) -> None:
+    """Turn a replay buffer that Stable-Baselines3 pickled into a checkpoint. Another process unpickles it."""
     file = Path(source)
     if file.suffix != _PICKLE_SUFFIX:
         raise ArgumentError(
@@ -322,52 +337,54 @@ def import_(
             )
         with _transition_progress("importing") as advance:
             imported = memory_from_arrays(Path(folder), advance)
-        _save(imported, url, json)
+        _save(imported, url, as_json)
 
 
 @contextlib.contextmanager
 def _new_spill_folder(url: str) -> Iterator[str]:
-    """Yield a temporary folder on the disk of a checkpoint, so that importing needs little memory."""
+    """Yield a temporary folder on the disk of the new checkpoint, so that importing needs little memory."""
+    location = normalized_url(url)
     parent = None
-    if not is_remote(normalized_url(url)):
-        parent = Path(normalized_url(url)).parent
+    if not is_remote(location):
+        parent = Path(location).parent
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdall-import-", dir=parent) as folder:
         yield folder
 
 
 def _save(memory: ReplayMemory, url: str, as_json: bool, attach: dict[str, bytes] | None = None) -> None:
-    with memory, _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
+    with memory, _make_progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         task = bar.add_task("saving", total=None)
         handle = memory.save(
             url, attach=attach, progress=lambda _, done, total: bar.update(task, completed=done, total=total)
         )
         saved = handle.result()
     if as_json:
-        facts = {"number": saved.number, "transitions": saved.transitions, "bytes_written": saved.bytes_written}
-        typer.echo(json_.dumps({"url": url} | facts))
+        summary = {"url": url, "number": saved.number, "transitions": saved.transitions}
+        typer.echo(json_.dumps(summary | {"bytes_written": saved.bytes_written}))
         return
     typer.echo(
-        f"checkpoint {saved.number} of {counted(saved.transitions, 'transition')}, {format_bytes(saved.bytes_written)}"
+        f"checkpoint {saved.number} of {count_noun(saved.transitions, 'transition')}, "
+        f"{format_bytes(saved.bytes_written)}"
     )
 
 
 @contextlib.contextmanager
-def _transition_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar over transitions, with rate and time left. Yield the function that moves it."""
-    with _progress(progress.MofNCompleteColumn(), progress.TaskProgressColumn(show_speed=True)) as bar:
-        task = bar.add_task(what, total=None)
+def _transition_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar with a count and the rate of transitions. Yield the function that moves it."""
+    with _make_progress(progress.MofNCompleteColumn(), progress.TaskProgressColumn(show_speed=True)) as bar:
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextlib.contextmanager
-def _file_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar over files, once there is one. Yield the function that moves it."""
-    with _progress(progress.MofNCompleteColumn()) as bar:
-        task = bar.add_task(what, total=None, visible=False)
+def _file_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar with a count of files, from the first file on. Yield the function that moves it."""
+    with _make_progress(progress.MofNCompleteColumn()) as bar:
+        task = bar.add_task(label, total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
-def _progress(*columns: progress.ProgressColumn) -> progress.Progress:
+def _make_progress(*columns: progress.ProgressColumn) -> progress.Progress:
     shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), *columns, progress.TimeRemainingColumn())
     return progress.Progress(*shown, console=Console(stderr=True))

@@ -1,7 +1,7 @@
 """`holdall demo`: plan, train, watch, checkpoint, kill and resume on the shipped environment, with a table at the end.
 
-Only the replay buffer differs between the two trainings, and the second one is killed half-way. So the buffer or the
-crash is the cause of any difference at the end.
+The two trainings differ only in their replay buffer, and the second one is killed half-way. So only the buffer or the
+crash can cause a difference at the end.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 a promise does not hold.
 """
 
@@ -24,14 +24,14 @@ from rich.table import Table
 from holdall.cli import AsJson, OptText, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import Limit
-from holdall.tools.bench import messages, module_command
+from holdall.tools.bench import make_module_command, run_child
 from holdall.tools.demo import CheckpointFingerprint, DemoResult
 from holdall.tools.plan.needs import HoldallUse, MachineLimits, RunNeeds
 from holdall.tools.plan.planner import find_limits, plan_command
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 
-DIFFERENT = 3  # Exit code of a demo that was completed and found a difference.
+DIFFERENT_EXIT_CODE = 3
 
 
 def demo(
@@ -51,52 +51,54 @@ def demo(
         typer.echo(comparison.as_json())
     else:
         story.print()
-        story.print(table(comparison))
-        story.print(verdict(comparison))
-        story.print(f"The page of what was watched: {comparison.report}", soft_wrap=True, markup=False)
+        story.print(draw_table(comparison))
+        story.print(describe_verdict(comparison))
+        story.print(f"Page of the watched training: {comparison.report}", soft_wrap=True, markup=False)
         story.print(f"The demo took {comparison.seconds:.0f} s.", style="dim")
     if not comparison.holds:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(DIFFERENT_EXIT_CODE)
 
 
 BUDGET = "48MiB"
+"""Budget of holdall's memory in the demo."""
 _USE = HoldallUse(parse_bytes(BUDGET), prefer="memory")
 A_MILLION = 1_000_000
 MIN_STEPS = 240
 MIN_TRANSITIONS = 2_000  # Fewer transitions give too few memory readings for a line through them.
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
-_TAIL_BYTES = 65_536
-_LEFT_FOLDERS = ("checkpoint", "spilled")
-_LEFT_FILES = ("watch.jsonl", "report.html")
-_MARK = ".holdall-demo"  # In a folder whose contents a demo may overwrite.
-_SHOWN = ("buffers", "torch", "python", "libraries")
+_TAIL_BYTES = 65_536  # Bytes at the end of a record in which the newest reading is searched.
+_OUT_FOLDERS = ("checkpoint", "spilled")
+_OUT_FILES = ("watch.jsonl", "report.html")
+_MARK = ".holdall-demo"  # File that marks the folder of an earlier demo, which may be overwritten.
+_SHOWN_GROUPS = ("buffers", "torch", "python", "libraries")
 TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
 
 
-def _clear(folder: Path) -> None:
-    """Make the folder, and remove the files of an earlier demo. Refuse a folder with other files."""
+def _prepare_folder(folder: Path) -> None:
+    """Make the folder, and remove the folders of an earlier demo. Refuse to overwrite files that no demo wrote."""
     with writing("out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        there = {path.name for path in folder.iterdir()}
-        if strange := sorted(there & {*_LEFT_FOLDERS, *_LEFT_FILES}) if _MARK not in there else []:
-            raise ArgumentError(f"out ({folder}) has {strange[0]!r}, which no demo wrote; name another folder")
+        names = {path.name for path in folder.iterdir()}
+        endangered = sorted(names & {*_OUT_FOLDERS, *_OUT_FILES})
+        if endangered and _MARK not in names:
+            raise ArgumentError(f"out ({folder}) has {endangered[0]!r}, which no demo wrote. Name another folder.")
         (folder / _MARK).touch()
-    for old in _LEFT_FOLDERS:
-        shutil.rmtree(folder / old, ignore_errors=True)
+    for name in _OUT_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
     """Run all steps of the demo, and return the comparison."""
-    _check(steps, transitions)
-    begun = time.perf_counter()
-    _clear(folder)
+    _check_sizes(steps, transitions)
+    started = time.perf_counter()
+    _prepare_folder(folder)
     checkpoint = folder / "checkpoint"
     record = folder / "watch.jsonl"
 
-    def heading(number: int, title: str) -> None:
+    def print_heading(number: int, title: str) -> None:
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
-    heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
+    print_heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
     task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
     fitted, million = plan_demo(task, limit_bytes)
     console.print(
@@ -109,40 +111,41 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
     console.print("  [dim]the whole process, measured as `holdall plan` does: until the training begins[/]")
 
-    heading(2, "Train with Stable-Baselines3's replay buffer")
+    print_heading(2, "Train with Stable-Baselines3's replay buffer")
     plain = DemoResult(**_train(console, task)["result"])
 
-    heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
+    print_heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
     settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
     task |= {"buffer": "holdall", "checkpoint": str(checkpoint), "buffer_kwargs": settings}
     saved = CheckpointFingerprint(**_train(console, task, is_killed=True)["saved"])
     written = f"{format_bytes(saved.checkpoint_bytes)}, safe on disk after {saved.seconds:.1f} s"
     console.print(f"  checkpoint at step {saved.step}: {written}; then kill -9")
 
-    heading(4, "Resume, and watch the memory while it fills")
+    print_heading(4, "Resume, and watch the memory while it fills")
     messages_by_kind = _train(console, task | {"resumes": True, "record": str(record), "limit": fitted.limit_bytes})
     resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
         f"  loaded in {resumed.seconds:.1f} s at step {resumed.step}; the next batches are {same}, bit for bit"
     )
-    if now := latest_reading(record):
-        console.print(f"  at the end {now}", soft_wrap=True)
+    reading = describe_latest_reading(record)
+    if reading:
+        console.print(f"  at the end {reading}", soft_wrap=True)
 
     own = DemoResult(**messages_by_kind["result"])
     comparison = Comparison(fitted, plain, own, saved, resumed)
     page = folder / "report.html"
     page.write_text(read_report(record).page(), encoding="utf-8")
-    return replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
+    return replace(comparison, seconds=time.perf_counter() - started, report=str(page))
 
 
 def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -> dict[str, Any]:
-    """Run one training with a progress bar, to its end or past its checkpoint. Return messages by kind."""
+    """Run one training with a progress bar. With `is_killed`, kill it after its checkpoint. Return messages by kind."""
     messages_by_kind: dict[str, Any] = {}
     columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
     shown = Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
-    command = module_command("tools.demo.training", json.dumps(task))
-    with shown as bars, closing(messages(command)) as lines:  # Closing ends the child with SIGKILL.
+    command = make_module_command("tools.demo.training", json.dumps(task))
+    with shown as bars, closing(run_child(command)) as lines:  # Closing ends the child with SIGKILL.
         bar = bars.add_task(TITLES[task["buffer"]], total=1.0, memory="")
         for message in lines:
             if "done" not in message:
@@ -150,21 +153,21 @@ def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -
                 continue
             if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
                 break  # The training has passed its checkpoint.
-            memory = latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
+            memory = describe_latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
             bars.update(bar, completed=message["done"] / message["total"], memory=memory)
         if "result" in messages_by_kind:
             bars.update(bar, completed=1.0)
     return messages_by_kind
 
 
-def _check(steps: int, transitions: int) -> None:
+def _check_sizes(steps: int, transitions: int) -> None:
     if importlib.util.find_spec("stable_baselines3") is None:
         raise MissingPackageError(
-            "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
+            "The demo trains with stable-baselines3, which is not installed. Run: pip install holdall[sb3]"
         )
-    for name, value, least in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
-        if value < least:
-            raise ArgumentError(f"{name} ({value}) is too small to measure anything; give at least {least}.")
+    for name, value, minimum in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
+        if value < minimum:
+            raise ArgumentError(f"{name} ({value}) is too small to measure anything. Pass at least {minimum}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +186,14 @@ class DemoFit:
 
 
 def plan_demo(task: dict[str, Any], limit_bytes: int | None) -> tuple[DemoFit, DemoFit]:
-    """Plan the training of `task` with either buffer, as `holdall plan` would, and the same with a million transitions.
+    """Plan the training of `task` with either buffer, as `holdall plan` would, and again with a million transitions.
 
-    Without a limit, the middle between both needs is used. The limit of the million is this machine's free memory.
+    The first plan has the given limit, or else the middle between the needs of both buffers. The second plan has this
+    machine's free memory as its limit.
     """
     steps = task["steps"] + task["transitions"]
     machine = find_limits()
-    command = module_command("tools.demo.training", json.dumps(task))
+    command = make_module_command("tools.demo.training", json.dumps(task))
     needs = plan_command(command, {"total_timesteps": steps}, machine).needs
     if limit_bytes is None:
         limit_bytes = (needs.need_bytes(None) + needs.need_bytes(_USE)) // 2
@@ -199,12 +203,17 @@ def plan_demo(task: dict[str, Any], limit_bytes: int | None) -> tuple[DemoFit, D
 
 
 def _compare_needs(needs: RunNeeds, limits: MachineLimits) -> DemoFit:
-    sb3, holdall = (str(needs.verdict(use, limits)) for use in (None, _USE))
-    return DemoFit(limits.free_bytes, needs.need_bytes(None), sb3, needs.need_bytes(_USE), holdall)
+    return DemoFit(
+        limit_bytes=limits.free_bytes,
+        sb3_bytes=needs.need_bytes(None),
+        sb3=str(needs.verdict(None, limits)),
+        holdall_bytes=needs.need_bytes(_USE),
+        holdall=str(needs.verdict(_USE, limits)),
+    )
 
 
-def latest_reading(record: Path) -> str:
-    """Return the newest reading in words."""
+def describe_latest_reading(record: Path) -> str:
+    """Return the newest reading of a watch's record in words, or an empty text if there is none."""
     try:
         with record.open("rb") as file:
             file.seek(max(record.stat().st_size - _TAIL_BYTES, 0))
@@ -215,10 +224,12 @@ def latest_reading(record: Path) -> str:
         with suppress(ValueError):  # The watch is still writing this line.
             reading = json.loads(line)
             if reading["kind"] == "reading":
-                groups = ((name, [one for one in reading["parts"] if one["group"] == name]) for name in _SHOWN)
-                sums = {name: sum(one["resident"] for one in parts) for name, parts in groups}
-                shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in sums.items() if size)
-                return f"{format_bytes(reading['pss'])}: {shown}"
+                sizes = dict.fromkeys(_SHOWN_GROUPS, 0)
+                for part in reading["parts"]:
+                    if part["group"] in sizes:
+                        sizes[part["group"]] += part["resident"]
+                groups = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+                return f"{format_bytes(reading['pss'])}: {groups}"
     return ""
 
 
@@ -246,40 +257,42 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether both comparisons came out identical."""
+        """Whether weights and batches are both identical."""
         return self.weights_identical and self.batches_identical
 
     def as_json(self) -> str:
         """Write the comparison as one JSON object."""
-        found = {"weights_identical": self.weights_identical, "batches_identical": self.batches_identical}
-        return json.dumps({**asdict(self), **found})
+        answers = {"weights_identical": self.weights_identical, "batches_identical": self.batches_identical}
+        return json.dumps(asdict(self) | answers)
 
 
-def table(comparison: Comparison) -> Table:
+def draw_table(comparison: Comparison) -> Table:
     """Return a table of the two trainings."""
-    drawn = Table(title=f"SAC on a camera and a vector, {comparison.sb3.transitions:,} transitions held")
-    drawn.add_column("replay buffer")
+    table = Table(title=f"SAC on a camera and a vector, {comparison.sb3.transitions:,} transitions held")
+    table.add_column("replay buffer")
     for heading in ("bytes/transition", "peak memory", "within limit", "steps/s"):
-        drawn.add_column(heading, justify="right")
+        table.add_column(heading, justify="right")
     for result in (comparison.sb3, comparison.holdall):
-        drawn.add_row(
+        table.add_row(
             TITLES[result.buffer],
             f"{result.bytes_per_transition:,.0f}",
             format_bytes(result.peak_bytes),
             "yes" if result.peak_bytes < comparison.fit.limit_bytes else "no",
             f"{result.steps_per_second:.1f}",
         )
-    return drawn
+    return table
 
 
-def verdict(comparison: Comparison) -> str:
+def describe_verdict(comparison: Comparison) -> str:
     """Return a sentence about the weights and the memory of both trainings."""
     ratio = comparison.sb3.bytes_per_transition / comparison.holdall.bytes_per_transition
-    before, after = (one.batches_sha256[:12] for one in (comparison.saved, comparison.resumed))
-    plain, own = (one.weights_sha256[:12] for one in (comparison.sb3, comparison.holdall))
     if not comparison.batches_identical:
+        before = comparison.saved.batches_sha256[:12]
+        after = comparison.resumed.batches_sha256[:12]
         return f"BATCHES DIFFER: {before} before the kill, {after} after it."
+    sb3_weights = comparison.sb3.weights_sha256[:12]
+    own_weights = comparison.holdall.weights_sha256[:12]
     if not comparison.weights_identical:
-        return f"WEIGHTS DIFFER: {plain} with Stable-Baselines3's buffer, {own} with holdall's."
-    crash = "though holdall's training was killed and resumed"
-    return f"Weights identical, bit for bit ({own}), {crash}; {ratio:.1f} x less memory."
+        return f"WEIGHTS DIFFER: {sb3_weights} with Stable-Baselines3's buffer, {own_weights} with holdall's."
+    crash = "although holdall's training was killed and resumed"
+    return f"Weights identical, bit for bit ({own_weights}), {crash}; {ratio:.1f} x less memory."

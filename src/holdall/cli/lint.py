@@ -19,20 +19,19 @@ import typer
 
 from holdall.cli import COMMAND_AFTER_DASHES, AsJson, CommandAfterDashes, OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError
-from holdall.tools import lint as linter
-from holdall.tools.lint.check import check_file, find_files, read_text, write_text
+from holdall.tools.lint.check import Rules, check_file, check_run, find_files, read_text, write_text
 from holdall.tools.lint.finding import Finding, Severity, apply_edits
+from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.output import describe_findings, explain, format_findings
 from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.run import get_budget_bytes, name_buffer, pair_with_models
-from holdall.tools.lint.settings import LintSettings, find_settings
+from holdall.tools.lint.settings import find_settings
 from holdall.tools.probe.launch import probe
 from holdall.tools.probe.snapshot import FoundBuffer, FoundMemory, FoundModel, Snapshot
-from holdall.units import counted, format_bytes
+from holdall.units import count_noun, format_bytes
 
 FOUND = 3
 """Exit code: everything was checked, and a finding is at least as severe as --fail-on."""
-
 
 LINT_CLASS = CommandAfterDashes
 
@@ -62,7 +61,7 @@ def lint(
     A command after -- runs until it is about to train, and is then stopped: holdall lint -- python train.py --my args
     """
     if explain is not None:
-        _print_text(_explain(explain))
+        _print_text(_explain_rule(explain))
         return
     command: list[str] | None = context.meta.get(COMMAND_AFTER_DASHES)
     if not paths and not command:
@@ -81,12 +80,13 @@ def lint(
     files = find_files(paths or [], settings.exclude)
     if paths and not files:
         raise ArgumentError(f"paths ({', '.join(map(str, paths))}) contain no Python script. Name other directories.")
-    findings = _check_files(files, paths or [], settings, fix)
+    rules = settings.rules()
+    machine = settings.machine()
+    findings = _check_files(files, paths or [], rules, machine, fix)
     run: Snapshot | None = None
     if command:
-        settings.rules()
         run = _probe(command, timeout)
-        findings += linter.snapshot(run, settings)
+        findings += check_run(run, rules, machine)
     if json:
         data = describe_findings(findings, len(files))
         if run is not None:
@@ -109,20 +109,28 @@ def _split_codes(given: list[str] | None) -> tuple[str, ...] | None:
     return tuple(code.strip() for item in given for code in item.split(",") if code.strip())
 
 
-def _check_files(files: list[Path], named: list[Path], settings: LintSettings, fix: bool) -> list[Finding]:
-    rules = settings.rules()
-    machine = settings.machine()
+def _check_files(files: list[Path], named: list[Path], rules: Rules, machine: Machine, fix: bool) -> list[Finding]:
+    """Return the findings in `files`. With `fix`, correct the files first. The user named the paths `named`."""
     findings: list[Finding] = []
     for path in files:
-        found = check_file(path, rules, machine, is_named=path in named)
-        if fix and any(finding.edit for finding in found):
-            corrected, made = apply_edits(read_text(path), found)
-            write_text(path, corrected)
-            words = ", ".join(f"{finding.rule} in line {finding.place.line}" for finding in made)
-            typer.echo(f"{path}: corrected {words}", err=True)
-            found = check_file(path, rules, machine)
-        findings += found
+        in_file = check_file(path, rules, machine, is_named=path in named)
+        if fix and _correct_file(path, in_file):
+            in_file = check_file(path, rules, machine)
+        findings += in_file
     return findings
+
+
+def _correct_file(path: Path, findings: list[Finding]) -> bool:
+    """Make the edits of `findings` in a file. Return whether the file changed."""
+    if not any(finding.edit for finding in findings):
+        return False
+    corrected, made = apply_edits(read_text(path), findings)
+    if not made:
+        return False
+    write_text(path, corrected)
+    words = ", ".join(f"{finding.rule} in line {finding.place.line}" for finding in made)
+    typer.echo(f"{path}: corrected {words}", err=True)
+    return True
 
 
 def _probe(command: list[str], timeout_s: float) -> Snapshot:
@@ -139,9 +147,10 @@ def _require_training(run: Snapshot) -> None:
     has_objects = bool(run.models or run.buffers or run.memories)
     if run.is_ready or (has_objects and run.error is None):
         return
-    lines = (run.error or "").strip().splitlines()
-    has_reason = not lines or lines[-1] in run.stopped_by
-    reason = run.stopped_by if has_reason else f"{run.stopped_by} ({lines[-1]})"
+    reason = run.stopped_by
+    error_lines = (run.error or "").strip().splitlines()
+    if error_lines and error_lines[-1] not in reason:
+        reason += f" ({error_lines[-1]})"
     advice = "Pass a larger --timeout" if run.trigger == "timeout" else "Run the command by itself to see its output"
     raise ArgumentError(f"command did not get to training: {reason}. {advice}")
 
@@ -156,12 +165,12 @@ def _summarise_run(run: Snapshot) -> list[str]:
 
 
 def _describe_model(model: FoundModel) -> str:
-    text = f"{model.algorithm}, {counted(model.n_envs, 'environment')}"
-    return text if model.run_steps is None else f"{text}, {counted(model.run_steps, 'step')}"
+    text = f"{model.algorithm}, {count_noun(model.n_envs, 'environment')}"
+    return text if model.run_steps is None else f"{text}, {count_noun(model.run_steps, 'step')}"
 
 
 def _describe_buffer(buffer: FoundBuffer, model: FoundModel | None) -> str:
-    capacity = "" if buffer.transitions is None else f" of {counted(buffer.transitions, 'transition')}"
+    capacity = "" if buffer.transitions is None else f" of {count_noun(buffer.transitions, 'transition')}"
     about = "" if buffer.is_exact else "about "
     return f"{name_buffer(buffer, model)}{capacity}: {about}{format_bytes(buffer.nbytes)}"
 
@@ -169,7 +178,7 @@ def _describe_buffer(buffer: FoundBuffer, model: FoundModel | None) -> str:
 def _describe_memory(memory: FoundMemory) -> str:
     nbytes = get_budget_bytes(memory)
     budget = f", budget {format_bytes(nbytes)}" if nbytes else ""
-    return f"{memory.owner} (holdall) of {counted(memory.capacity, 'transition')}{budget}"
+    return f"{memory.owner} (holdall) of {count_noun(memory.capacity, 'transition')}{budget}"
 
 
 def _describe_run(run: Snapshot) -> dict[str, Any]:
@@ -206,7 +215,7 @@ def _print_text(text: str) -> None:
     typer.echo(text)
 
 
-def _explain(name: str) -> str:
+def _explain_rule(name: str) -> str:
     for rule in RULES.values():
         if name in {rule.code, rule.name}:
             return explain(rule)

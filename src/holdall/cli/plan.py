@@ -1,4 +1,4 @@
-"""`holdall plan`: check whether a run fits in memory before it is started, and what would fit.
+"""`holdall plan`: check before a run whether it fits in memory, and which sizes would fit.
 
     holdall plan -- python train.py --my args     runs the command until it is about to train, and measures it
     holdall plan --algo sac --obs ... --action 8  runs and measures a stand-in for the run that options describe
@@ -32,7 +32,7 @@ from holdall.cli import (
 )
 from holdall.errors import ArgumentError
 from holdall.tools.plan.config import OPTIONS, parse_changes, parse_count, read_config_file
-from holdall.tools.plan.needs import MARGIN, ROOM_BYTES, FitVerdict, MemoryPart
+from holdall.tools.plan.needs import MARGIN, ROOM_BYTES, FitVerdict, HoldallUse, RunNeeds
 from holdall.tools.plan.planner import TIMEOUT_S, Plan, find_limits, plan_command, plan_settings
 from holdall.units import format_bytes, parse_bytes
 
@@ -60,8 +60,8 @@ def plan(
     vec_env: Annotated[OptText, option("dummy or subproc.")] = None,
     start_method: Annotated[OptText, option("fork, forkserver or spawn.")] = None,
     device: Annotated[OptText, option("cpu or cuda.")] = None,
-    timesteps: Annotated[OptText, option("Steps of the whole run: the buffer may never fill.")] = None,
-    frame_stack: Annotated[OptText, option("Frames that are stacked onto the observation given.")] = None,
+    timesteps: Annotated[OptText, option("Steps of the whole run, which may be too few to fill the buffer.")] = None,
+    frame_stack: Annotated[OptText, option("Number of observations that are stacked into one.")] = None,
     holdall: Annotated[OptBool, option("The run uses holdall's buffer.", "--holdall")] = None,
     env: Annotated[OptText, option("Environment, by its ID or as module:Class.")] = None,
     wrapper: Annotated[OptText, option("atari: Stable-Baselines3's AtariWrapper.")] = None,
@@ -114,22 +114,22 @@ def _show(planned: Plan, *, as_json: bool) -> None:
 
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
-    """Yield everything that is printed about a run, the verdict first. 80 columns are enough for all but code."""
+    """Yield everything that is printed about a run, the verdict first. Only code may be wider than 80 columns."""
     yield Text.assemble((plan.title, "bold"), "  ", _style(plan.verdict))
     yield _make_checks(plan)
     holdall = plan.needs.holdall
     buffer = "holdall's buffer" if holdall is not None else plan.needs.experience.layout
-    yield _make_parts(f"Memory at the peak, with {buffer}", plan.needs.parts(holdall))
+    yield _make_parts(f"Memory at the peak, with {buffer}", plan.needs, holdall)
     if holdall is None and plan.needs.stored is not None:
-        yield _make_parts("With holdall's buffer", plan.needs.parts(plan.candidate))
+        yield _make_parts("With holdall's buffer", plan.needs, plan.needs.candidate)
     yield _make_capacities(plan)
     yield _make_largest(plan)
     if plan.change is not None:
         yield Text(f"Cheapest change that makes it fit: {plan.change.title} ({plan.change.why}).")
     elif plan.verdict:
-        yield Text("No single change makes it fit here.")
+        yield Text("No single change makes the run fit here.")
     yield Text(plan.code, style="cyan", no_wrap=True)
-    bound = f"At most: exact parts, the others and {MARGIN:.0%} of them, and {format_bytes(ROOM_BYTES)}."
+    bound = f"At most: exact parts, the other parts plus {MARGIN:.0%}, and {format_bytes(ROOM_BYTES)}."
     notes = [bound, *(f"Note: {note}." for note in plan.notes)]
     yield Text("\n".join(notes), style="dim")
 
@@ -156,13 +156,13 @@ def _make_checks(plan: Plan) -> Table:
     return table
 
 
-def _make_parts(title: str, parts: Sequence[MemoryPart]) -> Table:
+def _make_parts(title: str, needs: RunNeeds, use: HoldallUse | None) -> Table:
     table = _make_table(title, ("part", "needs", "at most", "source"))
-    for part in parts:
+    for part in needs.parts(use):
         table.add_row(part.name, format_bytes(part.nbytes), format_bytes(part.most_bytes), part.source)
-    total = sum(part.nbytes for part in parts)
-    most = sum(part.most_bytes for part in parts) + ROOM_BYTES
-    table.add_row("together", format_bytes(total), format_bytes(most), "", style="bold")
+    total = format_bytes(needs.need_bytes(use))
+    most = format_bytes(needs.most_bytes(use))
+    table.add_row("together", total, most, "", style="bold")
     return table
 
 

@@ -25,15 +25,15 @@ def report(
     verbose: Verbose = False,
 ) -> None:
     """Turn a recorded run, or the results of a bench, into one HTML page that needs no other files."""
-    found = read_report(file)
+    content = read_report(file)
     if json:
-        typer.echo(json_format.dumps({"file": str(file), "format": found.form} | found.summary()))
+        typer.echo(json_format.dumps({"file": str(file), "format": content.format_name} | content.summary()))
         return
     target = output or file.with_suffix(".html")
     if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
         raise ArgumentError(f"output ({target}) is the file itself. Name another file.")
     with writing("output", target):
-        target.write_text(found.page(), encoding="utf-8", errors="replace")
+        target.write_text(content.page(), encoding="utf-8", errors="replace")
     typer.echo(str(target))
     if show:
         webbrowser.open(target.absolute().as_uri())

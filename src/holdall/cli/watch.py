@@ -23,11 +23,12 @@ from rich.text import Text
 
 from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError, WatchError
+from holdall.tools.watch.exchange import replace_unprintable
 from holdall.tools.watch.launch import LaunchedCommand
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher import Watcher, WatchPass, WatchRecorder, make_header
-from holdall.units import counted, format_bytes, format_seconds, parse_bytes
+from holdall.units import count_noun, format_bytes, format_seconds, parse_bytes
 
 _TARGET = "A process id; or, after --, a command to start and watch."
 _TITLES = {
@@ -43,7 +44,7 @@ _MAX_PARTS = 4
 _MIN_OTHER_BYTES = 2**20
 _BAR_WIDTH = 16
 _WIDE = 72
-"""Columns from which on there is room for the bar and the allocated bytes."""
+"""Fewest columns of a table with the bar and the allocated bytes."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
@@ -78,19 +79,19 @@ def watch(
     try:
         outputs.show(Watcher(command.pid, interval, limit_bytes, target), interval, limit_bytes, command)
         outputs.close()
-    except KeyboardInterrupt:  # It was for the command, too.
+    except KeyboardInterrupt:  # The command got the interrupt, too, and decides whether to end.
         outputs.close()
-    except Exception as error:  # The command must not suffer from its watch.
+    except Exception as error:  # A failure of the watch must not end the command.
         typer.echo(f"holdall watch: {type(error).__name__}: {error}. The command continues without it.", err=True)
     code = command.wait()
-    with contextlib.suppress(Exception):  # The exit code is the command's, whatever happens here.
-        outputs.describe_end(command)
+    with contextlib.suppress(Exception):  # A failure here must not replace the exit code of the command.
+        outputs.print_end(command)
     if code:
         raise typer.Exit(code)
 
 
 class Outputs:
-    """Where readings are shown and written. Files and ports are opened before a command starts."""
+    """Table, record, JSON lines and metrics of a watch. Files and ports are opened before a command starts."""
 
     def __init__(self, *, is_once: bool, is_json: bool, record: Path | None, port: int | None, address: str) -> None:
         self._is_once = is_once
@@ -107,7 +108,7 @@ class Outputs:
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop") if self.is_live else None
         self._view: RenderableType | None = None
         self._peak = 0
-        self._is_table_shown = not is_json
+        self._has_table = not is_json
 
     def show(
         self, watcher: Watcher, interval_s: float, limit_bytes: int | None, command: LaunchedCommand | None = None
@@ -123,14 +124,14 @@ class Outputs:
                 recorder.write(latest.as_lines())
             if self._exporter is not None:
                 self._exporter.latest = latest
-            if self._is_table_shown:
+            if self._has_table:
                 self._show_table(latest, watcher, has_agent=command is not None)
             if self._is_once:
                 return
 
     def _show_table(self, latest: WatchPass, watcher: Watcher, *, has_agent: bool) -> None:
         words = [Path(word).name if "/" in word else word for word in watcher.command]
-        title = _escape(f"{' '.join(words)} ({watcher.pid})")
+        title = replace_unprintable(f"{' '.join(words)} ({watcher.pid})")
         advice = "" if has_agent or watcher.latest_report is not None else shlex.join(watcher.command)
         self._view = draw_pass(latest, watcher.history, title, self._console.width, advice)
         if self._live is not None:
@@ -148,13 +149,14 @@ class Outputs:
         elif self._view is not None:
             self._console.print(self._view)
 
-    def describe_end(self, command: LaunchedCommand) -> None:
+    def print_end(self, command: LaunchedCommand) -> None:
         """Print how long the command ran, and its peak, which may be later than the last reading."""
         peak = max(self._peak, command.read_peak())
         self._console.print(f"ended after {format_seconds(command.seconds)}; peak {format_bytes(peak)}")
 
 
 def _run_passes(watcher: Watcher, command: LaunchedCommand | None) -> Iterator[WatchPass]:
+    """Yield passes until the process ends. Raise WatchError if a process that runs cannot be read."""
     while watcher.is_alive():
         try:
             latest = watcher.run_pass()
@@ -173,7 +175,7 @@ def _run_passes(watcher: Watcher, command: LaunchedCommand | None) -> Iterator[W
 def draw_pass(
     latest: WatchPass, history: ReadingHistory, title: str, width: int = 80, advice: str = ""
 ) -> RenderableType:
-    """Return a pass as it is shown. `advice` is the command of a process that has no agent."""
+    """Return the view of a pass. `advice` is the command of a process that has no agent, or empty."""
     reading = latest.reading
     lines: list[RenderableType] = [
         _draw_headline(title, reading, width),
@@ -194,7 +196,7 @@ def draw_pass(
     if not reading.exact:
         lines.append(Text("This system reports only sums: single mappings and pages are unknown.", style="yellow"))
     if advice:
-        lines.append(Text(f"To see buffers, steps and leaks by name: holdall watch -- {_escape(advice)}"))
+        lines.append(Text(f"To see buffers, steps and leaks by name: holdall watch -- {replace_unprintable(advice)}"))
     return Group(*lines)
 
 
@@ -215,7 +217,7 @@ def _draw_headline(title: str, reading: MemoryReading, width: int) -> Text:
         facts.append(f"{reading.steps_per_second:,.0f}/s")
     if reading.phase:
         facts.append(reading.phase)
-    facts.append(counted(reading.threads, "thread"))
+    facts.append(count_noun(reading.threads, "thread"))
     tail = "  ".join(facts)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(title[: max(width - len(tail) - 2, 10)], style="bold")
@@ -235,7 +237,7 @@ def _draw_curve(history: ReadingHistory, reading: MemoryReading, width: int) -> 
 
 
 def draw_sparkline(levels: list[int], columns: int) -> str:
-    """Return levels over time in at most `columns` letters. Each letter is the maximum of its interval."""
+    """Return levels over time in at most `columns` letters. Each letter shows the maximum of an interval."""
     count = min(columns, len(levels))
     highest = max([*levels, 1])
     letters = []
@@ -277,13 +279,8 @@ def _draw_table(reading: MemoryReading, width: int) -> Table:
 def _add_row(
     table: Table, part: AttributedPart, pss: int, *, is_wide: bool, mark: str, style: str = "", indent: str = ""
 ) -> None:
-    cells = [indent + _escape(part.name), format_bytes(part.resident)]
+    cells = [indent + replace_unprintable(part.name), format_bytes(part.resident)]
     if is_wide:
         cells += [mark * round(_BAR_WIDTH * part.resident / max(pss, 1)), format_bytes(part.allocated)]
     cells.append("" if part.fill is None else f"{part.fill:.0%}")
     table.add_row(*cells, style=style)
-
-
-def _escape(text: str) -> str:
-    """Return a name without control characters: any process chooses its own names."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

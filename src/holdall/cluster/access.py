@@ -16,11 +16,13 @@ from pathlib import Path
 
 import ray
 
+from holdall.cluster.calls import read_last_line
 from holdall.errors import ArgumentError, ShardError
 
 _MODE = "RAY_AUTH_MODE"
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _CONNECT_S = 5.0
+"""Seconds to wait for Ray's head to accept a connection."""
 _LOG = logging.getLogger("holdall")
 
 
@@ -57,7 +59,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def require_safe_cluster() -> None:
-    """Raise ShardError if calls to the cluster need no token. Start Ray on this machine if this process uses none."""
+    """Raise ShardError if the cluster has other machines and this process sends no token.
+
+    If this process has not joined a cluster, start Ray on this machine.
+    """
     if not ray.is_initialized():
         protect_token_file(os.environ)
         ray.init(include_dashboard=False)
@@ -78,7 +83,7 @@ def join_cluster(address: str | None, namespace: str) -> None:
     try:
         ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[-1].partition(". ")[0]
+        cause = read_last_line(error.__cause__ or error).partition(". ")[0]
         raise ShardError(
             f"Could not join a Ray cluster at {address or 'this machine'} ({cause}). Pass the address of a running "
             f"cluster, run this program on one of its machines, and use the same {_MODE} and token as the cluster."
@@ -87,7 +92,7 @@ def join_cluster(address: str | None, namespace: str) -> None:
 
 
 def _require_head(address: str) -> None:
-    """Raise an error at once if nothing answers at `address`. Ray itself would try for more than a minute."""
+    """Raise an error within seconds if nothing answers at `address`. Ray itself would try for more than a minute."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise ArgumentError(

@@ -1,8 +1,8 @@
 """Answers: drawn rows on their way from a shard to a learner, and how a learner merges the answers of several shards.
 
-To the learner's own machine an answer travels as arrays, and large observations are written directly to a shared block.
-To another machine an answer is compressed as a whole, so that bytes which its rows share are sent once. A checksum
-protects it. A damaged answer raises DamageError, and no part of it is used.
+An answer to a learner on the same machine consists of arrays. Large observations are written directly to shared memory.
+An answer to another machine is compressed as a whole, so that bytes that its rows have in common are sent once. It has
+a checksum. A damaged answer raises DamageError, and no part of it is used.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from holdall.schema import Array, Schema
 _DIGEST_BYTES = 8
 _NUMBER_BYTES = 8
 _WINDOW_LOG = 25
+"""Base-2 logarithm of the bytes in which Zstandard looks for repetitions."""
 _LEVEL = 3
 
 
@@ -39,12 +40,12 @@ class Answer(NamedTuple):
 
     counters: ShardCounters
     ids: Ids  # Row numbers in the shard, (rows,) or (rows, time).
-    scaled: NDArray[np.float64]  # The mass of each row, which it was drawn in proportion to.
+    scaled: NDArray[np.float64]  # Mass of each row: 1, or its scaled priority. See `Likelihood`.
     rows: DrawnRows  # Without observations if they were written to a shared block.
     discount: NDArray[np.float32] | None = None
     mask: NDArray[np.bool_] | None = None
     goal: Array | None = None  # New goals of the first rows.
-    order: Ids | None = None  # Which of the requested rows each row is. None: in the order of the request.
+    order: Ids | None = None  # For each row, its position in the request. None: rows are in the order of the request.
 
 
 def pack_answer(answer: Answer) -> bytes:
@@ -72,7 +73,7 @@ def read_answer(payload: Answer | bytes) -> Answer:
     frame = body[_NUMBER_BYTES * (count + 1) :]
     plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame))
     record, *buffers = [plain[first:end] for first, end in pairwise([0, *accumulate(sizes)])]
-    # The processes of a Ray cluster trust each other's pickles. The checksum protects from damage, not from them.
+    # The processes of a Ray cluster trust each other's pickles. The checksum detects damage, not forgery.
     answer: Answer = pickle.loads(record, buffers=buffers)
     return answer
 
@@ -107,14 +108,14 @@ class BatchMaker:
             positions: For every answer, the positions of its rows in the batch.
             shards: For every answer, its shard.
             sampler: The memory's sampler. A `Hindsight` computes rewards for other goals.
-            block: Where shards wrote observations that are not in their answers.
+            block: Shared memory with the observations that are not in the answers.
         """
         ids = merge_rows([make_ids(shard, each.ids) for shard, each in zip(shards, answers, strict=True)], positions)
         steps = list(positions)
         if ids.ndim == 2:
             length = ids.shape[1]
             steps = [(rows[:, None] * length + np.arange(length)).reshape(-1) for rows in positions]
-        rows = self._merge(answers, steps, block)
+        rows = self._merge_answers(answers, steps, block)
         draw = Draw(
             ids,
             weights,
@@ -125,8 +126,12 @@ class BatchMaker:
             self._relabel(rows, answers, positions, sampler)
         return self._delivery.prepare_drawn(draw, rows)
 
-    def _merge(self, answers: Sequence[Answer], steps: Sequence[Ids], block: BatchBlock | None) -> DrawnRows:
-        found = [answer.rows for answer in answers]
+    def _merge_answers(self, answers: Sequence[Answer], steps: Sequence[Ids], block: BatchBlock | None) -> DrawnRows:
+        """Return the rows of all answers. `steps` has the position of every row in the result.
+
+        A row of a batch of sequences consists of several rows here, one per step.
+        """
+        drawn = [answer.rows for answer in answers]
         count = sum(map(len, steps))
         leaves = self._schema.observation.leaves
         if block is None:
@@ -135,25 +140,25 @@ class BatchMaker:
         else:
             obs, next_obs = block.arrays()
             self.blocks.release(block)
-        for rows, where in zip(found, steps, strict=True):
-            if not rows.obs and block is not None:
+        for rows, where in zip(drawn, steps, strict=True):
+            if not rows.obs and block is not None:  # The shard wrote them to the block.
                 continue
             for merged, part in zip((*obs, *next_obs), _require_leaves(rows, len(leaves)), strict=True):
                 merged[where] = part
         return DrawnRows(
             obs=obs,
             next_obs=next_obs,
-            action=_merge_leaves([rows.action for rows in found], steps),
-            extras=_merge_leaves([rows.extras for rows in found], steps),
-            reward=merge_rows([rows.reward for rows in found], steps),
-            terminated=merge_rows([rows.terminated for rows in found], steps),
-            truncated=merge_rows([rows.truncated for rows in found], steps),
+            action=_merge_leaves([rows.action for rows in drawn], steps),
+            extras=_merge_leaves([rows.extras for rows in drawn], steps),
+            reward=merge_rows([rows.reward for rows in drawn], steps),
+            terminated=merge_rows([rows.terminated for rows in drawn], steps),
+            truncated=merge_rows([rows.truncated for rows in drawn], steps),
         )
 
     def _relabel(
         self, rows: DrawnRows, answers: Sequence[Answer], positions: Sequence[Ids], sampler: Hindsight
     ) -> None:
-        """Give the first rows of the batch other goals."""
+        """Give the first rows of the batch the goals that the answers contain."""
         goals = [answer.goal for answer in answers if answer.goal is not None]
         first = [where[: len(goal)] for where, goal in zip(positions, goals, strict=True)]
         if sum(map(len, first)):
@@ -162,6 +167,7 @@ class BatchMaker:
 
 
 def _require_leaves(rows: DrawnRows, count: int) -> list[Array]:
+    """Return the observations and next observations of an answer. Raise DamageError if some are missing."""
     if len(rows.obs) != count or len(rows.next_obs) != count:
         raise DamageError("An answer of a shard lacks observations. No part of it is used.")
     return [*rows.obs, *rows.next_obs]

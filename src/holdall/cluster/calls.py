@@ -1,7 +1,7 @@
 """Calls to actors: waiting for results, repeating questions, and the states of actors.
 
-Ray never retries a call that changes a shard, because retried calls arrive in any order. A question, which may be asked
-twice, is repeated here until it is answered.
+Ray never retries a call that changes a shard, because retried calls arrive in any order. A question is a call that may
+be executed twice. `ask` repeats it until it is answered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from holdall.cluster.messages import GoneError
 from holdall.errors import HoldallError, ShardError
 
 _PAUSE_S = 0.05
+"""Seconds before a question is repeated."""
 _LOG = logging.getLogger("holdall")
 
 
@@ -41,12 +42,12 @@ def get_result(call: Any, timeout_s: float | None = None) -> Any:
 
 
 def ask(question: Callable[[], Any], who: str, patience_s: float, timeout_s: float | None = None) -> Any:
-    """Return the answer of an actor, and wait while Ray restarts it.
+    """Return the answer of an actor. Wait while Ray restarts the actor.
 
     Args:
-        question: Makes the call. It is repeated until it is answered.
+        question: Calls the actor and returns Ray's reference to the answer.
         who: Name of the actor for error messages.
-        patience_s: Seconds after which ShardError is raised.
+        patience_s: Seconds without an answer after which ShardError is raised.
         timeout_s: Seconds that one call may take. None: no limit, for an actor that answers as soon as it runs.
 
     Raises:
@@ -76,7 +77,7 @@ def ask(question: Callable[[], Any], who: str, patience_s: float, timeout_s: flo
 ActorState = Literal["up", "starting", "restarting", "gone"]
 
 _STATES: dict[Any, ActorState] = {0: "starting", 1: "starting", 3: "restarting", 4: "gone"}
-"""Numbers of Ray's ActorTableData. 2 is an actor that runs."""
+"""States by their number in Ray's ActorTableData. Number 2 is an actor that runs."""
 
 
 def actor_state(handle: Any) -> ActorState:
@@ -85,12 +86,18 @@ def actor_state(handle: Any) -> ActorState:
     return "up" if read_state is None else _STATES.get(read_state(), "up")
 
 
-def this_machine() -> bytes:
+def get_machine_id() -> bytes:
     """Return the id that Ray gave to this machine."""
     node: str = ray.get_runtime_context().get_node_id()
     return node.encode()
 
 
-def this_node() -> str:
-    """Return the address of this machine, as Ray has it."""
+def get_machine_address() -> str:
+    """Return the IP address at which Ray reaches this machine."""
     return str(ray.util.get_node_ip_address())
+
+
+def read_last_line(error: BaseException | None) -> str:
+    """Return the last line of an error's text. Ray writes the cause there, after a traceback."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""MemoryConfig: the settings of a memory over shards that all of its processes know, and the checks of them."""
+"""MemoryConfig, the settings that all processes of a memory over shards have, and the checks of these settings."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import ComposedSampler, Hindsight, Sampler, Uniform, has_likelihood
 
 NAMESPACE = "holdall"
-"""Ray namespace in which rosters have their names."""
+"""Ray namespace of all rosters. The name of a roster is that of its memory."""
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
+"""Ray's scheduling strategy of every `placement`."""
 
 LEARNER_PATIENCE_S = 10.0
 """Seconds after which a learner counts a silent shard as lost."""
 WRITER_PATIENCE_S = 90.0
 """Seconds that a writer waits for a shard. By default Ray needs 70 to give up a frozen machine."""
 _STAY_DIVISOR = 4
-"""Episodes are cut, and continue on another shard, when their writer has filled this part of a shard with them."""
+"""While episodes continue, a writer fills at most a quarter of a shard. Then it cuts them and goes to another shard."""
 _CHOICES: dict[str, Collection[str]] = {
     "durability": ("memory", "segment"),
     "on_shard_loss": ("degrade", "block", "raise"),
@@ -35,7 +36,7 @@ _CHOICES: dict[str, Collection[str]] = {
 class MemoryConfig(NamedTuple):
     """The settings that every process of a memory has. See `holdall.ray.ReplayMemory`."""
 
-    words: dict[str, Any]  # The schema, see `schema_to_json`.
+    schema_json: dict[str, Any]  # The memory's schema, see `schema_to_json`.
     name: str  # Name of the roster. A restarted actor finds the roster by it.
     sampler: Sampler
     shard_rows: int  # Rows that a shard holds at most.
@@ -50,7 +51,10 @@ class MemoryConfig(NamedTuple):
 
     @property
     def stay_rows(self) -> int:
-        """Rows after which a writer changes the shard also within an episode. 0: after every segment."""
+        """Rows after which a writer leaves a shard even if episodes continue.
+
+        0: a writer chooses a shard for every segment, because the sampler does not follow episodes.
+        """
         if not isinstance(self.sampler, ComposedSampler):
             return 0
         return max(1, self.shard_rows // _STAY_DIVISOR)
@@ -70,7 +74,10 @@ def require_settings(url: str | os.PathLike[str] | None, patience_s: float | Non
 
 
 def require_sampler(sampler: Sampler | None) -> Sampler:
-    """Return the sampler of a memory over shards. Weights over all shards depend on it, so it must be of holdall."""
+    """Return the sampler of a memory over shards, `Uniform()` for None.
+
+    Raise ArgumentError unless holdall knows how likely the sampler draws each transition, which weights depend on.
+    """
     chosen: Sampler = Uniform() if sampler is None else sampler
     if has_likelihood(chosen):
         return chosen
@@ -86,7 +93,10 @@ def require_sampler(sampler: Sampler | None) -> Sampler:
 
 
 def strip_sampler(sampler: Sampler) -> Sampler:
-    """Return the sampler for shards. Only learners need a reward function, which may refer to an environment."""
+    """Return the sampler for shards, without a reward function, which may refer to an environment.
+
+    Only learners compute rewards.
+    """
     if not isinstance(sampler, Hindsight):
         return sampler
     stripped = copy.copy(sampler)

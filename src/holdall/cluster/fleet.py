@@ -1,4 +1,4 @@
-"""Fleet: how the actors of a memory are started and ended."""
+"""Fleet: starts and ends the actors of a memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from holdall.cluster.calls import ask
+from holdall.cluster.calls import ask, read_last_line
 from holdall.cluster.config import NAMESPACE, PLACEMENTS, MemoryConfig
 from holdall.cluster.ids import MAX_SHARDS
 from holdall.cluster.messages import GoneError, ShardCounters
@@ -26,7 +26,7 @@ class Fleet:
 
     Args:
         placement: See `holdall.ray.ReplayMemory`.
-        resources: The same.
+        resources: See `holdall.ray.ReplayMemory`.
 
     Attributes:
         roster: The memory's roster.
@@ -37,16 +37,17 @@ class Fleet:
         self, config: MemoryConfig, seed: int | None, placement: str, resources: Mapping[str, float] | None
     ) -> None:
         self.actors: dict[int, Any] = {}
-        self._home = f"{NAMESPACE}-{secrets.token_hex(8)}"  # Namespace in which shards have their numbers as names.
+        # In this Ray namespace, the name of a shard is its number.
+        self._shard_namespace = f"{NAMESPACE}-{secrets.token_hex(8)}"
         self._config = config
         self._patience_s = config.patience_s
         self._next_number = 0
         self._lock = threading.RLock()
         remote: Any = ray.remote
-        # Ray's record of every call would cost as much as a small call itself. Shards have metrics of their own.
+        # Ray's events for every call would cost as much as a small call itself. Shards have metrics of their own.
         roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster)
         try:
-            self.roster = roster.options(name=config.name, namespace=NAMESPACE).remote(config, self._home)
+            self.roster = roster.options(name=config.name, namespace=NAMESPACE).remote(config, self._shard_namespace)
         except ValueError as error:
             raise ArgumentError(
                 f"name ({config.name!r}) is that of another memory in this cluster. Choose another one."
@@ -57,8 +58,9 @@ class Fleet:
         self._options = _actor_options(placement, resources or {})
         machines = 1
         if placement == "spread":
-            machines = sum(bool(node["Alive"]) for node in ray.nodes())
-        self._arguments = (config, seed, -(-config.shards // max(1, machines)))
+            machines = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
+        shards_per_machine = -(-config.shards // machines)  # Rounded up.
+        self._arguments = (config, seed, shards_per_machine)
 
     def start(self, number: int, saved: tuple[str, int] | None = None) -> None:
         """Start a shard.
@@ -67,14 +69,14 @@ class Fleet:
             saved: Place and number of a checkpoint of the shard to start with.
         """
         with self._lock:
-            self.actors[number] = self._make(number, saved)
+            self.actors[number] = self._create_actor(number, saved)
             self._admit(number, self.actors[number])
 
     def grow(self) -> int:
         """Start one more shard, and return its number once it runs."""
         with self._lock:
             number = self._next_number
-            actor = self._make(number)
+            actor = self._create_actor(number)
             try:
                 ray.get(actor.counters.remote(), timeout=self._patience_s)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -98,18 +100,18 @@ class Fleet:
                 ask(actor.trouble.remote, f"Shard {number}", patience_s, self._patience_s)
             except GoneError as error:
                 self.end()
-                reason = str(error.__cause__).strip().splitlines()[-1]  # The error of its constructor.
+                reason = read_last_line(error.__cause__)  # The error of the shard's constructor.
                 raise ShardError(f"Shard {number} could not be started: {reason}") from error
             except ShardError:
-                continue  # Draws go on without it, and it is asked again.
+                continue  # Learners draw from the other shards, and ask this shard again.
 
     def begin(self, known: Mapping[int, ShardCounters]) -> None:
-        """Report to the roster what shards hold, before the first writer adds something."""
+        """Report the sizes of the shards to the roster, before the first writer adds something."""
         self._ask_roster(lambda: self.roster.begin.remote(known))
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, after they have finished their checkpoints."""
-        if not ray.is_initialized():  # They have ended with Ray.
+        if not ray.is_initialized():  # The actors have ended with Ray.
             return
         try:
             if has_saved or self._config.url is not None:
@@ -119,11 +121,11 @@ class Fleet:
             for actor in (*self.actors.values(), self.roster):
                 ray.kill(actor)
 
-    def _make(self, number: int, saved: tuple[str, int] | None = None) -> Any:
+    def _create_actor(self, number: int, saved: tuple[str, int] | None = None) -> Any:
         if number >= MAX_SHARDS:
             raise ArgumentError(f"A memory can have at most {MAX_SHARDS} shards. Make a new one.")
         self._next_number = max(self._next_number, number + 1)
-        named = self._shard.options(**self._options, name=str(number), namespace=self._home)
+        named = self._shard.options(**self._options, name=str(number), namespace=self._shard_namespace)
         return named.remote(number, *self._arguments, saved)
 
     def _admit(self, number: int, actor: Any) -> None:
@@ -134,7 +136,7 @@ class Fleet:
 
 
 def _actor_options(placement: str, resources: Mapping[str, float]) -> dict[str, Any]:
-    """Return Ray's options of a shard."""
-    own = {name: resources[name] for name in ("memory", "num_cpus") if name in resources}
-    named = {name: amount for name, amount in resources.items() if name not in own}
-    return {"scheduling_strategy": PLACEMENTS[placement], "num_cpus": 0, "resources": named, **own}
+    """Return Ray's options of a shard. Ray has an option of its own for memory and CPUs, and one for all others."""
+    standard = {name: resources[name] for name in ("memory", "num_cpus") if name in resources}
+    custom = {name: amount for name, amount in resources.items() if name not in standard}
+    return {"scheduling_strategy": PLACEMENTS[placement], "num_cpus": 0, "resources": custom, **standard}

@@ -27,7 +27,7 @@ from holdall.cluster.metrics import Gauges
 from holdall.cluster.roster import find_roster
 from holdall.cluster.writer import Writer
 from holdall.delivery import Delivery, Loader, new_delivery
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, ShardError
 from holdall.report import MemoryReport
 from holdall.sampling import Hindsight, Sampler, check_priorities, new_generator
 from holdall.schema_json import schema_from_json
@@ -35,7 +35,7 @@ from holdall.schema_json import schema_from_json
 _ROSTER_S = 120.0
 """Seconds that `attach` waits for a roster that Ray restarts."""
 _LOCK_S = 0.01
-"""Seconds between checks whether the thread that has the lock waits for the limiter."""
+"""Seconds between checks whether the thread that holds the lock is waiting for the limiter."""
 
 
 class MemoryHandle(Writer):
@@ -51,7 +51,7 @@ class MemoryHandle(Writer):
         seeds: Whether the generator also seeds the draws of shards. Otherwise each shard has its own generator.
     """
 
-    _what = "memory"
+    _kind = "memory"
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MemoryHandle(Writer):
     ) -> None:
         self.name = config.name
         self.sampler = sampler
-        self.num_envs = int(config.words["num_envs"])
+        self.num_envs = int(config.schema_json["num_envs"])
         super().__init__(config, self.num_envs)
         self._device = device
         self._delivery = delivery
@@ -85,8 +85,9 @@ class MemoryHandle(Writer):
         """Return a handle that adds transitions from any process. It can be pickled.
 
         Args:
-            num_envs: Lanes of the writer; by default as many as the memory has.
-            spread: Number of shards that it sends to. None: all. With many actors, 2 limit the number of connections.
+            num_envs: Lanes of the writer. None: as many as the memory has.
+            spread: Number of shards that the writer sends to. None: all. With many actors, pass 2 to limit the number
+                of connections.
         """
         self._require_open()
         lanes = self.num_envs if num_envs is None else num_envs
@@ -96,15 +97,15 @@ class MemoryHandle(Writer):
         return Writer(self._config, lanes, spread)
 
     def flush(self) -> None:
-        """Return when the shards have acknowledged everything that `add` was given."""
+        """Send all added transitions, and return when the shards have acknowledged them."""
         with self._lock:
             self._require_open()
             super().flush()
 
     def _flush_granted(self) -> None:
-        """Flush the rows that the limiter grants now. It may grant the others only after this thread has drawn."""
+        """Flush the rows that the limiter grants now. It may grant the other rows only after this thread has drawn."""
         while not self._lock.acquire(timeout=_LOCK_S):
-            if self._is_waiting:  # The thread that has the lock waits for the limiter.
+            if self._is_waiting:  # The thread that holds the lock is waiting for the limiter.
                 return
         try:
             self._require_open()
@@ -159,14 +160,14 @@ class MemoryHandle(Writer):
         highest so far, or if many updates are unconfirmed. If a shard refuses them, a later call raises the error.
         """
         self._require_open()
-        drawn, values = check_priorities(self.sampler, ids, priorities)
+        checked_ids, values = check_priorities(self.sampler, ids, priorities)
         sampler: Any = self.sampler
-        wanted = sampler.check_update(drawn, values)
+        first_ids = sampler.check_update(checked_ids, values)
         self._flush_granted()
-        self._learner.update_priorities(wanted, values)
+        self._learner.update_priorities(first_ids, values)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
-        """Raise ArgumentError. Shards hold what writers sent, and a restarted shard reads that from its journal."""
+        """Raise ArgumentError. A restarted shard reads extras from its journal, as writers sent them."""
         raise ArgumentError(
             f"update of {sorted(columns)}: a memory over shards cannot rewrite extras. Use a holdall.ReplayMemory, or "
             "let the actors compute them."
@@ -193,35 +194,38 @@ class MemoryHandle(Writer):
     @property
     def first_id(self) -> int:
         """Lowest transition id that is held. Only for a memory of one shard."""
-        return self._only_counters().first_row
+        return self._require_one_shard().first_row
 
     @property
     def next_id(self) -> int:
         """Id of the next transition. Only for a memory of one shard."""
-        return self._only_counters().next_row
+        return self._require_one_shard().next_row
 
     def shards(self) -> list[ShardStatus]:
         """Return the machine, the process and the size of every shard."""
         self._require_open()
         numbers = self._members.numbers
-        found: dict[int, ShardStatus] = self._members.ask_all(numbers, lambda shard: shard.status.remote())
-        return [found.get(number, ShardStatus(number, answers=False)) for number in numbers]
+        statuses: dict[int, ShardStatus] = self._members.ask_all(numbers, lambda shard: shard.status.remote())
+        return [statuses.get(number, ShardStatus(number, answers=False)) for number in numbers]
 
     def report(self) -> MemoryReport:
         """Return the bytes that all shards hold, field by field."""
         self._flush_granted()
-        found = self._members.ask_all(self._members.refresh(), lambda shard: shard.report.remote())
-        return MemoryReport.added_up(found.values(), self._maker.blocks.nbytes)
+        reports = self._members.ask_all(self._members.refresh(), lambda shard: shard.report.remote())
+        return MemoryReport.added_up(reports.values(), self._maker.blocks.nbytes)
 
-    def _only_counters(self) -> ShardCounters:
+    def _require_one_shard(self) -> ShardCounters:
+        """Return the counters of the only shard. Raise ArgumentError if there are several."""
         self._flush_granted()
-        known = self._members.refresh()
-        if list(known) != [0]:
+        counters_by_shard = self._members.refresh()
+        if self._members.numbers != [0]:
             raise ArgumentError(
                 "first_id and next_id exist only for a memory of one shard, because every shard counts for itself. Use "
                 "the ids of a batch."
             )
-        return known[0]
+        if 0 not in counters_by_shard:
+            raise ShardError("The only shard of the memory does not answer. Ray may be restarting it. Try again.")
+        return counters_by_shard[0]
 
     def _measure(self) -> dict[str, float]:
         return {
@@ -245,9 +249,9 @@ def attach(
 
     Args:
         name: Name of the memory, see `holdall.ray.ReplayMemory`.
-        rank: Number of this learner among several. Each rank has its own generators, also if all use one `seed`. None:
-            a number that no other learner has.
-        seed: Seed of these generators. None: a different one every time.
+        rank: Number of this learner among several. Each rank draws different rows, also if all use one `seed`. None: a
+            number that no other learner has.
+        seed: Seed of the draws. None: a different one every time.
         device: As for `holdall.ReplayMemory`.
         sampler: Needed if the memory has a `Hindsight`: the same one, because functions are not sent.
         address: Host and port of Ray's head, if this process has not joined a cluster. None: this machine's cluster.
@@ -259,18 +263,19 @@ def attach(
     roster = find_roster(name)
     who = "The memory's roster"
     config: MemoryConfig = ask(roster.config.remote, who, _ROSTER_S)
-    chosen = config.sampler if sampler is None and not isinstance(config.sampler, Hindsight) else sampler
-    if chosen is None or type(chosen) is not type(config.sampler):
+    if sampler is None and not isinstance(config.sampler, Hindsight):
+        sampler = config.sampler
+    if sampler is None or type(sampler) is not type(config.sampler):
         kind = type(config.sampler).__name__
         raise ArgumentError(
-            f"sampler ({type(chosen).__name__}) is not of the kind that the memory was made with. Pass {kind}(...) "
+            f"sampler ({type(sampler).__name__}) is not of the kind that the memory was made with. Pass {kind}(...) "
             "with the same settings."
         )
     if rank is None:
         rank = secrets.randbits(32) if seed is None else ask(roster.enroll.remote, who, _ROSTER_S)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    delivery = new_delivery(schema_from_json(config.words), device)
-    handle = MemoryHandle(config, chosen, new_generator([entropy, rank]), device, delivery, seeds=True)
+    delivery = new_delivery(schema_from_json(config.schema_json), device)
+    handle = MemoryHandle(config, sampler, new_generator([entropy, rank]), device, delivery, seeds=True)
     handle._members.refresh()  # So that the first batch is drawn from all shards.
     return handle

@@ -1,9 +1,9 @@
 """Transition ids over shards.
 
-    bits 48 to 62: shard    bits 36 to 47: life    bits 0 to 35: row
+    bits 48 to 62: shard    bits 36 to 47: life    bits 0 to 35: index of the row in its life
 
-A shard that lost its rows starts a new life. So an id is never used twice. The ids of shard 0 in its first life are
-those of a local memory.
+The lower 48 bits are the number of the row in its shard. A shard that lost its rows starts a new life, so that no id
+names two transitions. The ids of shard 0 in its first life are those of a local memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ Ids = NDArray[np.int64]
 _SHARD_SHIFT = 48
 _LIFE_SHIFT = 36
 _ROW_MASK = np.int64((1 << _SHARD_SHIFT) - 1)
+_INDEX_MASK = (1 << _LIFE_SHIFT) - 1
 MAX_SHARDS = 1 << 15
 MAX_LIVES = 1 << 12
 
 
 def first_row_of_life(life: int) -> int:
-    """Return the number of the first row of a shard's life."""
+    """Return the number of the first row of a shard's life. Numbers repeat after `MAX_LIVES` lives."""
     return (life % MAX_LIVES) << _LIFE_SHIFT
 
 
 def life_of_row(row: int) -> int:
     """Return the life in which `row` was accepted."""
     return row >> _LIFE_SHIFT
+
+
+def index_in_life(row: int) -> int:
+    """Return how many rows the shard accepted before `row` in the same life."""
+    return row & _INDEX_MASK
 
 
 def lives_of_rows(rows: Ids) -> Ids:

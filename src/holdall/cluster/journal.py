@@ -5,8 +5,9 @@ and only one process can create a number. A shard that takes over a journal crea
 taken for dead notices that its next number exists and writes nothing more: it is fenced.
 
 A slot consists of records (store/records.py): a `slot` record with its owner and the state, then an `entry` record per
-segment, or a `priorities` record. A write that fails is repeated with the same bytes until it succeeds, because it
-may have succeeded without an answer. Writers wait meanwhile, and nothing is lost.
+segment, or a `priorities` record. The `slot` record of a full slot also has the number of every writer's next segment,
+so that older slots can be deleted. A write that fails is repeated with the same bytes until it succeeds, because it may
+have succeeded without an answer. Writers wait meanwhile, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ _LOG = logging.getLogger("holdall")
 
 
 class Run(NamedTuple):
-    """The writer and the ticks of a segment that was loaded from a checkpoint. Other segments have their own ticks."""
+    """Writer, first tick and lanes of a segment that was loaded from a checkpoint.
+
+    The payload of a segment that a writer sent has its own tick and lanes.
+    """
 
     writer: str
     first_tick: int
@@ -71,35 +75,35 @@ class Page(NamedTuple):
 
     first_row: int
     entries: list[Entry]
-    is_first: bool  # Whether the slot is the oldest one. Older ones may have been deleted while they were read.
+    is_first: bool  # Whether the slot is the oldest one. Can be true again: older slots may be deleted during reading.
 
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """The state of a shard that a journal has besides the segments."""
+    """State of a shard that every slot contains."""
 
-    first_row: int = 0  # First row that a restarted shard shows.
+    first_row: int = 0  # First row that a restarted shard holds.
     loading: str = ""  # Checkpoint whose segments are being copied to the journal.
 
     @classmethod
     def read(cls, head: Mapping[str, Any]) -> JournalState:
-        """Return the state in the head of a slot."""
+        """Return the state in the head of a `slot` record."""
         return cls(read_count(head["state"]["first_row"]), str(head["state"]["loading"]))
 
 
 Apply = Callable[[Sequence[Entry]], range]
-"""Shows segments that are durable now, and returns the rows that are held."""
+"""Adds segments that are durable to the shard, and returns the rows that the shard holds."""
 
 
 class Journal:
     """The journal of one shard.
 
-    `stage` and `commit` may be called from any thread. The first thread that waits in `commit` writes for all.
+    `stage` and `commit` may be called from any thread. The first thread in `commit` writes the segments of all threads.
 
     Attributes:
         url: Place of the journal.
         epoch: Number of the slot with which the shard took over the journal.
-        expected: Number of the next segment of every writer, by writer.
+        expected: Number of every writer's next segment, by writer.
         state: State that the newest slot has.
         priorities: Newest state of the shard's sampler. None before the first one.
         trouble: Why writing fails at the moment. Empty if writing works.
@@ -116,33 +120,35 @@ class Journal:
         self.fenced: FencedError | None = None
         self._blobs = blobs
         self._shard = shard
-        # In every slot, so that `create` never takes the slot of another process for an earlier attempt of this one.
+        # Written to every slot, so that `create` never mistakes a slot of another process for one of this process.
         self._owner = secrets.token_hex(8)
         self._tuning = tuning
         self._lock = threading.RLock()
-        self._waits = False  # Whether operations that fail are repeated until they succeed.
-        self._next = 0  # Number of the next slot.
-        self._since_full = 0  # Slots since the last full one, which has `expected`.
-        self._full_at = -1  # Number of that slot. Older slots may be deleted.
+        self._retries = False  # Whether operations that fail are repeated until they succeed.
+        self._next_slot = 0  # Number of the next slot.
+        self._slots_since_full = 0  # Slots since the last full one.
+        self._full_slot = -1  # Number of the last full slot. Older slots may be deleted.
         self._first_rows: dict[int, int] = {}  # First row of every slot with segments.
-        self._priorities_at = -1  # Slot of the newest priorities.
-        self._waiting: deque[Entry] = deque()
-        self._staged_bytes = 0
-        self._committed_bytes = 0
-        self._held = range(0)
+        self._priorities_slot = -1  # Slot of the newest priorities.
+        self._obsolete_slots: set[int] = set()  # Slots that are still to be deleted.
+        self._queue: deque[Entry] = deque()  # Segments that were staged and are not written yet.
+        self._staged_bytes = 0  # Bytes that were ever staged.
+        self._committed_bytes = 0  # Those of them that are durable.
+        self._held_rows = range(0)
         self._apply: Apply | None = None
         self._read_priorities: Callable[[], Mapping[str, Any] | None] = lambda: None
 
     # ---------------------------------------------------------------- taking over
 
-    def open(self, *, waits: bool = False) -> Iterator[Page]:
+    def open(self, *, retries: bool = False) -> Iterator[Page]:
         """Yield all segments, and take over the journal.
 
         Args:
-            waits: Whether a disk that fails is tried again until it works, instead of an error.
+            retries: Whether a disk that fails is tried again until it works. Otherwise its error is raised.
         """
-        self._waits = waits
-        if not waits and not has_exclusive_create(self._blobs):  # A shard that was restarted has checked that already.
+        self._retries = retries
+        # A restarted shard retries. It made this check before.
+        if not retries and not has_exclusive_create(self._blobs):
             raise CheckpointError(
                 f"{self.url} ignores the conditions of puts, so a shard that was taken for dead could overwrite its "
                 "successor. Use a store with conditional puts, or durability='memory' and checkpoints."
@@ -150,7 +156,7 @@ class Journal:
         while True:
             try:
                 yield from self._read_all()
-            except BlobMissingError:  # The last owner is still at work. It has evicted these rows and all before them.
+            except BlobMissingError:  # The last owner is still at work, and deleted a slot that it no longer needs.
                 self._first_rows.clear()
             except CheckpointError as error:
                 self._pause(error)
@@ -162,11 +168,11 @@ class Journal:
         sizes = self._list_slots()
         for number in sorted(sizes):
             yield from self._read_slot(number, sizes[number])
-        self._next = max(sizes, default=-1) + 1
+        self._next_slot = max(sizes, default=-1) + 1
         while not self._create([], is_full=True):  # The last owner wrote one more slot.
-            yield from self._read_slot(self._next, self._list_slots(self._next).get(self._next, 0))
-            self._next += 1
-        self.epoch = self._next - 1
+            yield from self._read_slot(self._next_slot, self._list_slots(self._next_slot).get(self._next_slot, 0))
+            self._next_slot += 1
+        self.epoch = self._next_slot - 1
 
     def _name(self, number: int) -> str:
         return f"{FOLDER}/{self._shard:05d}/{number:016x}.slot"
@@ -177,9 +183,6 @@ class Journal:
         found = [(_NAME.fullmatch(name), nbytes) for name, nbytes in self._blobs.list(prefix)]
         return {int(match[2], 16): nbytes for match, nbytes in found if match is not None}
 
-    def _delete(self, number: int) -> None:
-        self._blobs.delete(self._name(number))
-
     def _read_slot(self, number: int, nbytes: int) -> Iterator[Page]:
         content = self._blobs.read(self._name(number), 0, nbytes)
         records = split_records(content)
@@ -189,14 +192,14 @@ class Journal:
             head = records[0].head
             if "expected" in head:
                 self._expect({_parse_writer(name): read_count(count) for name, count in head["expected"].items()})
-                self._full_at = number
+                self._full_slot = number
             self.state = JournalState.read(head)
             first_row = read_count(head["first_row"])
             entries = [_read_entry(record, content) for record in records[1:] if record.kind == _ENTRY]
             for record in records[1:]:
                 if record.kind == _PRIORITIES:
                     self.priorities = _read_priorities(record, content)
-                    self._priorities_at = number
+                    self._priorities_slot = number
         if entries:
             is_first = not self._first_rows
             self._expect({entry.writer: entry.sequence + 1 for entry in entries})
@@ -215,28 +218,28 @@ class Journal:
             head: dict[str, Any] = {"writer": entry.writer.hex(), "sequence": entry.sequence, "run": entry.run}
             parts += pack_record(_ENTRY, head, {"segment": entry.payload}, is_compressed=False)
         with self._lock:
-            number = self._write(parts, self._since_full >= self._tuning.full_slot_interval, first_row)
+            number = self._write(parts, self._slots_since_full >= self._tuning.full_slot_interval, first_row)
             self._first_rows[number] = first_row
             self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
 
     def set_state(self, **changes: Any) -> None:
-        """Write a state with some changes, see `JournalState`."""
+        """Change fields of the state, see `JournalState`, and write it."""
         with self._lock:
             self.state = replace(self.state, **changes)
             self._write([], is_full=True)
 
     def start(self, held: range, apply: Apply, read_priorities: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Accept segments from now on. Write priorities, and check in the background who owns the journal.
+        """Accept segments from now on. In the background, write priorities and check who owns the journal.
 
         Args:
             held: Rows that the shard holds.
-            apply: Shows segments that are durable, and returns the rows that are held then.
+            apply: See `Apply`.
             read_priorities: Returns the state of the shard's sampler, or None if it has not changed.
         """
-        self._held = held
+        self._held_rows = held
         self._apply = apply
         self._read_priorities = read_priorities
-        self._waits = True
+        self._retries = True
         threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
 
     @property
@@ -245,8 +248,8 @@ class Journal:
         return self._staged_bytes - self._committed_bytes
 
     def stage(self, entry: Entry) -> None:
-        """Queue a segment. The shard's lock keeps segments in order."""
-        self._waiting.append(entry)
+        """Queue a segment. The caller holds a lock that keeps the segments of a writer in order."""
+        self._queue.append(entry)
         self._staged_bytes += len(entry.payload)
 
     def commit(self) -> None:
@@ -258,44 +261,58 @@ class Journal:
                     self._commit_slot()
 
     def _commit_slot(self) -> None:
-        """Write the next slot of queued segments, and show them."""
-        if not self._waiting or self._apply is None:
-            raise ShardError(f"{self.url} has segments that could not be shown. Restart the shard, and report this.")
+        """Write the next slot of queued segments, and add them to the shard."""
+        if not self._queue or self._apply is None:
+            raise ShardError(
+                f"{self.url} has segments that could not be added to the shard. Restart the shard, and report this."
+            )
         if is_remote(self.url):
             time.sleep(_BATCHING_S)
         entries = []
         nbytes = 0
-        while self._waiting and nbytes < self._tuning.slot_bytes:
-            entries.append(self._waiting.popleft())
+        while self._queue and nbytes < self._tuning.slot_bytes:
+            entries.append(self._queue.popleft())
             nbytes += len(entries[-1].payload)
-        self.append(entries, self._held.stop)
-        self._held = self._apply(entries)
+        self.append(entries, self._held_rows.stop)
+        self._held_rows = self._apply(entries)
         self._committed_bytes += nbytes
-        if self._full_at == self._next - 1:
-            self.trim(self._held.start)
+        if self._full_slot == self._next_slot - 1:
+            self.trim(self._held_rows.start)
 
     def write_priorities(self) -> None:
-        """Write the priorities if they have changed, and delete those written before."""
+        """Write the priorities if they have changed, and delete the slot with the earlier ones."""
         state = self._read_priorities()
         if state is None:
             return
-        words = {name: value for name, value in state.items() if name != "scaled"}
-        part = pack_record(_PRIORITIES, {"state": words}, {"scaled": np.asarray(state["scaled"], "<f8")})
+        settings = {name: value for name, value in state.items() if name != "scaled"}
+        part = pack_record(_PRIORITIES, {"state": settings}, {"scaled": np.asarray(state["scaled"], "<f8")})
         with self._lock:
-            before = self._priorities_at
-            self._priorities_at = self._write(part, is_full=False)
-            if before >= 0:
-                self._delete(before)
+            earlier = self._priorities_slot
+            self._priorities_slot = self._write(part, is_full=False)
+            if earlier >= 0:
+                self._delete([earlier])
 
     def trim(self, first_row: int) -> None:
-        """Delete slots all of whose rows are before `first_row`."""
+        """Delete the slots of which all rows are before `first_row`."""
         rows = self._first_rows
         old = [
-            number for number, after in pairwise(sorted(rows)) if rows[after] <= first_row and number < self._full_at
+            number
+            for number, following in pairwise(sorted(rows))
+            if rows[following] <= first_row and number < self._full_slot
         ]
         for number in old:
-            self._delete(number)
-            del self._first_rows[number]
+            del rows[number]
+        self._delete(old)
+
+    def _delete(self, numbers: Sequence[int]) -> None:
+        """Delete slots, oldest first. If the disk fails, log why, and leave the rest to the next call."""
+        self._obsolete_slots.update(numbers)
+        try:
+            for number in sorted(self._obsolete_slots):
+                self._blobs.delete(self._name(number))
+                self._obsolete_slots.remove(number)
+        except CheckpointError as error:
+            _LOG.warning("%s %d slots that are no longer needed are deleted later.", error, len(self._obsolete_slots))
 
     def _watch(self) -> None:
         due_s = 0.0
@@ -308,17 +325,18 @@ class Journal:
                     took_s = time.monotonic() - began_s
                     due_s = time.monotonic() + max(self._tuning.priorities_s, _MIN_PAUSE_RATIO * took_s)
                 with self._lock:
-                    self._require_ownership(lambda: not self._list_slots(self._next))
+                    self._require_ownership(lambda: not self._list_slots(self._next_slot))
 
     def _write(self, parts: Sequence[Buffer], is_full: bool, first_row: int = 0) -> int:
         """Create the next slot, and return its number."""
-        number = self._next
+        number = self._next_slot
         self._require_ownership(lambda: self._create(parts, is_full, first_row))
         return number
 
     def _create(self, parts: Sequence[Buffer], is_full: bool, first_row: int = 0) -> bool:
+        """Create the next slot. Return False if another process has created it."""
         head: dict[str, Any] = {
-            "number": self._next,
+            "number": self._next_slot,
             "owner": self._owner,
             "first_row": first_row,
             "state": asdict(self.state),
@@ -326,16 +344,20 @@ class Journal:
         if is_full:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
         start = pack_record(_SLOT, head, {})
-        if not self._blobs.create(self._name(self._next), b"".join([*start, *parts])):
+        if not self._blobs.create(self._name(self._next_slot), b"".join([*start, *parts])):
             return False
-        self._since_full = 0 if is_full else self._since_full + 1
+        self._slots_since_full += 1
         if is_full:
-            self._full_at = self._next
-        self._next += 1
+            self._slots_since_full = 0
+            self._full_slot = self._next_slot
+        self._next_slot += 1
         return True
 
     def _require_ownership(self, try_operation: Callable[[], bool]) -> None:
-        """Repeat an operation until the disk works. If it returns False, another shard owns the journal: raise."""
+        """Repeat an operation until the disk works. Raise FencedError if it returns False.
+
+        The operation returns False if another shard owns the journal.
+        """
         while self.fenced is None:
             try:
                 if try_operation():
@@ -352,10 +374,11 @@ class Journal:
         raise self.fenced
 
     def _pause(self, error: CheckpointError) -> None:
-        if not self._waits:
+        """Log why an operation failed, and wait before it is repeated. Raise the error if it is not to be repeated."""
+        if not self._retries:
             raise error
         self.trouble = str(error)
-        _LOG.warning("%s It is tried again.", error)
+        _LOG.warning("%s The operation is tried again.", error)
         time.sleep(self._tuning.retry_s)
 
 
@@ -383,7 +406,7 @@ def _parse_writer(name: str) -> bytes:
 
 
 def open_journal(url: str, shard: int, tuning: ClusterTuning) -> Journal:
-    """Return the journal of a shard. Nobody owns it before `Journal.open`."""
+    """Return the journal of a shard. `Journal.open` takes it over."""
     return Journal(open_blobs(url), shard, tuning)
 
 

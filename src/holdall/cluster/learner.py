@@ -18,29 +18,30 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.cluster.answer import Answer, BatchMaker, merge_rows, read_answer
-from holdall.cluster.calls import get_result, this_machine
+from holdall.cluster.calls import get_machine_id, get_result
 from holdall.cluster.ids import Ids, rows_of_ids, shards_of_ids
 from holdall.cluster.members import Members
 from holdall.cluster.messages import LOSSES, GatherRequest, SampleRequest, ShardCounters
 from holdall.cluster.shared_block import BatchBlock
 from holdall.cluster.tuning import ClusterTuning
-from holdall.errors import ShardError, TransitionIdError
+from holdall.errors import ArgumentError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
 from holdall.schema import Array
 
 _MAX_PENDING_UPDATES = 16
+"""Unconfirmed updates of priorities above which `update_priorities` waits for the shards."""
 
 
 def assign_rows(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:
-    """Draw a shard for each of `count` rows. Return the positions of each shard's rows.
+    """Draw a shard for each of `count` rows. Return the positions of each shard's rows. One mass must be positive.
 
     With one shard nothing is drawn, so that a memory of one shard draws exactly as a local one.
     """
     shards = sorted(shard for shard, mass in masses.items() if mass > 0)
     if len(shards) == 1:
         return {shards[0]: np.arange(count)}
-    share = np.cumsum([masses[shard] for shard in shards])
-    drawn = (share / share[-1]).searchsorted(generator.random(count), side="right")
+    cumulative = np.cumsum([masses[shard] for shard in shards])
+    drawn = (cumulative / cumulative[-1]).searchsorted(generator.random(count), side="right")
     positions = {shard: np.flatnonzero(drawn == i) for i, shard in enumerate(shards)}
     return {shard: rows for shard, rows in positions.items() if rows.size}
 
@@ -55,7 +56,7 @@ def compute_weights(
     """
     scaled = [answer.scaled for answer in answers]
     if len(scaled) > 1:
-        # A row was drawn with the believed mass of its shard, and within the shard with the true one.
+        # The shard was drawn by the mass that this process believed, and the row within the shard by the true mass.
         beliefs = [mass / answer.counters.mass for answer, mass in zip(answers, masses, strict=True)]
         scaled = [each * belief for each, belief in zip(scaled, beliefs, strict=True)]
     chance = merge_rows(scaled, positions)
@@ -82,15 +83,14 @@ class BatchRequest:
 
 
 class Learner:
-    """Draws batches, and sends priorities to the shards. Thread-safe. Batches are returned for `Delivery.receive`.
+    """Draws batches, and sends priorities to the shards. Thread-safe. Batches are prepared for `Delivery.receive`.
 
     Args:
-        generator: Draws the shard of every row.
         policy: What to do while a shard does not answer, see `on_shard_loss` of `ReplayMemory`.
         seeds: Whether the generator also seeds the draws of shards. Otherwise each shard has its own generator.
 
     Attributes:
-        generator: See above.
+        generator: Draws the shard of every row.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Learner:
         self._policy = policy
         self._tuning = tuning
         self._seeds = seeds
-        self._machine = this_machine()
+        self._machine = get_machine_id()
         self._prioritized = Likelihood(sampler).prioritized
         self._lock = threading.Lock()
         self._updates: list[tuple[int, Any]] = []  # Priorities that shards have not confirmed yet.
@@ -125,20 +125,20 @@ class Learner:
         if not isinstance(self._sampler, ComposedSampler):
             request.block = self._maker.blocks.take(count)
         with self._lock:
-            self._ask(request, self._find_masses(count))
+            self._request_rows(request, self._find_masses(count))
         return request
 
     def finish(self, request: BatchRequest) -> Any:
         """Wait for the rows, and return the prepared batch. Draw again if a shard was lost or is empty meanwhile."""
         while True:
-            found = self._collect(request)
-            if found is not None:
+            collected = self._collect_answers(request)
+            if collected is not None:
                 break
             # Without a block, because a shard may still write to the old one.
             request = BatchRequest(request.count)
             with self._lock:
-                self._ask(request, self._find_masses(1))
-        answers, positions = found
+                self._request_rows(request, self._find_masses(1))
+        answers, positions = collected
         beta = 1.0 if self._prioritized is None else self._prioritized.beta
         weights = compute_weights(answers, positions, [part.mass for part in request.parts], beta)
         shards = [part.shard for part in request.parts]
@@ -148,19 +148,20 @@ class Learner:
         """Return a prepared batch of the transitions `ids`, in that order."""
         shards = self._find_shards(ids)
         request = BatchRequest(len(ids))
+        # Without ids, the first shard returns arrays of no rows.
         for shard in np.unique(shards).tolist() or [self._members.numbers[0]]:
             positions = np.flatnonzero(shards == shard)
             wanted = GatherRequest(self._machine, rows_of_ids(ids[positions]))
             call = self._call_gather(shard, wanted)
             request.parts.append(RequestedRows(shard, positions, 1.0, call))
-        found = self._collect(request)
-        if found is None:
+        collected = self._collect_answers(request)
+        if collected is None:
             raise ShardError(f"Shards {self._members.lost} do not answer, and some of the ids are stored there.")
-        answers, places = found
+        answers, all_positions = collected
         shards_asked = [part.shard for part in request.parts]
-        return self._maker.prepare(answers, places, shards_asked, np.ones(len(ids), np.float32))
+        return self._maker.prepare(answers, all_positions, shards_asked, np.ones(len(ids), np.float32))
 
-    def _ask(self, request: BatchRequest, masses: Mapping[int, float]) -> None:
+    def _request_rows(self, request: BatchRequest, masses: Mapping[int, float]) -> None:
         """Ask shards for the rows of a batch, in proportion to their masses."""
         assigned = assign_rows(masses, request.count, self.generator)
         for shard, positions in assigned.items():
@@ -197,13 +198,16 @@ class Learner:
         return self._members.submit(shard, lambda handle: handle.update_priorities.remote(rows, priorities))
 
     def _count_goals(self, count: int, positions: Ids) -> int:
-        """Return how many of some rows of a batch get another goal. The first rows of the whole batch do."""
+        """Return how many of the rows at `positions` get another goal. The first rows of the whole batch get one."""
         if not isinstance(self._sampler, Hindsight):
             return 0
         return int(np.searchsorted(positions, self._sampler.count_relabelled(count)))
 
     def _find_masses(self, count: int) -> dict[int, float]:
-        """Return the masses of the shards that answer. Raise ArgumentError if they hold less than `count` rows."""
+        """Return the masses of the shards that answer. At least one mass is positive.
+
+        Raise ArgumentError if the shards hold less than `count` transitions, or none that may be drawn.
+        """
         end_s = time.monotonic() + self._members.patience_s
         while True:
             masses = self._members.masses()
@@ -212,16 +216,23 @@ class Learner:
                 raise _lost_error(lost, "they were lost before")
             is_blocked = bool(lost) and self._policy == "block"
             if masses and not is_blocked:
-                break
+                if self._members.transitions < count or not any(masses.values()):
+                    self._members.refresh()
+                    masses = self._members.masses()
+                    if masses:
+                        require_enough(count, self._members.transitions, count)
+                if any(masses.values()):
+                    return masses
+                if masses:
+                    raise ArgumentError(
+                        "sampler: none of the transitions held may be drawn. Add more transitions first."
+                    )
             if time.monotonic() > end_s and not is_blocked:
-                raise _lost_error(lost, f"none has answered for {self._members.patience_s:g} s. See `ray list actors`")
+                silence = f"none has answered for {self._members.patience_s:g} s. See `ray list actors`"
+                raise _lost_error(self._members.lost, silence)
             time.sleep(self._tuning.pause_s)
-        if self._members.transitions < count:
-            self._members.refresh()
-            require_enough(count, self._members.transitions, count)
-        return self._members.masses()
 
-    def _collect(self, request: BatchRequest) -> tuple[list[Answer], list[Ids]] | None:
+    def _collect_answers(self, request: BatchRequest) -> tuple[list[Answer], list[Ids]] | None:
         """Wait for all answers. Return them and the positions of their rows, or None if one is missing."""
         answers = []
         positions = []
@@ -263,16 +274,17 @@ class Learner:
     # ---------------------------------------------------------------- priorities
 
     def update_priorities(self, ids: Ids, priorities: Array) -> None:
-        """Send priorities to the shards. Those of shards that do not answer are dropped.
+        """Send priorities to the shards. Priorities of rows on shards that do not answer are dropped.
 
-        If one of them is the highest so far, wait until all shards know it, because new rows get it.
+        New rows get the highest priority so far. If these priorities have a new highest one, wait until all shards have
+        it.
         """
         shards = self._find_shards(ids)
         available = set(self._members.numbers) - set(self._members.lost)
         for shard in available.intersection(shards.tolist()):
-            is_there = shards == shard
-            rows = rows_of_ids(ids[is_there])
-            values = priorities[is_there]
+            is_on_shard = shards == shard
+            rows = rows_of_ids(ids[is_on_shard])
+            values = priorities[is_on_shard]
             with self._updates_lock:
                 self._updates.append((shard, self._call_update(shard, rows, values)))
         if self._prioritized is not None and priorities.size:
@@ -281,14 +293,15 @@ class Learner:
             self.spread_highest()
 
     def spread_highest(self) -> None:
-        """Send the highest priority that one shard has to all others."""
+        """Send the highest priority of all shards to the shards that do not have it."""
         known = self._members.known
         highest = max((counters.highest for counters in known.values()), default=0.0)
         behind = [shard for shard, counters in known.items() if counters.highest < highest]
         if not behind:
             return
-        with suppress(ShardError):  # The roster does not answer. Only shards that start meanwhile lack the priority.
-            # First, for shards that are being started.
+        # The roster gets the priority first, for shards that are being started. If the roster does not answer, only
+        # these shards lack it.
+        with suppress(ShardError):
             self._members.ask_roster(lambda roster: roster.raise_highest.remote(highest))
         answers = self._members.ask_all(behind, lambda shard: shard.raise_highest.remote(highest))
         for shard, counters in answers.items():

@@ -2,9 +2,9 @@
 
     error = inserts * samples_per_insert - samples
 
-Guarantee: the error stays within its bounds, even if processes are granted something at the same time or die with a
-grant. An insert that was granted and has not arrived counts as done for the upper bound, and as not done for the lower
-one. Grants expire, so nobody waits for a dead process.
+Guarantee: the error stays within its bounds, even if several processes get a grant at the same time, or a process dies
+before it uses its grant. An insert that was granted and has not arrived counts as done for the upper bound, and as not
+done for the lower one. Grants of inserts expire, so nobody waits for a dead process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Call = Literal["add", "sample"]
 LEASE_S = 30.0
 """Seconds after which a grant expires that is neither used nor returned."""
 _NOTICE_AGAIN_S = 30.0
+"""Seconds between log messages of a call that waits."""
 _ASK_AGAIN_S = 0.01
+"""Seconds before the roster is asked again for a grant."""
 _LOG = logging.getLogger("holdall")
 
 
@@ -35,7 +37,7 @@ class RateLimit:
     Args:
         samples_per_insert: Rows drawn for every transition added, in the long run.
         min_size: Transitions added before anything is drawn.
-        tolerance: Rows too many or too few that may be drawn. At least a few batches, and a few segments of 128
+        tolerance: How many rows too many or too few may be drawn. At least a few batches, and a few segments of 128
             transitions times `samples_per_insert`.
 
     Examples:
@@ -84,12 +86,15 @@ def wait_for_grant(
     notice_s: float,
     is_needed: Callable[[], bool] = lambda: True,
 ) -> int | None:
-    """Ask the roster until it grants `rows` rows. Log the state of the limiter while waiting. Return the lease.
+    """Ask the roster until it grants `rows` rows. Log the state of the limiter while waiting.
 
     Args:
         ask_roster: See `Members.ask_roster`.
         notice_s: Seconds before the first log message.
-        is_needed: Called before the roster is asked again. If it returns False, None is returned.
+        is_needed: Returns whether to ask the roster again.
+
+    Returns:
+        The result of `Roster.grant`, or None if `is_needed` returned False.
     """
     limit.require(call, rows)
     began_s = time.monotonic()
@@ -132,7 +137,7 @@ class Limiter:
 
     @property
     def error(self) -> float:
-        """How many rows samples are behind inserts."""
+        """Rows by which samples are behind inserts."""
         return self.inserted * self.limit.samples_per_insert - self.sampled
 
     def figures(self) -> dict[str, float]:
@@ -146,7 +151,7 @@ class Limiter:
         }
 
     def observe(self, inserted: int) -> None:
-        """Record how many transitions the shards accepted. The number only grows."""
+        """Record how many transitions the shards accepted. Lower numbers than before are ignored."""
         self.inserted = max(self.inserted, inserted)
 
     def lease_insert(self, rows: int, now: float) -> int | None:
@@ -162,7 +167,7 @@ class Limiter:
         return lease
 
     def end_insert(self, lease: int) -> None:
-        """Forget a lease whose rows a shard has acknowledged."""
+        """Remove a lease whose rows a shard has acknowledged."""
         self._leases.pop(lease, None)
 
     def take_samples(self, rows: int) -> bool:
@@ -173,7 +178,7 @@ class Limiter:
         return True
 
     def recentre(self, inserted: int) -> None:
-        """Start with shards that hold something already, as if the right number of rows had been drawn."""
+        """Start with shards that accepted transitions before, as if the right number of rows had been drawn."""
         self.inserted = inserted
         surplus = max(0, inserted - self.limit.min_size)
         self.sampled = int(surplus * self.limit.samples_per_insert)

@@ -1,6 +1,6 @@
 """What one process knows about the shards of a memory: their actors, their counters, and which do not answer.
 
-A shard that does not answer is asked again until it does. Nothing waits for it meanwhile.
+A shard that does not answer is lost. This process asks it again until it answers, and does not wait for it meanwhile.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from holdall.errors import ShardError
 
 @dataclass(slots=True)
 class _Member:
-    """One shard, as far as it is known."""
+    """What this process knows about one shard."""
 
     handle: Any
     counters: ShardCounters | None = None
     is_lost: bool = False
-    probes: list[Any] = field(default_factory=list)  # Unanswered questions to a lost shard, or to one not drawn from.
-    probed_at: float = 0.0
+    # Unanswered questions for the counters of a shard that is lost or that the last batch was not drawn from.
+    probes: list[Any] = field(default_factory=list)
+    probed_at: float = 0.0  # Time of the newest probe, by `time.monotonic`.
 
     def probe(self, max_probes: int) -> None:
         """Ask the shard for its counters without waiting for the answer."""
@@ -39,7 +40,7 @@ class Members:
     """The shards of a memory, as one process knows them. Thread-safe.
 
     Attributes:
-        patience_s: Seconds after which a shard that says nothing counts as lost.
+        patience_s: Seconds without an answer after which a shard counts as lost.
         losses: Number of times that a shard was found not to answer.
     """
 
@@ -49,7 +50,7 @@ class Members:
         self._roster = roster
         self._tuning = tuning
         self._version = -1  # Version of the roster's list.
-        self._listed_at = -tuning.list_s  # When the roster was last asked for it.
+        self._listed_at = -tuning.list_s  # When the roster was last asked for its list.
         self._members: dict[int, _Member] = {}  # Replaced, never changed, when shards are added or removed.
         self._lock = threading.RLock()
         self._list_lock = threading.Lock()  # Held while the roster is asked for its list.
@@ -60,9 +61,9 @@ class Members:
         return ask(lambda: question(self._roster), "The memory's roster", patience, self.patience_s)
 
     def refresh_list(self, *, now: bool = False) -> None:
-        """Ask the roster for shards that were added, at most every `list_s` seconds unless `now`.
+        """Ask the roster for its list of shards, at most every `list_s` seconds unless `now`.
 
-        Waits for the roster only if no shard is known yet. Raise ShardError if none becomes known.
+        Wait for the roster only if no shard is known yet. Raise ShardError if it lists no shard within `patience_s`.
         """
         is_recent = time.monotonic() - self._listed_at < self._tuning.list_s
         if is_recent and self._members and not now:
@@ -79,8 +80,12 @@ class Members:
             self._list_lock.release()
 
     def _read_list(self, left_s: float) -> bool:
-        """Ask the roster once, and return whether shards are known. Raise ShardError if no time is left for more."""
+        """Read the roster's list, and return whether any shard is known.
+
+        Raise ShardError if no shard is known and the roster has ended or no time is left to ask again.
+        """
         reason = "The memory's roster lists none."
+        is_last = left_s < 0
         try:
             version, handles = self.ask_roster(lambda roster: roster.shards.remote(self._version), left_s)
             if handles is not None:
@@ -88,9 +93,8 @@ class Members:
                 self._set_handles(handles)
         except ShardError as error:
             reason = str(error)
-            if isinstance(error, GoneError):
-                left_s = -1.0
-        if not self._members and left_s < 0:
+            is_last = is_last or isinstance(error, GoneError)
+        if is_last and not self._members:
             raise ShardError(f"No shard of the memory is known. {reason} Is the memory closed?")
         return bool(self._members)
 
@@ -102,7 +106,7 @@ class Members:
             }
 
     def end_lease(self, lease: int, shard: int, counters: ShardCounters) -> None:
-        """Return a lease of the limiter, because its rows have arrived. Does not wait."""
+        """Tell the limiter that the rows of a lease have arrived. Does not wait."""
         self._roster.end_insert.remote(lease, shard, counters)
 
     def submit(self, shard: int, call: Callable[[Any], Any]) -> Any:
@@ -116,12 +120,12 @@ class Members:
 
     @property
     def numbers(self) -> list[int]:
-        """All shards."""
+        """Numbers of all shards."""
         return sorted(self._members)
 
     @property
     def lost(self) -> list[int]:
-        """Shards that do not answer now."""
+        """Numbers of the shards that do not answer now."""
         return sorted(number for number, member in self._members.items() if member.is_lost)
 
     @property
@@ -137,7 +141,7 @@ class Members:
 
     @property
     def transitions(self) -> int:
-        """Transitions that can be drawn, as far as is known."""
+        """Transitions that can be drawn, according to the last counters."""
         return sum(counters.transitions for counters in self.known.values())
 
     def masses(self) -> dict[int, float]:
@@ -153,7 +157,7 @@ class Members:
             }
 
     def record(self, shard: int, counters: ShardCounters, *, answers: bool = False) -> None:
-        """Record the counters of a shard. With `answers`, a shard that was lost counts as found again."""
+        """Record the counters of a shard. With `answers`, the shard is no longer lost."""
         with self._lock:
             member = self._members.get(shard)
             if member is None:
@@ -161,13 +165,13 @@ class Members:
             known = member.counters
             if answers:
                 member.is_lost = False
-            # Calls may overtake each other. Epochs may also become smaller, so of another epoch the last one counts.
+            # Answers may overtake each other. A later epoch can have a lower number, so another epoch always counts.
             if known is not None and known.epoch == counters.epoch and counters.changes < known.changes:
                 return
             member.counters = counters
 
     def probe(self, shards: Iterable[int]) -> None:
-        """Ask shards for their counters without waiting. Shards that are not drawn from would report nothing."""
+        """Ask shards for their counters without waiting. Used for shards that a batch is not drawn from."""
         with self._lock:
             for number in shards:
                 member = self._members.get(number)
@@ -195,7 +199,7 @@ class Members:
         return found
 
     def mark_lost(self, shard: int) -> None:
-        """Record that a shard did not answer. It is asked again until it does."""
+        """Record that a shard did not answer. `masses` asks it again."""
         with self._lock:
             member = self._members.get(shard)
             if member is not None and not member.is_lost:
@@ -203,7 +207,7 @@ class Members:
                 member.is_lost = True
 
     def is_away(self, shard: int) -> bool:
-        """Return whether Ray is restarting a shard or gave it up, as far as this process knows.
+        """Return whether Ray is restarting a shard or gave it up, according to this process.
 
         Ray fails a call to such a shard only after two seconds, even if the shard is back after one.
         """
@@ -213,8 +217,8 @@ class Members:
     def _read_probes(self, number: int, member: _Member) -> None:
         """Read the answers that have arrived, and ask a lost or new shard again.
 
-        Earlier questions are not waited for: Ray fails those that it received while it restarted the actor seconds
-        later, even if the actor is back by then.
+        A new question does not wait for earlier ones. If Ray got a question while it restarted the actor, the question
+        fails seconds later, even if the actor is back by then.
         """
         if member.probes:
             for probe in ray.wait(member.probes, num_returns=len(member.probes), timeout=0)[0]:
@@ -224,7 +228,7 @@ class Members:
                 except LOSSES:
                     member.is_lost = True
                 else:
-                    member.probes.clear()  # Questions that fail from now on were asked before.
+                    member.probes.clear()  # If one of them fails later, it was asked before the shard was back.
                     break
         is_unknown = member.is_lost or member.counters is None
         if is_unknown and time.monotonic() - member.probed_at > self._tuning.probe_s:

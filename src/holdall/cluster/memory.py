@@ -48,11 +48,11 @@ _SPARE_ROWS = 1024
 
 
 class StartingShards(NamedTuple):
-    """How shards are started: each with its checkpoint, or empty."""
+    """The shards that a memory starts with."""
 
-    rows: int  # Rows that each of them holds at most.
+    rows: int  # Rows that each shard holds at most.
     generator: np.random.Generator  # Generator of the learner.
-    places: Mapping[int, tuple[str, int] | None]  # Place and number of each shard's checkpoint.
+    places: Mapping[int, tuple[str, int] | None]  # Place and number of each shard's checkpoint. None: starts empty.
 
 
 class ReplayMemory(MemoryHandle):
@@ -122,7 +122,7 @@ class ReplayMemory(MemoryHandle):
         delivery = new_delivery(schema, device)
         require_safe_cluster()
         config = MemoryConfig(
-            words=schema_to_json(schema),
+            schema_json=schema_to_json(schema),
             name=name or f"holdall-{secrets.token_hex(8)}",
             sampler=strip_sampler(sampler),
             shard_rows=shards.rows,
@@ -164,14 +164,14 @@ class ReplayMemory(MemoryHandle):
         """
         require_count("keep", keep, 1)
         self._flush_granted()
-        # Shards save and store priorities in different threads, so wait until all priorities are stored.
+        # Wait until the shards have stored all priorities. Raise the error of a shard that refused some.
         self._learner.read_confirmations(wait=True)
-        self._members.refresh()
+        self._members.refresh()  # The list may lack a shard that was just added.
         self._has_saved = True
         place = checkpoint.normalized_url(url)
         calls = {number: self._begin_save(number, place) for number in self._fleet.actors}
         snapshot = checkpoint.ShardsSnapshot(
-            schema=self._config.words,
+            schema=self._config.schema_json,
             capacity_ticks=self.capacity // self.num_envs,
             state={
                 "shard_rows": self._config.shard_rows,
@@ -204,8 +204,8 @@ class ReplayMemory(MemoryHandle):
     ) -> Self:
         """Load the newest complete checkpoint. Draws continue where they were.
 
-        If the number of shards is the saved one, the memory continues as it was. If it is another, or if a local memory
-        saved the checkpoint, every transition is added again under a new id, and samplers start again.
+        With the saved number of shards, the memory continues as it was. With another number, or if a local memory saved
+        the checkpoint, every transition is added again under a new id, and samplers start again.
 
         Args:
             sampler: None: a sampler with the saved settings.
@@ -222,7 +222,7 @@ class ReplayMemory(MemoryHandle):
             "on_shard_loss": on_shard_loss,
             "prefer": prefer,
         }
-        require_settings(**settings)  # Before anything is read.
+        require_settings(**settings)  # Wrong settings raise an error before anything is read.
         settings |= {"device": device, "limit": limit, "_tuning": _tuning}
         reader = checkpoint.open_reader(url)
         return checkpoint.load_newest(
@@ -241,12 +241,13 @@ class ReplayMemory(MemoryHandle):
         state = checkpoint.read_saved_state(manifest, reader)
         schema = schema_from_json(manifest.schema)
         count = shards or len(manifest.shards) or _DEFAULT_SHARDS
-        is_same = count == len(manifest.shards)
-        sampler = sampling.choose_sampler(sampler, state["sampler"], has_same_ids=is_same)
+        has_same_count = count == len(manifest.shards)
+        sampler = sampling.choose_sampler(sampler, state["sampler"], has_same_ids=has_same_count)
         rows = -(-manifest.capacity_ticks * schema.num_envs // count) + _SPARE_ROWS
         places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(count))
-        if is_same:
+        if has_same_count:
             rows = int(state["shard_rows"])
+            # A folder ends with the five digits of the shard's number, see `shard_url`.
             places = {
                 int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
             }
@@ -256,9 +257,9 @@ class ReplayMemory(MemoryHandle):
         except ShardError as error:
             if manifest.number in reader.numbers():
                 raise
-            # Starting shards takes seconds, in which a memory that saves may remove a checkpoint.
+            # Starting shards takes seconds. Meanwhile, a memory that saves to this place may remove the checkpoint.
             raise BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed meanwhile.") from error
-        if not is_same:
+        if not has_same_count:
             try:
                 _copy_transitions(reader.url, Writer(memory._config._replace(limit=None), schema.num_envs))
                 memory._fleet.begin(memory._members.refresh())
@@ -277,7 +278,7 @@ class ReplayMemory(MemoryHandle):
         with self._lock:
             if self._closed:
                 return
-            with ExitStack() as ending:  # Every step is done, also if another one raises.
+            with ExitStack() as ending:  # Every step runs, also if another one raises.
                 ending.callback(self._fleet.end, has_saved=self._has_saved)
                 ending.callback(self._savers.close)
                 ending.callback(setattr, self, "_closed", True)
@@ -298,7 +299,7 @@ def _require_all_journals(config: MemoryConfig, places: Mapping[int, Any]) -> No
 
 def _wait_for_shards(members: Members, url: str, calls: Mapping[int, Any]) -> dict[int, checkpoint.Checkpoint]:
     """Wait for the checkpoints of all shards, each for as long as the shard answers."""
-    found: dict[int, checkpoint.Checkpoint] = {}
+    checkpoints: dict[int, checkpoint.Checkpoint] = {}
     patience_s = members.patience_s
     for shard, call in calls.items():
         handle = members.handle(shard)
@@ -306,14 +307,14 @@ def _wait_for_shards(members: Members, url: str, calls: Mapping[int, Any]) -> di
             saving = handle.end_save.remote(get_result(call, patience_s))
             while not ray.wait([saving], timeout=patience_s)[0]:
                 get_result(handle.counters.remote(), patience_s)
-            found[shard] = get_result(saving, patience_s)
+            checkpoints[shard] = get_result(saving, patience_s)
         except LOSSES as error:
             members.mark_lost(shard)
             raise CheckpointError(
                 f"The checkpoint at {url} is not complete (shard {shard}: {type(error).__name__}). The one before it "
                 "is intact. Save again."
             ) from error
-    return found
+    return checkpoints
 
 
 def _copy_transitions(url: str, writer: Writer) -> None:

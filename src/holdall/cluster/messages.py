@@ -21,14 +21,14 @@ class ShardCounters(NamedTuple):
     inserted: int  # Transitions ever accepted.
     changes: int  # Changes of rows or priorities since the shard was started.
     backlog: int  # Bytes that are not durable yet.
-    mass: float  # Sum of what draws are in proportion to: transitions or scaled priorities.
+    mass: float  # Sum of the masses of all rows, see `Likelihood`. A shard is drawn in proportion to it.
     highest: float = 0.0  # Scaled priority of a new row.
 
 
 class SampleRequest(NamedTuple):
     """Rows of a batch that a learner wants from a shard."""
 
-    machine: bytes  # Machine of the learner, see `this_machine`.
+    machine: bytes  # Machine of the learner, see `get_machine_id`.
     seed: int  # Seed of the draw. 0: the shard's own generator.
     rows: int
     goals: int  # How many of the rows get another goal.
@@ -38,7 +38,7 @@ class SampleRequest(NamedTuple):
 class GatherRequest(NamedTuple):
     """Rows that a learner wants by number."""
 
-    machine: bytes
+    machine: bytes  # Machine of the learner.
     rows: Ids
 
 
@@ -46,7 +46,7 @@ class InsertRequest(NamedTuple):
     """Segments that a writer sends to a shard."""
 
     writer: bytes
-    first: int  # Number of the first segment. Earlier ones will not be sent again.
+    first: int  # Number of the first segment. The writer will not send earlier ones again.
     payloads: list[bytes]
 
 
@@ -74,7 +74,7 @@ class ShardStatus(NamedTuple):
 
 
 class RestartedError(ShardError):
-    """A shard was restarted, and does not know the calls before."""
+    """A shard was restarted, and has forgotten an earlier call."""
 
 
 class GoneError(ShardError):

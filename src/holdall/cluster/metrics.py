@@ -1,4 +1,4 @@
-"""Figures for Prometheus. Shards, learners and the limiter report to `ray.util.metrics`, and Ray's agents serve it.
+"""Figures for Prometheus. Shards, learners and the limiter report to `ray.util.metrics`. Ray's agents publish them.
 
 A background thread sets the gauges. It takes at most a fiftieth of a core, and ends with the object that it reports on.
 """
@@ -18,7 +18,7 @@ _DESCRIPTIONS = {
     "shard": {
         "transitions": "Transitions that can be drawn",
         "inserted": "Transitions ever accepted",
-        "mass": "Sum of what draws are in proportion to",
+        "mass": "Transitions, or the sum of their scaled priorities. Shards are drawn in proportion to it",
         "backlog": "Bytes that are not durable yet",
         "epoch": "Number that changes with every restart",
         "held_bytes": "Bytes of the stored transitions",
@@ -39,9 +39,11 @@ _DESCRIPTIONS = {
         "sampled": "Rows that may be drawn or were drawn",
     },
 }
-_BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+_BOUNDARIES_S = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
 _REPORT_S = 1.0
+"""Seconds between two reports, at least."""
 _MIN_PAUSE_RATIO = 50
+"""The pause after a report is at least this many times the CPU time of the report."""
 
 
 class Gauges:
@@ -55,7 +57,7 @@ class Gauges:
             self._gauges[name] = gauge
 
     def follow(self, measure: Callable[[], Mapping[str, Any]]) -> None:
-        """Set the gauges from a thread to what the method `measure` returns, for as long as its object lives."""
+        """Set the gauges in a background thread to the results of the method `measure`, while its object lives."""
         method = weakref.WeakMethod(measure)
         threading.Thread(target=self._follow, args=(method,), name="holdall-metrics", daemon=True).start()
 
@@ -79,7 +81,7 @@ class ShardMetrics(Gauges):
         tags = {"memory": memory, "shard": str(shard)}
         super().__init__("shard", **tags)
         name = "holdall_shard_call_seconds"
-        self._seconds: Any = metrics.Histogram(name, "Seconds that calls took", _BOUNDARIES, (*tags, "call"))
+        self._seconds: Any = metrics.Histogram(name, "Seconds that calls took", _BOUNDARIES_S, (*tags, "call"))
         self._seconds.set_default_tags(tags)
 
     @contextmanager

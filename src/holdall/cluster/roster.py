@@ -20,10 +20,12 @@ from holdall.cluster.metrics import Gauges
 from holdall.errors import ShardError
 
 _NO_LIMIT = RateLimit(1.0, 1, 2.0**62)
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
+"""Seconds between questions to the shards for their counters."""
 _ANSWER_S = 0.1
+"""Seconds that `Roster.limiter` waits for the shards."""
 _FIRST_RANK = 2**20
-"""Ranks of learners that name none, above those that users name."""
+"""Ranks of learners that were attached without a rank are above this number. Users pass lower ones."""
 
 
 def find_roster(name: str) -> Any:
@@ -39,25 +41,27 @@ class Roster:
     """List of the shards, limiter, and further values that all processes of a memory need. It runs one call at a time.
 
     Args:
-        home: Ray namespace in which the shards' numbers are their names. A restarted roster finds the shards there.
+        shard_namespace: Ray namespace in which the name of a shard is its number. A restarted roster finds the shards
+            there.
     """
 
-    def __init__(self, config: MemoryConfig, home: str) -> None:
+    def __init__(self, config: MemoryConfig, shard_namespace: str) -> None:
         self._config = config
-        self._next_rank = _FIRST_RANK
+        # A restarted roster does not know which ranks it gave. A random number was most likely not among them.
+        self._next_rank = _FIRST_RANK + (secrets.randbits(40) if is_restarted() else 0)
         self._highest = 0.0  # Highest priority of the whole memory, as far as learners reported.
         self._limiter = Limiter(config.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}  # Transitions that each life of each shard accepted.
         self._questions: dict[int, Any] = {}  # Unanswered questions to shards.
-        self._looked_at = 0.0
-        # A restarted roster does not know which lives there were. It starts with numbers that were hardly used.
+        self._polled_at = 0.0  # When the shards were last asked for their counters.
+        # A restarted roster does not know which lives there were, either, so it starts at a random one.
         self._first_life = 1 + secrets.randbelow(MAX_LIVES - 1) if is_restarted() else 0
         self._lives: dict[int, int] = {}
-        self._must_recentre = True  # Until all shards reported what they held at the start.
+        self._must_recentre = True  # Until all shards have reported how many transitions they accepted before.
         self._asked: dict[str, float] = {}  # When a grant for "add" or "sample" was last requested.
         self._shards: dict[int, Any] = {}
         self._version = 0
-        self._set_shards(_find_shards(home))
+        self._set_shards(_find_shards(shard_namespace))
         if config.limit is not None:
             Gauges("limiter", memory=config.name).follow(self._limiter.figures)
 
@@ -66,14 +70,14 @@ class Roster:
         return self._config
 
     def enroll(self) -> int:
-        """Return a rank for a learner that was started without one."""
+        """Return a rank for a learner that was attached without one."""
         self._next_rank += 1
         return self._next_rank
 
     # ---------------------------------------------------------------- shards
 
     def shards(self, known_version: int) -> tuple[int, dict[int, Any] | None]:
-        """Return the version and the shards by number. No shards if the caller knows this version."""
+        """Return the version of the list and the shards by number, or None if the caller knows this version."""
         return self._version, None if known_version == self._version else self._shards
 
     def admit(self, shard: int, handle: Any) -> None:
@@ -95,20 +99,20 @@ class Roster:
         return life, self._highest
 
     def raise_highest(self, scaled: float) -> None:
-        """Record a priority. A shard that starts gets the highest one."""
+        """Record a scaled priority. A shard that starts gets the highest one."""
         self._highest = max(self._highest, scaled)
 
     # ---------------------------------------------------------------- the limiter
 
     def begin(self, known: Mapping[int, ShardCounters]) -> None:
-        """Record the size of shards before the first writer adds something, or after a checkpoint was copied."""
+        """Record what the shards accepted before the first writer adds something, or after a checkpoint was copied."""
         for shard, counters in known.items():
             self._record(shard, counters)
         self._limiter.recentre(sum(self._inserted.values()))
 
     def grant(self, call: Call, rows: int) -> int | None:
-        """Grant that rows are added or drawn, or return None if that has to wait."""
-        self._look_at_shards()
+        """Grant rows to add or to draw. Return the lease of an insert, 0 for a draw, or None if that must wait."""
+        self._poll_shards()
         now = time.monotonic()
         self._asked[f"{call}_s"] = now
         if call == "add":
@@ -116,7 +120,7 @@ class Roster:
         return 0 if self._limiter.take_samples(rows) else None
 
     def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
-        """Record that rows that were granted have arrived."""
+        """Record that the rows of an insert have arrived."""
         self._record(shard, counters)
         self._limiter.end_insert(lease)
 
@@ -127,16 +131,16 @@ class Roster:
         """
         if self._config.limit is None:
             return {}
-        self._look_at_shards(_ANSWER_S)
+        self._poll_shards(_ANSWER_S)
         now = time.monotonic()
         ago = {call: now - then for call, then in self._asked.items()}
         return {**self._limiter.figures(), "add_s": -1.0, "sample_s": -1.0, **ago}
 
-    def _look_at_shards(self, wait_s: float = 0.0) -> None:
-        """Ask the shards at intervals for their counters, and read the answers that have arrived."""
+    def _poll_shards(self, wait_s: float = 0.0) -> None:
+        """Ask the shards at intervals for their counters, and read the answers that arrive within `wait_s`."""
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_AGAIN_S:
-            self._looked_at = now
+        if now - self._polled_at >= _POLL_S:
+            self._polled_at = now
             for shard, handle in self._shards.items():
                 if shard not in self._questions:
                     self._questions[shard] = handle.counters.remote()
@@ -158,14 +162,14 @@ class Roster:
         self._limiter.observe(total)
 
 
-def _find_shards(home: str) -> dict[int, Any]:
+def _find_shards(namespace: str) -> dict[int, Any]:
     """Return the shards that run already. A roster that was not restarted finds none."""
     listed = ray.util.list_named_actors(all_namespaces=True)
-    found = {}
-    for number in sorted(int(each["name"]) for each in listed if each["namespace"] == home):
+    shards = {}
+    for number in sorted(int(each["name"]) for each in listed if each["namespace"] == namespace):
         with suppress(ValueError):  # The shard has ended since.
-            found[number] = ray.get_actor(str(number), home)
-    return found
+            shards[number] = ray.get_actor(str(number), namespace)
+    return shards
 
 
 def is_restarted() -> bool:

@@ -4,8 +4,8 @@
 rewards, and the segment in the format of store/format.py. `unpack_payload` checks the bytes and returns the segment.
 `flatten_lanes` makes one lane of several, because a shard is a store with one lane.
 
-Guarantee: the rows of a flattened segment are the transitions that were added, in the order tick by tick and, within a
-tick, lane by lane. Damaged or forged bytes raise DamageError.
+Guarantee: the rows of a flattened segment are the transitions that were added, tick by tick and, within a tick, lane by
+lane. Damaged or forged bytes raise DamageError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Leaf, Schema
 from holdall.schema_json import dtype_from_json, dtype_to_json
 from holdall.store.columns import Columns
-from holdall.store.format import NEXT_FOLLOWS, ROW_KINDS, pack_segment, unpack_segment
+from holdall.store.format import (
+    NEXT_FOLLOWS,
+    ROW_KINDS,
+    EncodeBlock,
+    encode_block,
+    pack_segment,
+    unpack_segment,
+)
 from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
 from holdall.store.records import pack_record, read_record, reader_of
 from holdall.store.snapshot import Layout
@@ -36,16 +43,22 @@ from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
 
 _HEAD = "payload"
+"""Kind of the record at the start of a payload."""
 _MAX_CURSOR = 2**31
+"""Bound of a log's entries, because a cursor has 31 bits for a position and one for a flag."""
 _MAX_TICK = 2**40
 """Bound of a writer's ticks. `RowOrder` numbers the steps of a lane up to this."""
 
+# A codec is chosen once there are `_SAMPLE_SLICES` slices, or `_SAMPLE_BYTES` bytes in `_MIN_SAMPLE_SLICES` or more.
 _SAMPLE_SLICES = 128
 _SAMPLE_BYTES = 4 * 2**20
 _MIN_SAMPLE_SLICES = 16
 _FIRST_UNIT_BYTES = 2**16
+"""Bytes of a unit of the first codec."""
 _MAX_FIRST_GROUP = 8
+"""Largest number of slices in a unit of the first codec."""
 _QUICK_LEVELS = {Method.LZ4: (0,), Method.ZSTANDARD: (1, 3)}
+"""Levels that are tried instead of the chosen one, quickest first."""
 _QUICK_TOLERANCE = 1.05
 """How much larger than with the chosen level the result of a quick level may be."""
 
@@ -62,18 +75,18 @@ class WriterCodec:
         self._window = window
         self._prefer = prefer
         self._codec: Codec | None = None
-        self._sample: list[NDArray[np.uint8]] | None = []  # None once the choice has begun.
+        self._sample: list[NDArray[np.uint8]] | None = []  # Slices for the choice. None once the choice has begun.
 
     def encode(self, block: Block) -> Coded:
         """Compress a raw block."""
         if self._sample is not None:
             self._collect(block)
         codec = self._codec
-        coded = None
         if codec is not None:
             coded = encode(block, codec, block.lane_order())
-        if coded is None:  # No codec was chosen yet, or the block has too many different words for a palette.
-            coded = encode(block, _first_codec(block.slice_bytes), block.lane_order())
+            if coded is not None:  # None: the block has too many different words for the codec's palette.
+                return coded
+        coded = encode(block, _first_codec(block.slice_bytes), block.lane_order())
         if coded is None:
             raise AssertionError("A codec without a palette represents all slices.")
         return coded
@@ -104,7 +117,7 @@ def _first_codec(slice_bytes: int) -> Codec:
 
 
 def _lower_level(codec: Codec, slices: NDArray[np.uint8]) -> Codec:
-    """Return the codec with a quicker level if that takes hardly more bytes, because `add` waits for compression."""
+    """Return `codec` with the quickest level that needs hardly more bytes, because `add` waits for compression."""
     chosen = encode(slices, codec)
     if chosen is None:
         return codec
@@ -133,14 +146,14 @@ class SegmentBuilder:
         self._prefer = prefer
         self._tuning = tuning
         self._reader = Reader()
-        # One lane of shared rows is one lane of shared rows in the shard. Of several lanes, the next observation would
-        # not be in the next row, so each row stores both observations.
+        # A shard stores all lanes as one. With one lane, the next observation is still in the next row, so rows can
+        # share it. With several lanes it is not, so each row stores both observations.
         self._layouts = LayoutSearch(schema, tuning, SHARED if schema.num_envs == 1 else PAIRED)
         self._codecs: dict[tuple[int, Layout], WriterCodec] = {}  # By observation leaf and layout.
         self._writer = self._new_writer(0)
 
     def _new_writer(self, first_tick: int) -> Writer:
-        """Return an empty native writer. Every segment has its own, so that it shares no block with another one."""
+        """Return an empty native writer. Every segment has its own writer, so that segments share no block."""
         writer = Writer(
             self.columns.native(),
             self.columns.groups(),
@@ -167,12 +180,12 @@ class SegmentBuilder:
 
     @property
     def has_new_window(self) -> bool:
-        """Whether the next segment can share more slices than this one, which should then be closed early."""
+        """Whether the next segment could share more slices, so that the open one should be closed early."""
         return self._layouts.has_new_window
 
     @property
     def ends_episodes(self) -> bool:
-        """Whether the last tick ended an episode in every lane, or was not a step of that lane."""
+        """Whether in every lane, the last tick ended an episode or was added with `valid=False`."""
         if self.ticks == 0:
             return False
         next_id = self._writer.next_tick * self._lanes
@@ -222,7 +235,7 @@ class SegmentBuilder:
     def close(self) -> bytes:
         """Return the segment as bytes, and start the next one.
 
-        Compression comes before the change. If it is interrupted, the segment is still open.
+        The segment is compressed first. If an interrupt stops that, the segment is still open.
         """
         segment = self._writer.snapshot().segments[-1]
         payload = self._pack(segment)
@@ -233,8 +246,7 @@ class SegmentBuilder:
     def _pack(self, segment: Segment) -> bytes:
         if self.reward_dtype is None:
             raise AssertionError("A segment with ticks has rewards.")
-        head = pack_record(_HEAD, {"reward_dtype": dtype_to_json(self.reward_dtype)}, {})
-        return b"".join([*head, pack_segment(segment, encode=partial(self._encode, segment))])
+        return pack_payload(segment, self.reward_dtype, partial(self._encode, segment))
 
     def _encode(self, segment: Segment, column: int, block: Block) -> Coded:
         layout: Any = segment.parts[column].layout  # Sliced, because only sliced parts have a block.
@@ -273,14 +285,14 @@ class ReceivedSegment(NamedTuple):
         return self.segment.ticks
 
 
-def pack_rows(segment: Segment, reward_dtype: np.dtype[Any]) -> bytes:
-    """Return a segment of a shard as `unpack_payload` reads it."""
+def pack_payload(segment: Segment, reward_dtype: np.dtype[Any], encode_raw: EncodeBlock = encode_block) -> bytes:
+    """Return a segment as bytes. `encode_raw` compresses the blocks that are not compressed yet."""
     head = pack_record(_HEAD, {"reward_dtype": dtype_to_json(reward_dtype)}, {})
-    return b"".join([*head, pack_segment(segment)])
+    return b"".join([*head, pack_segment(segment, encode_raw=encode_raw)])
 
 
 def unpack_payload(payload: bytes, columns: Columns) -> ReceivedSegment:
-    """Return the segment that `SegmentBuilder.close` packed. Raise DamageError if the bytes are not that."""
+    """Return the segment that `pack_payload` packed, as one lane. Raise DamageError if the bytes are damaged."""
     head = read_record(reader_of(payload), 0, len(payload))
     head.require_kind(_HEAD)
     with refuse_malformed("The head of a segment"):
@@ -322,7 +334,7 @@ def _pair_rows(arrays: dict[str, NDArray[Any]], ticks: int, lanes: int, row_byte
 
 
 def _flatten_log(arrays: dict[str, NDArray[Any]], lanes: int) -> dict[str, NDArray[Any]]:
-    """Return the log with one lane's entries after another's, and cursors that point there."""
+    """Return a log in which the entries of each lane follow those of the lane before it, and cursors into that log."""
     log = arrays["log"].reshape(-1, lanes)
     if log.size >= _MAX_CURSOR:
         raise DamageError(f"A segment has a log of {log.size} entries, more than a writer sends.")

@@ -1,7 +1,7 @@
 """Shards: the actors that hold the transitions of a memory.
 
 A shard accepts the segments of every writer in order, and each of them once. Acknowledged segments can be drawn. If
-there is a journal, they were written to it first.
+there is a journal, a segment is written to the journal before it is acknowledged or drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ray
 
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, Savers, open_reader, read_checkpoint
 from holdall.cluster.answer import Answer
-from holdall.cluster.calls import ask, this_machine, this_node
+from holdall.cluster.calls import ask, get_machine_address, get_machine_id
 from holdall.cluster.config import MemoryConfig
 from holdall.cluster.ids import Ids, first_row_of_life, life_of_row, lives_of_rows
 from holdall.cluster.journal import Entry, Journal, open_journal
@@ -40,8 +40,8 @@ from holdall.sampling import new_generator
 from holdall.schema import Array
 
 THREADS = {"max_concurrency": 4, "concurrency_groups": {"insert": 32, "sample": 1, "save": 4}}
-"""Threads for other calls, and for calls of some kinds, which do not wait for other kinds. The one thread of "sample"
-executes the calls of a learner in their order."""
+"""Ray's options for the threads of a shard. Calls of one group do not wait for those of another. The only thread of
+"sample" executes the calls of a learner in their order."""
 
 
 class Shard:
@@ -49,7 +49,7 @@ class Shard:
 
     Args:
         number: Number of the shard.
-        neighbours: Number of shards on a machine.
+        shards_per_machine: Number of shards that share the cores and the memory of a machine.
         saved: Place and number of a checkpoint of this shard to start with.
     """
 
@@ -58,40 +58,41 @@ class Shard:
         number: int,
         config: MemoryConfig,
         seed: int | None,
-        neighbours: int = 1,
+        shards_per_machine: int = 1,
         saved: tuple[str, int] | None = None,
     ) -> None:
         self._number = number
         self._memory = config.name
         self._tuning = config.tuning
-        self._machine = this_machine()
+        self._machine = get_machine_id()
         self._lock = threading.RLock()  # Guards `_data`.
-        self._staging = threading.Lock()  # Guards the order of segments, and is never held while rows are drawn.
+        self._staging_lock = threading.Lock()  # Guards `_expected` and the order of segments. Draws do not need it.
         self._process = HeldReader()
         self._metrics = ShardMetrics(config.name, number)
-        self._written_changes = 0  # `changes` when priorities were last written to the journal.
-        self._saves: dict[int, SaveHandle] = {}  # Handles of checkpoints that were begun.
+        self._written_changes = 0  # `ShardData.changes` when priorities were last written to the journal.
+        self._saves: dict[int, SaveHandle] = {}  # Checkpoints that were begun, by the number for `end_save`.
         self._savers = Savers()
+        generator = new_generator(seed)
         self._data = ShardData(
-            config.words, config.shard_rows, config.sampler, new_generator(seed), config.tuning, neighbours
+            config.schema_json, config.shard_rows, config.sampler, generator, config.tuning, shards_per_machine
         )
         self._journal = None if config.url is None else open_journal(config.url, number, config.tuning)
         self._epoch, highest = begin_life(config.name, number, 0, has_journal=self._journal is not None)
         self._start(seed, saved)
         self._data.raise_highest(highest)
-        # Number of every writer's next segment, with those that are staged.
+        # Number of every writer's next segment. Segments that are staged for the journal count as accepted.
         self._expected: dict[bytes, int] = {}
         if self._journal is not None:
             self._expected.update(self._journal.expected)
-            self._journal.start(self._data.rows, self._show, self._read_changed_priorities)
+            self._journal.start(self._data.rows, self._apply, self._read_changed_priorities)
         self._metrics.follow(self._measure)
 
     # ---------------------------------------------------------------- starting
 
     def _start(self, seed: int | None, saved: tuple[str, int] | None) -> None:
-        """Read the journal and the checkpoint, as far as there are any."""
+        """Read the journal, if there is one, and the checkpoint, unless an earlier start has read it."""
         name = "" if saved is None else f"{saved[0]}:{saved[1]}"
-        # A shard starts with a checkpoint once. A restarted shard does not go back to it.
+        # A restarted shard does not go back to the checkpoint that it started with.
         must_load = saved is not None and (self._epoch == 0 or not is_restarted())
         if self._journal is not None:
             must_load = self._take_over_journal(self._journal, name)
@@ -109,8 +110,8 @@ class Shard:
                 self._data.write_loaded(self._journal, name, written)
 
     def _take_over_journal(self, journal: Journal, checkpoint: str) -> bool:
-        """Hold everything in the journal. Return whether a checkpoint, or the rest of it, is still to be loaded."""
-        self._data.replay(journal, waits=is_restarted())
+        """Hold everything in the journal. Return whether the checkpoint, or the rest of it, must still be loaded."""
+        self._data.replay(journal, retries=is_restarted())
         self._epoch = journal.epoch
         loading = journal.state.loading
         if loading not in {"", checkpoint}:
@@ -121,7 +122,7 @@ class Shard:
         return bool(checkpoint) and (loading == checkpoint or self._data.store.next_row == 0)
 
     def _start_life(self, checkpoint: Restored | None) -> None:
-        """Number rows so that no id is used again."""
+        """Number rows so that no id of an earlier life is used again."""
         first_life = 0 if checkpoint is None else life_of_row(checkpoint.manifest.next_tick)
         if first_life:
             self._epoch, _ = begin_life(self._memory, self._number, first_life, has_journal=False)
@@ -131,16 +132,16 @@ class Shard:
 
     @ray.method(concurrency_group="insert")
     def insert(self, request: InsertRequest) -> Ack:
-        """Accept those segments of a writer that come next. Return the number of the segment that comes then.
+        """Accept the segments of a writer that were not accepted before. Return the number of the next one.
 
-        A writer sends one call at a time. A call that it gave up may still be executed beside the next one, so every
-        number is accepted once.
+        A writer sends one call at a time. A call that it gave up may still be executed during the next one, so the
+        numbers ensure that every segment is accepted once.
         """
         writer = request.writer
         refusal = ""
         with self._metrics.time_call("insert"):
-            self._require_journal()
-            with self._staging:
+            self._require_ownership()
+            with self._staging_lock:
                 expected = max(self._expected.get(writer, 0), request.first)
                 for number, payload in enumerate(request.payloads, request.first):
                     if number != expected:
@@ -155,28 +156,28 @@ class Shard:
                     expected += 1
                 self._expected[writer] = expected
             if self._journal is not None:
-                self._journal.commit()  # Before the acknowledgement, because the writer then forgets the segments.
+                self._journal.commit()  # Once the writer gets the acknowledgement, it drops the segments.
             return Ack(expected, self.counters(), refusal)
 
     def _accept(self, entry: Entry) -> None:
         """Hold a segment, or queue it for the journal if there is one."""
         if self._journal is None:
-            self._show([entry])
+            self._apply([entry])
         else:
             self._journal.stage(entry)
 
-    def _show(self, entries: Sequence[Entry]) -> range:
-        """Hold segments, which are in the journal if there is one. Return the rows that are held."""
+    def _apply(self, entries: Sequence[Entry]) -> range:
+        """Hold segments. Return the rows that are held. If there is a journal, it must have the segments already."""
         with self._lock:
             for entry in entries:
                 self._data.accept(entry)
             return self._data.rows
 
     def trouble(self) -> str:
-        """Return why segments are not acknowledged at the moment, if there is a reason."""
+        """Return why the journal cannot be written at the moment. Empty if it can."""
         return "" if self._journal is None else self._journal.trouble
 
-    def _require_journal(self) -> None:
+    def _require_ownership(self) -> None:
         """Raise FencedError if another shard has taken over the journal."""
         if self._journal is not None and self._journal.fenced is not None:
             raise self._journal.fenced
@@ -185,9 +186,9 @@ class Shard:
 
     @ray.method(concurrency_group="sample")
     def sample(self, request: SampleRequest) -> Answer | bytes | ShardCounters:
-        """Draw rows. An empty shard returns its counters alone."""
+        """Draw rows. A shard without rows that may be drawn returns its counters alone."""
         with self._metrics.time_call("sample"):
-            self._require_journal()
+            self._require_ownership()
             is_near = request.machine == self._machine
             with self._lock:
                 counters = self.counters()
@@ -209,14 +210,14 @@ class Shard:
     def update_priorities(self, rows: Ids, priorities: Array) -> ShardCounters:
         """Set the priorities of rows. Rows that were evicted are ignored."""
         with self._lock:
-            # Rows of another life are lost. Their numbers may be above those that are held now.
+            # Rows of another life are lost. Their numbers may be higher than those of this life.
             next_row = self._data.store.next_row
             is_known = (rows < next_row) | (lives_of_rows(rows) == life_of_row(next_row))
             self._data.update_priorities(rows[is_known], priorities[is_known])
             return self.counters()
 
     def raise_highest(self, scaled: float) -> ShardCounters:
-        """Use the highest priority of all shards for new rows."""
+        """Give new rows at least the scaled priority `scaled`, the highest of all shards."""
         with self._lock:
             self._data.raise_highest(scaled)
             return self.counters()
@@ -235,22 +236,22 @@ class Shard:
     def begin_save(self, url: str) -> int:
         """Start a checkpoint of this moment at `url`. Return the number for `end_save`.
 
-        It is in the group of draws, so that a checkpoint contains exactly the draws that were made before it.
+        The call is in the group of draws, so that the checkpoint contains exactly the draws that were made before it.
         """
         with self._lock:
-            number = secrets.randbits(62)  # Different from those of an earlier life.
+            number = secrets.randbits(62)  # Random, so that it differs from the numbers before a restart.
             self._saves[number] = self._savers.save(self._data.snapshot, url, keep=None)
             return number
 
     @ray.method(concurrency_group="save")
     def end_save(self, number: int) -> Checkpoint:
-        """Wait for a checkpoint."""
+        """Wait for a checkpoint. Raise RestartedError if this process did not begin it."""
         if number not in self._saves:
             raise RestartedError(f"Shard {self._number} was restarted after the checkpoint was begun.")
         return self._saves.pop(number).result()
 
     def end_saves(self) -> None:
-        """Wait for checkpoints that are being written, and make priorities durable."""
+        """Wait for checkpoints that are being written, and write the priorities to the journal."""
         self._savers.close()
         if self._journal is not None and self._journal.fenced is None:
             self._journal.write_priorities()
@@ -261,7 +262,7 @@ class Shard:
         """Return the state of the shard in numbers."""
         with self._lock:
             data = self._data
-            mass = data.mass()  # First, because new rows get their priority with it.
+            mass = data.mass()  # First, because this call gives new rows their priority.
             return ShardCounters(
                 epoch=self._epoch,
                 first_row=data.store.first_row,
@@ -280,7 +281,7 @@ class Shard:
         return ShardStatus(
             number=self._number,
             answers=True,
-            node=this_node(),
+            node=get_machine_address(),
             pid=os.getpid(),
             uss_bytes=self._process.read().unique,
             counters=self.counters(),
@@ -305,9 +306,9 @@ class Shard:
 
 
 def begin_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
-    """Return the number of a shard's new life, and the highest priority of the memory. The roster has both.
+    """Return the number of a shard's new life, and the highest priority of the memory, from the roster.
 
-    Waits for a roster that Ray restarts, because Ray gives up an actor whose constructor raises.
+    Wait for a roster that Ray restarts, because Ray gives up an actor whose constructor raises.
     """
     try:
         roster = find_roster(memory)

@@ -17,6 +17,7 @@ from holdall import sampling
 from holdall.batch import Draw
 from holdall.checkpoint import MemorySnapshot, Restored, runs_of, runs_state
 from holdall.cluster.answer import Answer, pack_answer
+from holdall.cluster.ids import index_in_life
 from holdall.cluster.journal import LOADED_WRITER, Entry, Journal, Run
 from holdall.cluster.messages import ShardCounters
 from holdall.cluster.segment import ReceivedSegment, unpack_payload
@@ -32,7 +33,7 @@ from holdall.schema_json import schema_from_json
 from holdall.store.view import View
 
 _RAW_DIVISOR = 4
-"""Available memory divided by this number may hold uncompressed blocks of all shards on a machine."""
+"""The shards of a machine use at most a quarter of its available memory for uncompressed blocks."""
 
 
 class ShardDraw(NamedTuple):
@@ -40,17 +41,19 @@ class ShardDraw(NamedTuple):
 
     view: View
     draw: Draw
-    scaled: NDArray[np.float64]  # The mass of each row, which it was drawn in proportion to.
-    order: NDArray[np.int64] | None  # Which of the requested rows each row is. None: in the order of the request.
+    scaled: NDArray[np.float64]  # Mass of each row: 1, or its scaled priority. See `Likelihood`.
+    order: NDArray[np.int64] | None  # For each row, its position in the request. None: in the order of the request.
 
 
 class ShardData:
-    """All rows of a shard, its sampler and its generator. Not thread-safe, except `read`: the shard holds its lock.
+    """All rows of a shard, its sampler and its generator.
+
+    Not thread-safe: the shard holds its lock, except during `read`.
 
     Args:
-        words: The memory's schema, see `schema_to_json`.
+        schema_json: The memory's schema, see `schema_to_json`.
         capacity: Rows that are held at most.
-        neighbours: Number of shards on this machine, which share its cores and its memory.
+        shards_per_machine: Number of shards that share the cores and the memory of this machine.
 
     Attributes:
         inserted: Transitions ever accepted.
@@ -60,14 +63,14 @@ class ShardData:
 
     def __init__(
         self,
-        words: dict[str, Any],
+        schema_json: dict[str, Any],
         capacity: int,
         sampler: Sampler,
         generator: np.random.Generator,
         tuning: ClusterTuning,
-        neighbours: int = 1,
+        shards_per_machine: int = 1,
     ) -> None:
-        self.words = words | {"num_envs": 1}
+        self.schema_json = schema_json | {"num_envs": 1}
         self.capacity = capacity
         self.sampler = sampler
         self.generator = generator
@@ -75,22 +78,28 @@ class ShardData:
         self.changes = 0
         self.likelihood = Likelihood(sampler)
         self._tuning = tuning
-        self._schema = schema_from_json(self.words)
-        self._threads = max(1, (os.cpu_count() or 1) // neighbours)
-        self._max_raw_bytes = available_bytes() // _RAW_DIVISOR // neighbours
+        self._schema = schema_from_json(self.schema_json)
+        self._threads = max(1, (os.cpu_count() or 1) // shards_per_machine)
+        self._max_raw_bytes = available_bytes() // _RAW_DIVISOR // shards_per_machine
         self._blocks = OpenedBlocks()
-        self._runs: deque[WriterRun] = deque()
-        self._order: RowOrder | None = None
-        self.store = self.start_at(0)
+        self._runs: deque[WriterRun] = deque()  # The runs of the rows that are held, oldest first.
+        self._order = self._new_order()
+        self.store = self._new_store(0)
 
-    def start_at(self, first_row: int) -> ShardStore:
-        """Drop everything, and number the next row `first_row`."""
+    def start_at(self, first_row: int) -> None:
+        """Drop all rows, and number the next row `first_row`."""
         self._runs.clear()
-        self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
-        self.store = ShardStore(
+        self._order = self._new_order()
+        self.store = self._new_store(first_row)
+
+    def _new_order(self) -> RowOrder | None:
+        """Return an empty order of rows. Only samplers that follow episodes need one."""
+        return RowOrder() if isinstance(self.sampler, ComposedSampler) else None
+
+    def _new_store(self, first_row: int) -> ShardStore:
+        return ShardStore(
             self._schema, self.capacity, first_row, self._threads, self._tuning.store, self._max_raw_bytes
         )
-        return self.store
 
     @property
     def rows(self) -> range:
@@ -124,9 +133,9 @@ class ShardData:
         while self._runs and self._runs[0].first_row + self._runs[0].rows <= first_row:
             self._runs.popleft()
 
-    def replay(self, journal: Journal, *, waits: bool) -> None:
+    def replay(self, journal: Journal, *, retries: bool) -> None:
         """Take over a journal, and hold everything in it, see `Journal.open`."""
-        for page in journal.open(waits=waits):
+        for page in journal.open(retries=retries):
             if page.is_first:
                 self.start_at(page.first_row)
             elif page.first_row != self.store.next_row:
@@ -137,13 +146,16 @@ class ShardData:
             for entry in page.entries:
                 self.accept(entry)
         self.store.evict(journal.state.first_row)
-        self.inserted = self.store.next_row
+        # Without the number of the life, which the limiter would count as billions of transitions.
+        self.inserted = index_in_life(self.store.next_row)
         saved = journal.priorities
-        by = self.likelihood.prioritized
+        prioritized = self.likelihood.prioritized
+        if saved is None or prioritized is None:
+            return
         # Priorities that were scaled with other settings cannot be used.
-        if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
-            saved_sampler = {"kind": type(by).__name__, "state": saved}
-            sampling.resume_sampler(by, saved_sampler, self.capacity, self.store.first_row)
+        if saved["settings"] == [prioritized.alpha, prioritized.floor]:
+            saved_sampler = {"kind": type(prioritized).__name__, "state": saved}
+            sampling.resume_sampler(prioritized, saved_sampler, self.capacity, self.store.first_row)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -157,7 +169,7 @@ class ShardData:
             "runs": runs_state(self._runs),
         }
         store = self.store.snapshot()
-        return MemorySnapshot(store, self.words, self.capacity, state, coded_forms=self.store.coded_forms())
+        return MemorySnapshot(store, self.schema_json, self.capacity, state, coded_forms=self.store.coded_forms())
 
     def load(self, restored: Restored) -> None:
         """Hold the rows of a checkpoint, and continue to draw where it was saved. Blocks stay in their files."""
@@ -175,27 +187,27 @@ class ShardData:
         """Write the segments of a checkpoint to a journal.
 
         Args:
-            checkpoint: Name of the checkpoint. The journal keeps it until all segments are written.
-            first_row: Row from which on the journal lacks them.
+            checkpoint: Name of the checkpoint. The journal's state has it until all segments are written.
+            first_row: First row that the journal lacks.
         """
         journal.state = replace(journal.state, loading=checkpoint)
         runs = {run.first_row: run for run in self._runs}
-        waiting: list[Entry] = []
-        begin = max(self.store.first_row, first_row)
+        first_missing = max(self.store.first_row, first_row)
+        entries: list[Entry] = []  # Of the next slot.
+        slot_row = first_missing
         for segment in self.store.list_segments():
             end_row = segment.first_tick + segment.ticks
-            if end_row <= begin and not waiting:
+            if end_row <= first_missing:
                 continue
-            if not waiting:
-                begin = segment.first_tick
+            if not entries:
+                slot_row = segment.first_tick
             run = runs[segment.first_tick]
             payload = self.store.pack(segment)
-            waiting.append(Entry(LOADED_WRITER, 0, payload, run=Run(run.writer, run.first_tick, run.lanes)))
-            is_full = sum(len(entry.payload) for entry in waiting) >= self._tuning.slot_bytes
+            entries.append(Entry(LOADED_WRITER, 0, payload, run=Run(run.writer, run.first_tick, run.lanes)))
+            is_full = sum(len(entry.payload) for entry in entries) >= self._tuning.slot_bytes
             if is_full or end_row == self.store.next_row:
-                journal.append(waiting, begin)
-                begin = end_row
-                waiting = []
+                journal.append(entries, slot_row)
+                entries = []
         journal.set_state(loading="", first_row=self.store.first_row)
 
     # ---------------------------------------------------------------- drawing
@@ -223,7 +235,7 @@ class ShardData:
             drawn = self.sampler.draw(held, count, chosen)
         order = None
         if not is_near and not isinstance(self.sampler, ComposedSampler):
-            order = np.argsort(drawn.ids, kind="stable")  # Neighbours compress well together.
+            order = np.argsort(drawn.ids, kind="stable")  # Rows of about the same time compress well together.
             drawn = Draw.from_ids(drawn.ids[order])
         return ShardDraw(view, drawn, self.likelihood.compute_masses(held, drawn.ids), order)
 
@@ -300,7 +312,7 @@ class ShardData:
     # ---------------------------------------------------------------- priorities
 
     def mass(self) -> float:
-        """Return the sum of what draws are in proportion to. New rows get their priority with this call."""
+        """Return the sum of the masses of all rows, see `Likelihood`. This call gives new rows their priority."""
         return self.likelihood.compute_total_mass(self.held(self.store.view()))
 
     def update_priorities(self, rows: NDArray[np.int64], priorities: NDArray[Any]) -> None:
@@ -310,16 +322,16 @@ class ShardData:
         self.changes += 1
 
     def raise_highest(self, scaled: float) -> None:
-        """Give rows that arrive from now on at least this priority."""
+        """Give rows that arrive from now on at least the scaled priority `scaled`."""
         self.likelihood.raise_highest(self.held(self.store.view()), scaled)
         self.changes += 1
 
     def priorities(self) -> dict[str, Any] | None:
-        """Return the priorities for a journal, or None if the sampler has none."""
-        by = self.likelihood.prioritized
-        if by is None or self.store.next_row == self.store.first_row:
+        """Return the priorities for a journal, or None if there are none."""
+        prioritized = self.likelihood.prioritized
+        if prioritized is None or self.store.next_row == self.store.first_row:
             return None
-        self.mass()  # New rows get their priority.
-        state = by.state()
-        used = state["scaled"][: self.store.next_row]  # A shard that was never full has only these.
-        return state | {"scaled": used, "settings": [by.alpha, by.floor]}
+        self.mass()  # Gives new rows their priority.
+        state = prioritized.state()
+        used = state["scaled"][: self.store.next_row]  # A shard that was never full uses only these.
+        return state | {"scaled": used, "settings": [prioritized.alpha, prioritized.floor]}

@@ -12,7 +12,7 @@ import numpy as np
 
 from holdall._native import Catalog, Coded, Reader, Segment, Writer
 from holdall.cluster.raw_blocks import RawBlocks
-from holdall.cluster.segment import pack_rows
+from holdall.cluster.segment import pack_payload
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
 from holdall.schema import Schema
@@ -27,7 +27,7 @@ from holdall.store.windows import Window
 _OPEN_TICKS = 1
 """Ticks of the writer's open segment, which is never written to."""
 _KEPT_BYTES = 64 * 2**20
-"""Memory of freed arrays that is kept for the next batches, because new memory costs as much as filling it."""
+"""Bytes of freed arrays that are kept for the next batches. Memory from the system costs as much time as filling it."""
 
 
 class ShardStore:
@@ -43,7 +43,7 @@ class ShardStore:
     Attributes:
         columns: Numbers of the columns and of their outputs.
         reward_dtype: Dtype of all rewards, which the first segment sets. None before it.
-        before_read: Called with a catalog and rows before rows are read. It fetches blocks from an object store.
+        before_read: Called with a catalog and rows before the rows are read, to fetch blocks from an object store.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ShardStore:
         return self._raw.coded_forms()
 
     def restore(self, state: StoreState) -> None:
-        """Hold the rows of a checkpoint. The store must be empty, and its first row that of the first segment."""
+        """Hold the rows of a checkpoint. The store must be empty, and start at the first row of the first segment."""
         if state.reward_dtype is not None:
             self.require_reward_dtype(state.reward_dtype)
         for segment in state.segments:
@@ -139,13 +139,13 @@ class ShardStore:
         return list(self._writer.snapshot().segments)
 
     def pack(self, segment: Segment) -> bytes:
-        """Return a segment as writers send it."""
+        """Return a segment as bytes, see `unpack_payload`."""
         if self.reward_dtype is None:
             raise AssertionError("A segment has rewards.")
         if self.before_read is not None:
             rows = np.arange(segment.first_tick, segment.first_tick + segment.ticks)
             self.before_read(self._writer.catalog, rows)
-        return pack_rows(segment, self.reward_dtype)
+        return pack_payload(segment, self.reward_dtype)
 
     def report(self) -> list[FieldReport]:
         """Return the bytes of every field."""

@@ -1,9 +1,9 @@
 """Shared memory for the observations of a batch.
 
-Shards on the learner's machine write observations directly into the batch, so that they cross no socket and no object
-store. A block has no name in a file system: the operating system frees it with the last process that has it open,
-however that process ends. A block is used again only when nothing refers to its last batch. A block that a shard may
-still write to is never used again.
+Shards on the learner's machine write observations directly into the batch, so that observations cross no socket and no
+object store. A block has no name in a file system: the operating system frees it with the last process that has it
+open, however that process ends. A block is used again only when nothing refers to its last batch. A block that a shard
+may still write to is never used again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CAN_SHARE = hasattr(os, "memfd_create")
 
 _ALIGNMENT_BYTES = 64
 _CHECK_INTERVAL = 256
-"""Calls after which blocks are closed that no other process uses any more."""
+"""Calls of `OpenedBlocks.open` after which the blocks are closed that their owners have freed."""
 _MAX_BLOCKS = 64
-"""Blocks of one process, because each takes two file descriptors."""
+"""Blocks of one process. Their number is limited, because each takes two file descriptors."""
 # Mapping all pages at once is much faster than a page fault for each of them.
 _MAP_FLAGS = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 
@@ -45,7 +45,7 @@ class BlockPlace(NamedTuple):
         return _is_block(f"/proc/{self.process}/fd/{self.descriptor}", self.name)
 
     def open(self, nbytes: int) -> Bytes | None:
-        """Map the block. Return None if it is out of reach or has another size."""
+        """Map the block. Return None if this process cannot open it, or if it has another size."""
         try:
             descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
         except OSError:
@@ -66,7 +66,7 @@ def _is_block(path: str, name: str) -> bool:
 
 
 class BlockRows(NamedTuple):
-    """Rows of a batch in a block that another process of this machine writes."""
+    """Rows of a batch that another process of this machine writes to a block."""
 
     place: BlockPlace
     rows: int  # Rows of the whole batch.
@@ -98,7 +98,7 @@ class OpenedBlocks:
         self._calls = 0
 
     def open(self, place: BlockPlace, nbytes: int) -> Bytes | None:
-        """Return the memory of a block, or None if it is out of reach."""
+        """Return the memory of a block, or None if this process cannot open it."""
         self._calls += 1
         memory = self._opened.get(place)
         if memory is None or self._calls % _CHECK_INTERVAL == 0:
@@ -120,7 +120,7 @@ class BatchBlock:
         self._rows = rows
 
     def describe_rows(self, positions: Array) -> BlockRows:
-        """Return where another process writes the rows at `positions`."""
+        """Return the message that tells another process to write the rows at `positions`."""
         is_whole = len(positions) == self._rows
         return BlockRows(self.block.place, self._rows, b"" if is_whole else positions.tobytes())
 
@@ -145,7 +145,7 @@ class BatchBlocks:
         self._lock = threading.Lock()
 
     def take(self, rows: int) -> BatchBlock | None:
-        """Return a block for a batch, or None if the batch is small or no block can be had."""
+        """Return a block for a batch. None if the batch is small, or if this process has too many blocks."""
         nbytes = block_bytes(self._leaves, rows)
         if nbytes < self._min_bytes or not CAN_SHARE:
             return None
@@ -168,7 +168,7 @@ class BatchBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for the next batches."""
+        """Bytes that are kept for the next batches."""
         with self._lock:
             return sum(len(block) for block, _ in self._spare)
 

@@ -34,8 +34,8 @@ class SentSegment(NamedTuple):
 class SegmentStream:
     """The segments of one writer to one shard. Not thread-safe: the writer holds its lock.
 
-    Only `flush` waits. `poll` reads answers and sends segments again, so it must be called at intervals. A shard that
-    lost its rows continues with the oldest segment in flight.
+    Only `flush` waits. `poll` reads answers and repeats calls that failed, so it must be called at intervals. A shard
+    that lost its rows continues with the oldest segment in flight.
 
     Attributes:
         number: Number of the shard.
@@ -58,12 +58,12 @@ class SegmentStream:
 
     @property
     def counters(self) -> ShardCounters | None:
-        """What the shard reported last. None before the first report."""
+        """The shard's last counters. None before its first answer."""
         return self._members.last_counters(self.number)
 
     @property
     def inserted(self) -> int:
-        """Transitions that the shard ever accepted, as far as is known, with those in flight."""
+        """Transitions that the shard ever accepted, according to its last counters, and those in flight."""
         counters = self.counters
         accepted = 0 if counters is None else counters.inserted
         return accepted + self.unacknowledged_rows
@@ -80,7 +80,7 @@ class SegmentStream:
 
     @property
     def has_room(self) -> bool:
-        """Whether another segment may be sent. Only one at a time if much waits for the shard's journal."""
+        """Whether another segment may be sent. Only one at a time while the shard's journal has a large backlog."""
         counters = self.counters
         if counters is not None and counters.backlog >= self._tuning.max_backlog_bytes:
             return not self.in_flight
@@ -93,19 +93,22 @@ class SegmentStream:
         self._send()
 
     def flush(self, patience_s: float) -> None:
-        """Wait until every segment is acknowledged. Raise ShardError if the shard says nothing for `patience_s`."""
-        left = 0
+        """Wait until every segment is acknowledged.
+
+        Raise ShardError if the shard acknowledges none for `patience_s` seconds.
+        """
+        in_flight_count = 0
         end_s = 0.0
         while self.in_flight:
-            if len(self.in_flight) != left:
-                left = len(self.in_flight)
+            if len(self.in_flight) != in_flight_count:
+                in_flight_count = len(self.in_flight)
                 end_s = time.monotonic() + patience_s
             elif time.monotonic() > end_s:
                 raise self.explain_silence(patience_s)
             self.poll(min(1.0, patience_s))
 
     def explain_silence(self, patience_s: float) -> ShardError:
-        """Return an error that says that the shard accepts nothing, and why, as far as it says so."""
+        """Ask the shard why it accepts nothing, and return an error with the reason."""
         try:
             reason = str(ray.get(self._shard.trouble.remote(), timeout=self._tuning.reason_s))
         except ray.exceptions.RayError as error:
@@ -141,14 +144,14 @@ class SegmentStream:
         self._send()
 
     def _send(self) -> None:
-        """Send everything that is not acknowledged, unless an answer is awaited or the last call has just failed."""
+        """Send all segments in flight, unless a call is unanswered or the last call has just failed."""
         if self._call is not None or not self.in_flight or time.monotonic() < self._retry_at:
             return
         payloads = [segment.payload for segment in self.in_flight]
         self._call = self._shard.insert.remote(InsertRequest(self._writer, self.sequence, payloads))
 
     def _record_failure(self, error: Exception) -> None:
-        """Send everything again soon. Raise GoneError if the shard has ended for good."""
+        """Schedule the next attempt. Raise GoneError if the shard has ended for good."""
         was_dead = self._was_dead
         self._was_dead = isinstance(error, ray.exceptions.ActorDiedError)
         if was_dead and self._was_dead:  # The first report may be about the process that Ray is replacing.
@@ -160,7 +163,7 @@ class SegmentStream:
         self._retry_at = time.monotonic() + self._tuning.pause_s
 
     def _record_ack(self, ack: Ack) -> None:
-        """Forget the segments that were accepted."""
+        """Drop the segments that the shard accepted or refused. Raise ShardError if it refused one."""
         self._members.record(self.number, ack.counters)
         while self.sequence < ack.expected:
             segment = self.in_flight.popleft()
@@ -193,7 +196,7 @@ class ShardStreams:
         self._spread = spread
         self._generator = np.random.default_rng()
         self._home = -1  # Shard on which the writer stays while episodes continue. -1: none.
-        self._home_rows = 0  # Rows that were sent there one after another.
+        self._home_rows = 0  # Rows that were sent to that shard without a change of the shard.
         self._targets: list[int] = []  # Shards that new segments are sent to.
 
     def flush(self) -> None:
@@ -207,7 +210,7 @@ class ShardStreams:
             stream.poll()
 
     def send(self, stream: SegmentStream, segment: SentSegment, *, stays: bool = False) -> None:
-        """Send a segment. With `stays`, the next one goes to the same shard, up to `stay_rows` rows."""
+        """Send a segment. With `stays`, the next one goes to the same shard, unless it got `stay_rows` rows."""
         is_home = stream.number == self._home
         self._home_rows = segment.rows + (self._home_rows if is_home else 0)
         self._home = stream.number if stays and self._home_rows < self._config.stay_rows else -1
@@ -216,34 +219,35 @@ class ShardStreams:
     def choose_stream(self) -> SegmentStream:
         """Return the stream for the next segment: the less filled of two random shards that have room.
 
-        Waits until one of them has room. A shard that does not answer has none, and does not keep others waiting.
+        Wait until a shard has room. A shard that does not answer soon has no room, and the others are used meanwhile.
         """
         end_s = time.monotonic() + self.patience_s
         while True:
-            self._refresh()
+            self._update_targets()
             self.poll()
-            targets = [self.streams[number] for number in self._targets]
-            free = [stream for stream in self._list_allowed(targets) if stream.has_room]
+            allowed = self._list_allowed()
+            free = [stream for stream in allowed if stream.has_room]
             if free:
                 pair: list[int] = self._generator.permutation(len(free))[:2].tolist()
                 return min([free[i] for i in pair], key=lambda stream: stream.inserted)
             if time.monotonic() > end_s:
-                raise targets[0].explain_silence(self.patience_s)
-            targets[0].poll(self._config.tuning.pause_s)
+                raise allowed[0].explain_silence(self.patience_s)
+            allowed[0].poll(self._config.tuning.pause_s)
 
-    def _list_allowed(self, streams: list[SegmentStream]) -> list[SegmentStream]:
-        """Return the streams that the next segment may use: all, or that of the shard where episodes continue."""
-        home = [stream for stream in streams if stream.number == self._home]
-        return home or streams
+    def _list_allowed(self) -> list[SegmentStream]:
+        """Return the streams that the next segment may use: all targets, or the shard on which the writer stays."""
+        if self._home in self._targets:
+            return [self.streams[self._home]]
+        return [self.streams[number] for number in self._targets]
 
-    def _refresh(self) -> None:
-        """Ask from time to time which shards there are."""
+    def _update_targets(self) -> None:
+        """Ask from time to time which shards there are, and choose among them."""
         self._members.refresh_list()
         targets = self._members.numbers
         for number in targets:
             if number not in self.streams:
                 self.streams[number] = SegmentStream(self._members, number, self._writer, self._config.tuning)
-        if self._spread is not None:  # Earlier targets stay. Random others complete them.
+        if self._spread is not None:  # Keep the earlier targets, and add random others.
             mixed: list[int] = self._generator.permutation(targets).tolist()
             targets = sorted(mixed, key=lambda number: number not in self._targets)[: self._spread]
         self._targets = targets

@@ -1,4 +1,4 @@
-"""Sizes and waiting times of a memory over shards, in one place. Users never see them. Tests pass small values."""
+"""Sizes and waiting times of a memory over shards. Users never see them. Tests pass small values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ClusterTuning:
     gather_s: float = 0.01  # Seconds for which `extend` fills a segment beyond `segment_rows`.
     max_segments_in_flight: int = 8  # Per shard.
     max_bytes_in_flight: int = 16 * _MIB  # Per shard.
-    max_backlog_bytes: int = 32 * _MIB  # Bytes that wait for a shard's journal before a writer sends one at a time.
+    max_backlog_bytes: int = 32 * _MIB  # Backlog of a shard's journal above which writers send one segment at a time.
     reason_s: float = 1.0  # Seconds to wait for a silent shard to say why it accepts nothing.
 
     # Shards.
     slot_bytes: int = 16 * _MIB  # Bytes of segments in one slot of a journal.
-    full_slot_interval: int = 32  # Slots from one full slot to the next, see `Journal`.
+    full_slot_interval: int = 32  # Slots from one full slot to the next, see journal.py.
     retry_s: float = 0.5  # Seconds before a failed write to a journal is repeated.
     ownership_s: float = 5.0  # Seconds between checks that a journal still belongs to its shard.
     priorities_s: float = 5.0  # Seconds between two writes of priorities. A crash loses the changes since.

@@ -32,13 +32,13 @@ from holdall.schema_json import schema_from_json
 from holdall.store.step import Step
 
 _END_S = 10.0
+"""Seconds that the deletion of a writer waits for its flush."""
 _LOG = logging.getLogger("holdall")
-
-
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
+"""Writers of this process that are not closed."""
 
 
-def _flush_all() -> None:
+def _end_all() -> None:
     for writer in list(_OPEN):
         writer.ignore_limit()
         writer._end()
@@ -53,24 +53,24 @@ class Writer:
     called from any thread.
 
     Args:
-        num_envs: Lanes of this writer. All of them are sent together.
-        spread: Number of shards that it sends to, chosen at random. None: all.
+        num_envs: Lanes of this writer. A segment has all of them.
+        spread: Number of shards that the writer sends to, chosen at random. None: all.
 
     Attributes:
         waited_s: Seconds that adding has waited for shards and the limiter.
     """
 
-    _what = "writer"
+    _kind = "writer"
 
     def __init__(self, config: MemoryConfig, num_envs: int, spread: int | None = None) -> None:
         tuning = config.tuning
-        self.schema = replace(schema_from_json(config.words), num_envs=num_envs)
+        self.schema = replace(schema_from_json(config.schema_json), num_envs=num_envs)
         self.waited_s = 0.0
         self._config = config
         self._lanes = num_envs
         self._spread = spread
         self._closed = False
-        self._lock = threading.RLock()  # Re-entrant, because the end of a process flushes whatever its threads do.
+        self._lock = threading.RLock()  # Re-entrant, because `close` calls `flush`.
         self._members = Members(find_roster(config.name), config.patience_s, tuning)
         self._streams = ShardStreams(config, self._members, spread)
         max_rows = tuning.segment_rows if config.limit or config.stay_rows else tuning.max_segment_rows
@@ -78,10 +78,11 @@ class Writer:
         self._started_at = 0.0  # When the segment was started.
         self._is_waiting = False  # Whether a thread waits for the limiter now.
         self._ignores_limit = False
-        self._stopped_at = (b"", 0)  # A hash of the steps of an `extend` that raised, and how many of them were taken.
+        # Hash of the steps of an `extend` that raised, and how many of these steps were added before the error.
+        self._interrupted = (b"", 0)
         if not _OPEN:
-            atexit.unregister(_flush_all)
-            atexit.register(_flush_all)  # Runs before Ray's own function, which was registered earlier.
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)  # Runs before Ray's own function, which was registered earlier.
         _OPEN.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,8 +102,8 @@ class Writer:
         if not ray.is_initialized():  # Python may be ending, and then starts no threads.
             self._end()
             return
-        # Ray gives the calls of an actor that ends names that others may have, too. Two such calls at a time would end
-        # a shard. The calls of a new thread have names of their own.
+        # Ray may give a call of an actor that is ending the id of a call of another actor. A shard that executes two
+        # calls with one id at the same time ends. Calls of a new thread have ids of their own.
         thread = threading.Thread(target=self._end, name="holdall-writer", daemon=True)
         try:
             thread.start()
@@ -113,12 +114,12 @@ class Writer:
 
     def _end(self) -> None:
         """Close the writer. Log transitions that are lost, because nobody could catch an error."""
-        held = self.waiting_rows + self.unacknowledged_rows
+        unsent = self.waiting_rows + self.unacknowledged_rows
         try:
-            Writer.close(self)  # Of a memory, this closes the writer only.
+            Writer.close(self)  # If this is a memory, do not end its shards.
         except Exception as error:
-            if held:
-                _LOG.warning("A writer ended with %d transitions that no shard has acknowledged: %s", held, error)
+            if unsent:
+                _LOG.warning("A writer ended with %d transitions that no shard has acknowledged: %s", unsent, error)
             self._closed = True
 
     # ---------------------------------------------------------------- adding
@@ -160,21 +161,21 @@ class Writer:
         with self._lock:
             self._require_open()
             steps = self._builder.check((len(reward), self._lanes), given)
-            stopped, taken = self._stopped_at
-            if not stopped or _hash_step(steps) != stopped:
-                taken = 0
+            interrupted_hash, added = self._interrupted
+            if not interrupted_hash or _hash_step(steps) != interrupted_hash:
+                added = 0
             try:
-                while taken < len(steps.reward):
+                while added < len(steps.reward):
                     if self._is_due(self._config.tuning.gather_s):
                         self._send()
-                    count = self._builder.extend(steps, taken)
+                    count = self._builder.extend(steps, added)
                     if count == 0:
                         self._send()
-                    taken += count
+                    added += count
             except BaseException:
-                self._stopped_at = (_hash_step(steps), taken)
+                self._interrupted = (_hash_step(steps), added)
                 raise
-            self._stopped_at = (b"", 0)
+            self._interrupted = (b"", 0)
 
     def flush(self) -> None:
         """Send all transitions, and return when the shards have acknowledged them."""
@@ -183,11 +184,14 @@ class Writer:
             self._streams.flush()
 
     def ignore_limit(self) -> None:
-        """Stop waiting for the memory's `limit`, also in a call of another thread, because nobody draws any more."""
+        """Add without the memory's `limit` from now on, because nobody draws any more.
+
+        A call of another thread that waits for the limit continues, too.
+        """
         self._ignores_limit = True
 
     def close(self, *, flush: bool = True) -> None:
-        """Flush, and accept no more transitions."""
+        """Flush if `flush`, and accept no more transitions."""
         with self._lock:
             if flush and not self._closed:
                 self.flush()
@@ -196,7 +200,7 @@ class Writer:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError(f"The {self._what} was closed. Make a new one.")
+            raise ClosedError(f"The {self._kind} was closed. Make a new one.")
         require_ray()
 
     # ---------------------------------------------------------------- sending
@@ -204,9 +208,9 @@ class Writer:
     def _is_due(self, gather_s: float) -> bool:
         """Return whether the segment should be sent before the next tick.
 
-        A segment that is long enough and ends with an episode counts as full, because the next one may go to another
-        shard. The first segments are closed as soon as it is known what observations share. Otherwise `extend` fills a
-        segment for up to `gather_s` seconds.
+        With a sampler that follows episodes, a segment of half the length is sent if it ends with an episode, because
+        the next one may go to another shard. The first segments are sent as soon as the slices that observations share
+        are known. Otherwise, a segment of `segment_rows` rows is sent once it is `gather_s` seconds old.
         """
         rows = self._builder.rows
         if self._builder.has_new_window:
@@ -218,9 +222,9 @@ class Writer:
         return bool(self._config.stay_rows) and is_long and self._builder.ends_episodes
 
     def _send(self, *, waits: bool = True) -> None:
-        """Send the segment and start the next one. Without `waits`, keep what the limiter does not grant now.
+        """Send the segment and start the next one. Without `waits`, keep it if the limiter does not grant it now.
 
-        Everything that could fail comes before the segment is closed.
+        Everything that could fail is done before the segment is closed.
         """
         began_s = time.monotonic()
         rows = self._builder.rows
@@ -237,13 +241,13 @@ class Writer:
         self._started_at = time.monotonic()
 
     def _wait_for_lease(self, rows: int, waits: bool) -> int | None:
-        """Return a lease, or -1 without a limit. None: the limiter grants none now, and `waits` is False."""
+        """Return a lease, or -1 without a limit. Return None if `waits` is False and the limiter grants none now."""
         limit = self._config.limit
         if limit is None or self._ignores_limit:
             return -1
 
         def is_needed() -> bool:
-            self._streams.poll()  # Segments that have arrived no longer count as in flight.
+            self._streams.poll()  # Returns the leases of segments that have arrived.
             return waits and not self._ignores_limit
 
         self._is_waiting = waits
@@ -273,7 +277,7 @@ class Writer:
 
 
 def _hash_step(step: Step) -> bytes:
-    """Return a hash of all arrays of a step."""
+    """Return a hash of all arrays of some steps."""
     digest = hashlib.blake2b(digest_size=16)
     for value in step:
         for array in value if isinstance(value, tuple) else (value,):

@@ -1,8 +1,8 @@
 """The choice of a codec: the presets of a field's kind are measured on the field's own slices.
 
-A preset is worth more if it makes a sample smaller, and less if it decodes more slowly. `prefer` says how much time may
-count and which time is too long. The decision depends on the slices alone, never on a clock or on the machine, so that
-the same data always gets the same codec.
+A preset scores higher if it makes a sample smaller, and lower if it decodes more slowly. `prefer` says how much the
+time of decoding counts, and which time is too long. The decision depends on the slices alone, never on a clock or on
+the machine, so that the same data always gets the same codec.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from holdall.store.windows import Window
 class Preference:
     """What `prefer` means for the choice."""
 
-    max_cost: float  # Decoding time over that of a raw gather, both on one thread.
+    max_cost: float  # Maximum time of decoding, divided by that of a raw gather. Both on one thread.
     cost_exponent: float  # How much cost counts against size: with 0.5, twice the cost must save 29 % of the bytes.
-    min_ratio: float  # Ratio below which slices are stored as they are.
+    min_ratio: float  # Ratio of raw to compressed bytes below which slices are stored uncompressed.
 
 
 PREFERENCES = {
@@ -40,59 +40,62 @@ PREFERENCES = {
     "balanced": Preference(max_cost=3.0, cost_exponent=0.5, min_ratio=1.3),
     "memory": Preference(max_cost=6.2, cost_exponent=0.1, min_ratio=1.1),
 }
-"""Threads share the decoding. A raw gather waits for memory and gains little from a second thread. So with two threads,
-the greatest costs are about 1.8, 2 and 4 raw gathers."""
+"""Preferences by the name that users pass as `prefer`.
+
+With two threads, the maximum costs are about 1.8, 2 and 4 raw gathers: threads share the decoding, but a raw gather
+waits for memory and gains little from a second thread."""
 
 _FAST_SAMPLE_SLICES = 8
 _FAST_RATIO = 32
-"""A codec that makes the sample this many times smaller compresses about as fast as memory is filled. It is used while
-the worker is behind, too. Atari frames compress at 1,300 MB/s, and a fast codec makes them nine times larger."""
+"""Ratio from which on a codec is also used while the worker is behind, because it compresses about as fast as memory is
+filled: Atari frames at 1,300 MB/s. A fast codec makes them nine times larger."""
 _DRIFT = 1.25
-"""The codec is chosen again if a block compresses worse than the first one by this factor."""
+"""The codec is chosen again if a block compresses worse than the first block by this factor."""
 _FEW_SLICES = 256
+"""A codec that was chosen by a block of fewer slices is chosen again by a much larger block."""
 _MUCH_LARGER = 4
-"""A codec that was chosen by fewer than `_FEW_SLICES` is chosen again by a block with this many times as many."""
+"""Factor by which that block must be larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A codec, and how it did on the sample."""
+    """A codec, and its results on the sample."""
 
     codec: Codec
-    ratio: float  # Raw bytes over compressed bytes of the sample.
-    cost: float  # Decoding time over that of a raw gather, see `estimate_cost`.
+    ratio: float  # Raw bytes divided by compressed bytes of the sample.
+    cost: float  # Time of decoding, divided by that of a raw gather, see `estimate_cost`.
 
     def rate(self, exponent: float) -> float:
-        """Return what the codec is worth: more if slices become smaller or are cheaper to decode."""
+        """Return the codec's score. It is higher if slices become smaller, or are cheaper to decode."""
         return float(self.ratio / self.cost**exponent)
 
 
 def choose_codec(leaf: Leaf, window: Window, sample: Sample, prefer: str) -> Choice:
     """Return the codec for slices like those of `sample`."""
     preference = PREFERENCES[prefer]
-    good = [
+    acceptable = [
         choice
         for choice in try_presets(leaf, window, sample)
         if choice.cost <= preference.max_cost and choice.ratio >= preference.min_ratio
     ]
     stored = Choice(Codec(window.slice_bytes), 1.0, 0.0)
-    return max(good, key=lambda choice: choice.rate(preference.cost_exponent), default=stored)
+    return max(acceptable, key=lambda choice: choice.rate(preference.cost_exponent), default=stored)
 
 
 def try_presets(leaf: Leaf, window: Window, sample: Sample) -> list[Choice]:
-    """Compress the sample with every preset of the field's kind, and leave out those that cannot represent it."""
+    """Compress the sample with every preset of the field's kind. Leave out presets that cannot represent the sample."""
     measured: list[Choice] = []
     dictionaries: dict[Transform, Dictionary | None] = {}
     kind = find_kind(leaf, window, sample.measured)
-    for preset, has_dictionary in list_codecs(kind, leaf, window).items():
-        if preset.group > sample.run:
+    for plain_codec, may_have_dictionary in list_codecs(kind, leaf, window).items():
+        if plain_codec.group > sample.run:
             continue
-        codec = preset
-        if has_dictionary:
-            # Both compressors can use the same dictionary.
-            if preset.transform not in dictionaries:
-                dictionaries[preset.transform] = train_dictionary(preset, sample.trained)
-            codec = replace(preset, dictionary=dictionaries[preset.transform])
+        codec = plain_codec
+        if may_have_dictionary:
+            # LZ4 and Zstandard can use the same dictionary.
+            if codec.transform not in dictionaries:
+                dictionaries[codec.transform] = train_dictionary(codec, sample.trained)
+            codec = replace(codec, dictionary=dictionaries[codec.transform])
         coded = encode(sample.measured, codec)
         if coded is not None:
             ratio = sample.measured.nbytes / max(coded.nbytes, 1)
@@ -103,8 +106,10 @@ def try_presets(leaf: Leaf, window: Window, sample: Sample) -> list[Choice]:
 class FieldCodec:
     """The codec of one observation field that is cut into slices.
 
-    The codec is chosen on the field's first block. It is chosen again if later blocks compress much worse, or if the
-    first block was very small. Only the worker thread of the compactor uses it.
+    The codec is chosen by the field's first block. It is chosen again if later blocks compress much worse or stay
+    uncompressed, and if the first block was very small.
+
+    Only one thread may call `encode`, such as the worker of the compactor. The other members may be used by any thread.
     """
 
     def __init__(self, leaf: Leaf, window: Window, prefer: str, tuning: Tuning) -> None:
@@ -112,20 +117,20 @@ class FieldCodec:
         self._window = window
         self._prefer = prefer
         self._tuning = tuning
-        self._sample: Sample | None = None  # Of the block to choose by, until the worker has time to choose.
+        self._sample: Sample | None = None  # Slices to choose by, until `encode` has time to choose.
         self._choice: Choice | None = None
         self._fast: Codec | None = None
-        self._sampled_slices = 0  # Slices of the block that the codec was chosen by.
-        self._first_ratio = 0.0  # Of the first block that was compressed with the chosen codec.
-        self._age_blocks = 0  # Blocks since the codec was chosen.
-        self._hurried_blocks = 0  # Blocks since then that were compressed with a fast codec.
+        self._sampled_slices = 0  # Slices of the block that was sampled last.
+        self._first_ratio = 0.0  # Ratio of the first block that was compressed with the chosen codec. 0: no such block.
+        self._age_blocks = 0  # Blocks that were compressed with the chosen codec.
+        self._hurried_blocks = 0  # Blocks that were compressed with a fast codec since the choice.
 
     def encode(self, block: Block, is_behind: bool) -> Coded:
-        """Compress a raw block. With `is_behind`, use a fast codec unless the chosen one is fast, and choose later."""
+        """Compress a raw block. With `is_behind`, choose later, and use a fast codec unless the chosen one is fast."""
         if block.slice_count == 0:
             return encode_whole(block, Codec(block.slice_bytes))
         if self._needs_sample(block):
-            self._sample = Sample.of(block)
+            self._sample = Sample.from_block(block)
             self._sampled_slices = block.slice_count
         if is_behind and self._should_hurry():
             self._hurried_blocks += 1
@@ -179,7 +184,10 @@ class FieldCodec:
         return self._choice.ratio < _FAST_RATIO
 
     def _watch_ratio(self, block: Block, coded: Coded) -> None:
-        """Choose again with the next block if this one compressed much worse than the first."""
+        """Discard the choice if this block compressed much worse than the first one, or if blocks stay uncompressed.
+
+        The next block then gets a new choice. The first `Tuning.codec_rest_blocks` blocks of a choice discard nothing.
+        """
         ratio = block.slice_count * block.slice_bytes / max(coded.nbytes, 1)
         self._age_blocks += 1
         if self._first_ratio == 0.0:
@@ -204,7 +212,10 @@ def _coded_bytes(slices: Bytes, codec: Codec) -> int:
 
 
 def encode_whole(block: Block, codec: Codec) -> Coded:
-    """Compress a block. Where its words or colours do not fit a palette, or it does not shrink, use a simpler codec."""
+    """Compress a block. If the palette of `codec` cannot represent the block, use only its compressor.
+
+    If the result is not smaller than the block, store the slices uncompressed.
+    """
     order = block.lane_order()
     coded = encode(block, codec, order)
     if coded is None and has_palette(codec):

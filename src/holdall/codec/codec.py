@@ -5,7 +5,7 @@ Slices are encoded in units of `group` neighbours. Each slice is transformed fir
     words -> numbers in a palette      where a block has at most 256 different words
     image -> differences               each byte minus its left neighbour
     image -> numbers of colours        where a block has few colours
-    unit  -> changes                   the first slice, and how each other slice differs from the one before
+    unit  -> changes                   the first slice, and how each later slice differs from the slice before it
     words -> shuffled bytes            the first bytes of all words, then the second ones, ...
 """
 
@@ -26,9 +26,9 @@ class Method(IntEnum):
 
 
 class Transform(IntEnum):
-    """Changes of the image or the unit before compression. The numbers are those of codec.h and of files.
+    """Changes of an image or a unit before compression. Files store these numbers, and codec.h has the same ones.
 
-    2 was tried for differences to the upper row, see decision 027.
+    Number 2 is free. It was differences to the row above, see decision 027.
     """
 
     NONE = 0
@@ -36,7 +36,7 @@ class Transform(IntEnum):
     PIXELS = 3  # Separate planes become interleaved pixels.
     COLOURS = 4  # Pixels become numbers of their colours, row by row.
     COLOUR_COLUMNS = 5  # Pixels become numbers of their colours, column by column.
-    CHANGES = 6  # A unit becomes its first slice and the changes of the others.
+    CHANGES = 6  # A unit becomes its first slice and the changes from each slice to the next one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Codec:
     planes: int = 0  # Planes of an image.
     rows: int = 0  # Rows of an image.
     columns: int = 0  # Columns of an image.
-    is_interleaved: bool = False  # Whether the planes of an image are stored pixel by pixel.
+    is_interleaved: bool = False  # Whether an image is stored pixel by pixel, instead of plane by plane.
     subtracts_green: bool = False  # Whether planes 0 and 2 are stored as differences to plane 1.
     shuffle_bytes: int = 0  # Bytes of the words whose bytes are shuffled. 0: no shuffle.
     min_match: int = 0  # Shortest repetition that Zstandard looks for. 0: the default of the level.

@@ -6,27 +6,24 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
 from holdall._native import Dictionary, encode
 from holdall.codec.codec import Codec, Method, Transform
 from holdall.codec.presets import is_of_colours
-from holdall.codec.sample import TRAINED_RUN
-
-Bytes = NDArray[np.uint8]
+from holdall.codec.sample import TRAINED_RUN, Bytes
 
 _MIN_SLICES = 32
-"""Slices from which on a dictionary is trained."""
+"""Minimum number of slices to train on."""
 _MAX_CONTENT_BYTES = 64 * 1024
-"""LZ4 looks back no further."""
+"""Largest dictionary. LZ4 refers to no more than the preceding 64 KiB."""
 _MIN_CONTENT_BYTES = 1024
 _SAMPLES_PER_CONTENT = 4
-"""Bytes to train on, over those of the dictionary."""
-_SEGMENT_BYTES = 2048
-_MATCH_BYTES = 8
-"""Lengths of the segments that the dictionary is made of, and of the repetitions that are counted (COVER algorithm)."""
+"""Minimum number of bytes to train on, per byte of the dictionary."""
+_COVER_PIECE_BYTES = 2048
+"""Bytes of the pieces of samples that form the dictionary: parameter k of the COVER algorithm."""
+_COVER_MATCH_BYTES = 8
+"""Bytes of the repetitions that the COVER algorithm counts: its parameter d."""
 _TRAINED_LEVEL = 3
 """Level of Zstandard for which the trainer counts how often symbols are used."""
 
@@ -43,7 +40,11 @@ def train_dictionary(codec: Codec, slices: Bytes) -> Dictionary | None:
     samples: Any = units
     try:
         trained = zstandard.train_dictionary(
-            content_bytes, samples, k=min(_SEGMENT_BYTES, content_bytes // 2), d=_MATCH_BYTES, level=_TRAINED_LEVEL
+            content_bytes,
+            samples,
+            k=min(_COVER_PIECE_BYTES, content_bytes // 2),
+            d=_COVER_MATCH_BYTES,
+            level=_TRAINED_LEVEL,
         )
     except zstandard.ZstdError:
         return None
@@ -59,5 +60,5 @@ def _list_units(codec: Codec, slices: Bytes) -> tuple[bytes, list[bytes]]:
     units = [data[start:end] for start, end in pairwise(coded.offsets.tolist())]
     if not is_of_colours(codec):
         return b"", units
-    # A unit of colours begins with the number of its own colours, and these colours.
+    # A unit begins with the colours that the palette lacks: their number in one byte, and four bytes for each colour.
     return coded.palette.tobytes(), [unit[1 + 4 * unit[0] :] for unit in units]

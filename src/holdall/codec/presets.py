@@ -26,18 +26,18 @@ from holdall.schema import Leaf
 from holdall.store.windows import Window
 
 _MAX_DICTIONARY_SLICE_BYTES = 32 * 1024
-"""Larger slices fill the window of a compressor by themselves, so a dictionary adds nothing."""
+"""Largest slices for which a dictionary is trained. Larger ones fill the window of a compressor by themselves."""
 
 _MAX_CHANNELS = 4
-"""Length of the last axis up to which it counts as the channels of an image."""
+"""Maximum length of a last axis that counts as the channels of an image."""
 _MAX_PLANES = 16
-"""Length of the first axis up to which it counts as the planes of an image. NetHack has 21 planes of text."""
+"""Maximum length of a first axis that counts as the planes of an image. NetHack has 21 planes of text."""
 _MIN_IMAGE_SIDE = 8
-"""Rows and columns from which on an array counts as an image."""
+"""Minimum number of rows and of columns of an image."""
 _COLOUR_GROUP = 8
 """Neighbouring slices that must have at most 256 colours together."""
 _MAX_UNIT_BYTES = 4 * 2**20
-"""Raw bytes of the largest unit."""
+"""Maximum raw bytes of a unit."""
 _LZ4_LEVEL = 7
 _ZSTANDARD_LEVEL = 9
 _DIFFERENCES_MIN_MATCH = 6
@@ -57,7 +57,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A codec to try, apart from what follows from the field, such as the sides of its images."""
+    """The part of a codec that does not depend on the field. Slice bytes and sides of images are added later."""
 
     transform: Transform
     method: Method
@@ -75,7 +75,7 @@ _COLOURS = Transform.COLOURS
 _COLUMNS = Transform.COLOUR_COLUMNS
 _CHANGES = Transform.CHANGES
 _IMAGE_TRANSFORMS = frozenset([_LEFT, _PIXELS, _COLOURS, _COLUMNS])
-"""Transforms that need to know the sides of an image."""
+"""Transforms of images. Their codecs have the planes, rows and columns of the image."""
 
 PRESETS: dict[Kind, tuple[Preset, ...]] = {
     Kind.GREY: (
@@ -144,27 +144,31 @@ _FAST_TRANSFORMS = (_NONE, _LEFT, _PIXELS)
 
 
 def list_kinds(leaf: Leaf, window: Window) -> list[Kind]:
-    """Return the kinds that a field may be. If there are two, the first one is for slices that fit a palette."""
+    """Return the one or two kinds that a field may be. The first of two is for slices that fit a palette."""
     if leaf.dtype.itemsize in {2, 4, 8}:
         return [Kind.FEW_WORDS, Kind.WORDS]
-    image = _describe_image(leaf, window)
+    image = _make_image_codec(leaf, window)
     if image is None or leaf.dtype.itemsize != 1:
         return [Kind.BYTES]
     if image.planes == 1:
         return [Kind.GREY]
-    return [Kind.FEW_COLOURS, Kind.COLOURS] if image.planes == 3 else [Kind.COLOURS]
+    if image.planes == 3:
+        return [Kind.FEW_COLOURS, Kind.COLOURS]
+    return [Kind.COLOURS]
 
 
 def find_kind(leaf: Leaf, window: Window, slices: NDArray[np.uint8]) -> Kind:
     """Return the kind of a field that has slices like the given ones."""
     kinds = list_kinds(leaf, window)
-    palette = Codec(window.slice_bytes)
+    if len(kinds) == 1:
+        return kinds[0]
     if kinds[0] is Kind.FEW_WORDS:
-        palette = Codec(window.slice_bytes, word_bytes=leaf.dtype.itemsize)
-    elif kinds[0] is Kind.FEW_COLOURS:
-        image = _describe_image(leaf, window) or palette
-        palette = replace(image, transform=_COLOURS, group=min(_COLOUR_GROUP, max(len(slices), 1)))
-    return kinds[-1] if encode(slices, palette) is None else kinds[0]
+        palette_codec = Codec(window.slice_bytes, word_bytes=leaf.dtype.itemsize)
+    else:
+        image = _make_image_codec(leaf, window)
+        assert image is not None  # Only images can have few colours.
+        palette_codec = replace(image, transform=_COLOURS, group=min(_COLOUR_GROUP, max(len(slices), 1)))
+    return kinds[1] if encode(slices, palette_codec) is None else kinds[0]
 
 
 def list_codecs(kind: Kind, leaf: Leaf, window: Window) -> dict[Codec, bool]:
@@ -178,13 +182,13 @@ def list_codecs(kind: Kind, leaf: Leaf, window: Window) -> dict[Codec, bool]:
 
 
 def list_fast_codecs(kind: Kind, leaf: Leaf, window: Window) -> list[Codec]:
-    """Return codecs for a compactor that is behind."""
+    """Return the codecs from which a compactor that is behind chooses."""
     codecs = [_make_codec(Preset(transform, _LZ4), kind, leaf, window) for transform in _FAST_TRANSFORMS]
     return list(dict.fromkeys(replace(codec, level=0) for codec in codecs if codec is not None))
 
 
 def is_of_colours(codec: Codec) -> bool:
-    """Return whether pixels become numbers of their colours."""
+    """Return whether the codec replaces pixels by the numbers of their colours."""
     return codec.transform in {Transform.COLOURS, Transform.COLOUR_COLUMNS}
 
 
@@ -194,7 +198,7 @@ def has_palette(codec: Codec) -> bool:
 
 
 def _can_have_dictionary(codec: Codec) -> bool:
-    """Return whether slices may have bytes in common that a dictionary can hold."""
+    """Return whether a dictionary may make slices of this codec smaller."""
     return codec.slice_bytes <= _MAX_DICTIONARY_SLICE_BYTES and not (codec.word_bytes or codec.shuffle_bytes)
 
 
@@ -226,46 +230,46 @@ _TRANSFORM_COST = 0.5
 _LEFT_COST = 0.65
 """Cost of adding up differences to the left neighbour."""
 _DICTIONARY_COST = 0.25
-"""Cost of copying a single slice that LZ4 decompresses directly after its dictionary."""
+"""Cost of an extra copy. LZ4 decompresses a slice that is alone in its unit to the bytes after its dictionary."""
 _UNPACK_COST = 0.4
-"""Cost of decompressing a slice that takes hardly any bytes."""
+"""Cost of decompressing a slice, apart from the cost of its compressed bytes."""
 _COMPRESSED_COST = {Method.STORED: 0.0, Method.LZ4: 2.0, Method.ZSTANDARD: 17.0}
-"""Cost of decompressing as many compressed bytes as a raw slice has."""
+"""Cost of reading compressed bytes, if they are as many as the bytes of a raw slice."""
 _START_BYTES = {Method.STORED: 0, Method.LZ4: 0, Method.ZSTANDARD: 7_000}
-"""Raw bytes that are copied in the time in which Zstandard reads the tables of a unit."""
+"""Cost of beginning a unit, in raw bytes that are copied in the same time. Zstandard reads tables first."""
 
 
 def estimate_cost(codec: Codec, window: Window, compressed_share: float) -> float:
-    """Return how many times as long as a raw gather it takes one thread to decode random transitions.
+    """Return the estimated time in which one thread decodes random transitions, divided by that of a raw gather.
 
-    The costs above are counted in copies of a raw slice out of a large memory. They are rounded from gathers of the
-    recordings in decision 027 (`benchmarks/trace_codecs.py --presets`). The result follows from the codec and from the
-    measured size, never from a clock, so that the same data gets the same codec on every machine.
+    The unit of all costs is one copy of a raw slice out of a large memory. The constants above are rounded from gathers
+    of the recordings in decision 027 (`benchmarks/trace_codecs.py --presets`). The result follows from the codec and
+    from the measured size, never from a clock, so that the same data gets the same codec on every machine.
 
     Args:
-        compressed_share: Compressed bytes over raw bytes.
+        compressed_share: Compressed bytes divided by raw bytes.
     """
-    copied = 2 * window.count
-    # Slices that both observations show are decoded once.
-    decoded = window.count + window.shift
-    # The slices that a transition needs begin at a random slice of a unit.
-    unpacked = decoded + codec.group - 1
-    start = _START_BYTES[codec.method] / (codec.group * codec.slice_bytes)
-    unpack = _UNPACK_COST / _bytes_per_number(codec)
+    copied_slices = 2 * window.count
+    # Slices that the observation and the next observation share are decoded once.
+    decoded_slices = window.count + window.shift
+    # The first needed slice has a random place in its unit, so other slices of units are decompressed, too.
+    unpacked_slices = decoded_slices + codec.group - 1
+    unpack_cost = _UNPACK_COST / _bytes_per_number(codec)
     if codec.transform is Transform.CHANGES:
-        unpack /= codec.group
-    unpack += start + _COMPRESSED_COST[codec.method] * compressed_share
-    decode = _SLICE_COST
+        unpack_cost /= codec.group
+    unpack_cost += _START_BYTES[codec.method] / (codec.group * codec.slice_bytes)
+    unpack_cost += _COMPRESSED_COST[codec.method] * compressed_share
+    decode_cost = _SLICE_COST
     if codec.transform is not Transform.NONE or codec.shuffle_bytes or codec.word_bytes:
         transform_cost = _LEFT_COST if codec.transform is Transform.LEFT else _TRANSFORM_COST
-        decode += transform_cost / max(codec.word_bytes, 1)
+        decode_cost += transform_cost / max(codec.word_bytes, 1)
     if codec.method is Method.LZ4 and codec.group == 1 and codec.dictionary is not None:
-        decode += _DICTIONARY_COST
-    return (unpacked * unpack + decoded * decode) / copied
+        decode_cost += _DICTIONARY_COST
+    return (unpacked_slices * unpack_cost + decoded_slices * decode_cost) / copied_slices
 
 
 def _bytes_per_number(codec: Codec) -> int:
-    """Return how many bytes of a slice become one byte."""
+    """Return how many bytes of a slice become one byte before compression. 1 without a palette."""
     return 3 if is_of_colours(codec) else max(codec.word_bytes, 1)
 
 
@@ -279,7 +283,7 @@ def _make_codec(preset: Preset, kind: Kind, leaf: Leaf, window: Window) -> Codec
     transform = preset.transform
     codec = Codec(window.slice_bytes)
     if transform in _IMAGE_TRANSFORMS:
-        image = None if kind in {Kind.WORDS, Kind.BYTES} else _describe_image(leaf, window)
+        image = None if kind in {Kind.WORDS, Kind.BYTES} else _make_image_codec(leaf, window)
         if image is None or (transform is _PIXELS and image.planes == 1):
             return None
         if transform is _PIXELS and image.is_interleaved:
@@ -300,9 +304,9 @@ def _make_codec(preset: Preset, kind: Kind, leaf: Leaf, window: Window) -> Codec
     )
 
 
-def _describe_image(leaf: Leaf, window: Window) -> Codec | None:
-    """Return a codec that has the sides of an image. None if the slices do not look like images."""
-    shape = _slice_shape(leaf, window)
+def _make_image_codec(leaf: Leaf, window: Window) -> Codec | None:
+    """Return a codec with the planes, rows and columns of the slices. None if they do not look like images."""
+    shape = _compute_image_shape(leaf, window)
     if len(shape) not in {2, 3}:
         return None
     is_interleaved = len(shape) == 3 and shape[-1] <= _MAX_CHANNELS
@@ -315,8 +319,8 @@ def _describe_image(leaf: Leaf, window: Window) -> Codec | None:
     return Codec(window.slice_bytes, planes=planes, rows=rows, columns=columns, is_interleaved=is_interleaved)
 
 
-def _slice_shape(leaf: Leaf, window: Window) -> list[int]:
-    """Return the shape of one slice, without axes of length 1 at its start and its end."""
+def _compute_image_shape(leaf: Leaf, window: Window) -> list[int]:
+    """Return the shape of one slice, without its first axes of length 1, and without a last axis of length 1."""
     shape = list(leaf.shape)
     if window.count > 1:
         shape[window.axis] = window.unit

@@ -1,8 +1,8 @@
 """Samples: the slices of a block by which a codec is chosen.
 
-Neighbouring slices are sampled in runs, because codecs compress neighbours together. The slices on which
-dictionaries are trained are not measured, because a dictionary would make them smaller than later slices. The same
-block always gives the same sample.
+Slices are sampled in runs of neighbours, because codecs compress neighbours together. The measured slices and the
+slices on which dictionaries are trained are different ones, because a dictionary compresses the slices that it was
+trained on better than all others. The same block always gives the same sample.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from holdall._native import Block
 
 Bytes = NDArray[np.uint8]
 
-MEASURED_RUN = 64
-"""Neighbours of a measured run, unless they take too many bytes."""
 TRAINED_RUN = 8
-"""Neighbours of a run for training. Runs are short, so that they come from many places."""
+"""Slices of a run for training. The runs are short, so that they come from many places of the block."""
 
-_MEASURED_SLICES = 512
-_MEASURED_BYTES = 4 * 2**20
-_TRAINED_SLICES = 512
-_TRAINED_BYTES = 4 * 2**20
+_MAX_MEASURED_RUN = 64
+"""Slices of a measured run, unless they take more than `_MAX_RUN_BYTES` or more than half of the block."""
+_MIN_MEASURED_RUN = 16
 _MAX_RUN_BYTES = 6 * 2**20
-_MIN_RUN = 16
+_MAX_MEASURED_SLICES = 512
+_MAX_MEASURED_BYTES = 4 * 2**20
+_MAX_TRAINED_SLICES = 512
+_MAX_TRAINED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +38,39 @@ class Sample:
     run: int  # Slices of a measured run.
 
     @classmethod
-    def of(cls, block: Block) -> Sample:
+    def from_block(cls, block: Block) -> Sample:
         """Copy slices of a raw block in the order in which the block will be compressed."""
         count = block.slice_count
         slice_bytes = block.slice_bytes
-        run = _run_length(count, slice_bytes)
-        measured = _spread_runs(count, run, min(_MEASURED_SLICES, _MEASURED_BYTES // slice_bytes))
-        # Runs for training start where no measured run is near.
-        candidates = _spread_runs(count, TRAINED_RUN, min(2 * _TRAINED_SLICES, 2 * _TRAINED_BYTES // slice_bytes))
+        run = _choose_measured_run(count, slice_bytes)
+        measured = _spread_runs(count, run, min(_MAX_MEASURED_SLICES, _MAX_MEASURED_BYTES // slice_bytes))
+        # Runs for training must not overlap measured runs, so twice as many candidates are made as are needed.
+        max_trained = min(_MAX_TRAINED_SLICES, _MAX_TRAINED_BYTES // slice_bytes)
+        max_candidates = min(2 * _MAX_TRAINED_SLICES, 2 * _MAX_TRAINED_BYTES // slice_bytes)
+        candidates = _spread_runs(count, TRAINED_RUN, max_candidates)
         is_after = candidates[:, None] >= measured + run
         is_before = candidates[:, None] + TRAINED_RUN <= measured
         trained = candidates[(is_after | is_before).all(axis=1)]
-        max_runs = max(min(_TRAINED_SLICES, _TRAINED_BYTES // slice_bytes) // TRAINED_RUN, 1)
+        max_runs = max(max_trained // TRAINED_RUN, 1)
         if len(trained) > max_runs:
             trained = trained[np.linspace(0, len(trained) - 1, max_runs).astype(np.int64)]
         order = block.lane_order()
         return cls(_copy_runs(block, order, measured, run), _copy_runs(block, order, trained, TRAINED_RUN), run)
 
 
-def _run_length(count: int, slice_bytes: int) -> int:
-    """Return the slices of a measured run: half of a small block at most, so that the rest can be trained on."""
-    run = MEASURED_RUN
-    while run > _MIN_RUN and (run * slice_bytes > _MAX_RUN_BYTES or 2 * run > count):
+def _choose_measured_run(count: int, slice_bytes: int) -> int:
+    """Return the slices of a measured run: at most half of a small block, so that the rest can be trained on."""
+    run = _MAX_MEASURED_RUN
+    while run > _MIN_MEASURED_RUN and (run * slice_bytes > _MAX_RUN_BYTES or 2 * run > count):
         run //= 2
     return min(run, count)
 
 
 def _spread_runs(count: int, run: int, max_slices: int) -> NDArray[np.int64]:
-    """Return where runs start that are spread evenly over `count` slices. There is at least one if it fits."""
+    """Return the starts of runs that are spread evenly over `count` slices.
+
+    The runs have about `max_slices` slices together. There is at least one run, unless `count` is less than `run`.
+    """
     if count < run or run == 0:
         return np.zeros(0, np.int64)
     runs = max(1, min(max_slices, count // 2) // run)

@@ -1,9 +1,13 @@
-"""A draw becomes a batch: NumPy arrays, torch tensors, or arrays of JAX.
+"""From a draw to a batch: NumPy arrays, torch tensors, or arrays of JAX.
 
-delivery    the contract, and what all deliveries share
-host        arrays, and tensors on the CPU
-device      tensors on another device
-loader      batches that are made ahead
+delivery        the contract, and helpers of all deliveries
+host            arrays, and tensors on the CPU
+device          tensors on another device
+staging         pinned memory through which arrays reach a device
+words           rows of any dtype as integers
+batch_source    draws ids with a memory's sampler, and makes batches
+loader          batches that are made ahead
+minibatches     minibatches of rollouts
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ __all__ = ["Delivery", "HostDelivery", "Loader", "Rows", "check_device", "new_de
 
 
 def new_delivery(schema: Schema, device: str | None) -> Delivery:
-    """Return the delivery to `device`. Raise ArgumentError if there is no such device here."""
+    """Return the delivery to `device`. Raise ArgumentError if this machine has no such device."""
     if device is None:
         return HostDelivery(schema)
     if str(device) == "jax":  # Users may pass an array, which cannot be compared with text.
@@ -35,26 +39,26 @@ def new_delivery(schema: Schema, device: str | None) -> Delivery:
 
 
 def check_device(device: str, argument: str) -> Any:
-    """Return the torch device that `device` names. Raise ArgumentError if torch does not have it here."""
+    """Return the torch device that `device` names. Raise ArgumentError if this machine does not have it."""
     torch = import_torch()
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"{argument} ({device}) is not a device of torch ({error}). Use 'cpu' or 'cuda', or None for NumPy arrays."
         ) from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
             f"{argument} ({device}): torch finds no such CUDA device here. Use 'cpu', or None for NumPy arrays."
         )
-    if found.type not in {"cpu", "cuda"}:
+    if torch_device.type not in {"cpu", "cuda"}:
         try:
-            torch.empty(1, device=found).cpu()
+            torch.empty(1, device=torch_device).cpu()
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise ArgumentError(
                 f"{argument} ({device}): torch finds no such device here. Use 'cpu', or None for NumPy arrays."
             ) from error
-    return found
+    return torch_device
 
 
 def _new_device_delivery(schema: Schema, device: str, *, is_jax: bool) -> Delivery:

@@ -3,8 +3,8 @@
     HostBatchSource      for a store on the host
     DeviceBatchSource    for a store on a torch device, in holdall.device.batch_source
 
-A memory makes every batch with its source. Adapters use `memory.batch_source` to draw ids without rows, or to make
-the batch of a draw that they composed.
+A memory makes every batch with its batch source. Adapters use `memory.batch_source` to draw ids without reading rows,
+or to make the batch of a draw that they composed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdall.batch import Batch, Draw
 from holdall.checks import require_count
 from holdall.delivery import new_delivery
 from holdall.delivery.delivery import Delivery
-from holdall.delivery.loader import Loader
+from holdall.delivery.loader import Loader, Prepare, return_unchanged
 from holdall.errors import ArgumentError
 from holdall.reset_check import (
     FIRST_CHECK_TICK,
@@ -71,13 +71,13 @@ class BatchSource(ABC):
 
     @abstractmethod
     def draw(self, count: int) -> Draw:
-        """Draw `count` rows, but read none of them. Rows may repeat, so one transition is enough."""
+        """Draw `count` rows without reading them. Rows may repeat, so one transition is enough."""
 
     @abstractmethod
     def deliver(self, draw: Draw, device: str | None = None) -> Batch:
-        """Return the batch of a draw, on `device` or on the memory's own. Raise TransitionIdError if a row is not held.
+        """Return the batch of a draw. Raise TransitionIdError if a row is not held.
 
-        A memory on a device returns every batch there.
+        `device` replaces the device of the memory's batches. A memory that is stored on a device ignores it.
         """
 
     @abstractmethod
@@ -86,25 +86,25 @@ class BatchSource(ABC):
 
     @abstractmethod
     def load_draws(self, draw: Callable[[], Draw], prefetch: int, device: str | None = None) -> Loader:
-        """Return an endless iterator over the batches of draws that the function `draw` makes."""
+        """Return an endless iterator over batches. The function `draw` makes the draw of each batch."""
 
     @abstractmethod
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set priorities. Raise ArgumentError if the sampler does not use priorities."""
 
-    def bring_back_priorities(self) -> None:  # noqa: B027  Priorities on the host are there already.
-        """Give the sampler the priorities that are on a device, before it is saved or copied."""
+    def bring_back_priorities(self) -> None:  # noqa: B027  Only a store on a device has priorities there.
+        """Copy priorities from a device to the sampler. Call this before the sampler is saved or copied."""
 
     def wait_until_read(self) -> None:  # noqa: B027  Most sources read rows when they draw them.
-        """Wait until loaders have read the rows that they drew, because these are about to be rewritten."""
+        """Wait until loaders have read the rows that they drew. Call this before rows are rewritten."""
 
     @abstractmethod
     def close(self) -> None:
-        """Make no more batches: every further call raises ClosedError. Batches that were returned stay valid."""
+        """Make every further call raise ClosedError. Batches that were returned stay valid."""
 
     @abstractmethod
     def close_in_child(self, reason: str) -> None:
-        """Do the same in a forked child, without locks that a thread of the parent may hold."""
+        """Close the source in a forked child, without locks that a thread of the parent may hold."""
 
 
 class HostBatchSource(BatchSource):
@@ -113,7 +113,7 @@ class HostBatchSource(BatchSource):
     Args:
         store: The store of the memory.
         schema: Spaces of all fields.
-        capacity: Transitions over all lanes that are held at most.
+        capacity: Maximum number of transitions over all lanes.
         device: Device of the batches, as for `ReplayMemory`.
         delivery: Delivery to this device.
         sampler: The memory's sampler.
@@ -138,7 +138,8 @@ class HostBatchSource(BatchSource):
         self._delivery = delivery
         self._deliveries: dict[str | None, Delivery] = {None: delivery, device: delivery}
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-        self._next_reset_check: float = FIRST_CHECK_TICK * self._lanes  # The id at which resets are looked for.
+        # The `next_id` at which `sample` looks for resets that were added as transitions.
+        self._next_reset_check: float = FIRST_CHECK_TICK * self._lanes
 
     def sample(self, count: int) -> Batch:
         """See `BatchSource`. Warn once if resets of the environment were added as transitions."""
@@ -165,31 +166,31 @@ class HostBatchSource(BatchSource):
         """See `BatchSource`."""
         delivery = self._find_delivery(device)
 
-        def start() -> Callable[[], Any]:
+        def draw_batch() -> Prepare:
             with self.lock:
                 view = self._store.view()
                 drawn = self._draw(view, count, count)
             return partial(delivery.prepare, drawn, view)
 
-        return self._add_loader(start, delivery, prefetch)
+        return self._add_loader(draw_batch, delivery, prefetch)
 
     def load_draws(self, draw: Callable[[], Draw], prefetch: int, device: str | None = None) -> Loader:
         """See `BatchSource`.
 
-        Rewards of other goals are computed by the thread that requests batches, because a framework's environments may
-        compute them, and the same thread steps these environments.
+        Batches with other goals are prepared by the thread that requests batches, because a framework's environments
+        may compute their rewards, and the same thread steps these environments.
         """
         delivery = self._find_delivery(device)
 
-        def start() -> Callable[[], Any]:
+        def draw_batch() -> Prepare:
             chosen = draw()
             view = self._store.view()
             drawn = self._describe_held(view).check_draw(chosen)
             if drawn.goals is not None:
-                return partial(_return, delivery.prepare(drawn, view))
+                return partial(return_unchanged, delivery.prepare(drawn, view))
             return partial(delivery.prepare, drawn, view)
 
-        return self._add_loader(start, delivery, prefetch)
+        return self._add_loader(draw_batch, delivery, prefetch)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """See `BatchSource`."""
@@ -215,7 +216,7 @@ class HostBatchSource(BatchSource):
     def _draw(self, view: View, count: int, min_transitions: int) -> Draw:
         """Draw `count` rows if at least `min_transitions` are held. Called with the lock.
 
-        If the draw fails or is interrupted, the generator is as before.
+        If the draw fails or is interrupted, restore the state of the generator.
         """
         held = self._describe_held(view)
         if self._draws_once and view.all_valid:
@@ -234,7 +235,7 @@ class HostBatchSource(BatchSource):
         return Held(view.first_id, view.next_id, self._lanes, self._capacity, view)
 
     def _find_delivery(self, device: Any) -> Delivery:
-        """Return the delivery to `device`, or to the memory's own device if that is None."""
+        """Return the delivery to `device`. None stands for the device of the memory's batches."""
         if device is not None and not isinstance(device, str):
             raise ArgumentError(f"device ({device!r}) must be a name, such as 'cuda', or None. Pass one.")
         delivery = self._deliveries.get(device)
@@ -243,8 +244,8 @@ class HostBatchSource(BatchSource):
             self._deliveries[device] = delivery
         return delivery
 
-    def _add_loader(self, start: Callable[[], Callable[[], Any]], delivery: Delivery, prefetch: int) -> Loader:
-        loader = Loader(start, delivery.receive, prefetch, delivery.start)
+    def _add_loader(self, draw_batch: Callable[[], Prepare], delivery: Delivery, prefetch: int) -> Loader:
+        loader = Loader(draw_batch, delivery.receive, prefetch, delivery.start)
         self._loaders.add(loader)
         return loader
 
@@ -258,8 +259,3 @@ class HostBatchSource(BatchSource):
         if mode is not None:
             self._next_reset_check = math.inf
             warn_of_resets(mode, stacklevel=_CALLER_OF_SAMPLE)
-
-
-def _return(value: Any) -> Any:
-    """Return the argument, for batches that need no preparation."""
-    return value

@@ -1,11 +1,12 @@
-"""Delivery: a draw becomes a batch that belongs to the caller.
+"""Delivery: makes the batch of a draw. The batch belongs to the caller.
 
     HostDelivery      NumPy arrays, or torch tensors on the CPU
     DeviceDelivery    torch tensors on another device
 
 A batch is made in three steps. `prepare` reads the rows, in any thread. `start` begins to send the rows, and `receive`
-returns the batch. Both run in the thread that uses the batch. `deliver` takes all three steps. `prepare_drawn` replaces
-`prepare` for rows that were read before, such as those that shards on other machines sent.
+returns the batch. Both run in the thread that uses the batch. `start` is optional: `receive` sends what was not sent.
+`deliver` is `prepare` and `receive`. `prepare_drawn` replaces `prepare` for rows that were read elsewhere, such as rows
+that shards on other machines sent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """Where rows are read: a `View` of a store."""
+    """Rows of transitions that can be read, such as a `View` of a store."""
 
     def read(
         self, ids: NDArray[np.int64], outputs: tuple[int, ...], into: NDArray[np.uint8] | None = None, /
@@ -36,9 +37,9 @@ class Rows(Protocol):
     def read_windows(
         self, ids: NDArray[np.int64], leaf: int, into: NDArray[np.uint8], with_whole: bool, /
     ) -> WindowSlices | None:
-        """Write the slices of an observation leaf to `into`. Return None if there are no such slices.
+        """Write the slices of an observation leaf to `into`. Return None if the leaf is not stored as slices.
 
-        `with_whole` says whether observations of one slice count as slices.
+        `with_whole` says whether an observation that is stored whole counts as one slice.
         """
 
 
@@ -47,11 +48,11 @@ class Delivery(ABC):
 
     @abstractmethod
     def prepare(self, draw: Draw, rows: Rows) -> Any:
-        """Read the rows of a draw. Raise TransitionIdError if one of them is not held."""
+        """Read the rows of a draw. Raise TransitionIdError if a row is not held."""
 
     @abstractmethod
     def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> Any:
-        """Prepare a batch of rows that were read. A batch on the host may share their memory."""
+        """Prepare a batch of `drawn`, rows that were read elsewhere. A batch on the host may share their memory."""
 
     def start(self, prepared: Any) -> None:  # noqa: B027  Rows on the host are not sent.
         """Begin to send a prepared batch, without waiting. Optional, idempotent, and not thread-safe."""
@@ -61,15 +62,15 @@ class Delivery(ABC):
         """Return a prepared batch. Called once, by the thread that uses the batch."""
 
     def deliver(self, draw: Draw, rows: Rows) -> Batch:
-        """Make a batch."""
+        """Return the batch of a draw."""
         return self.receive(self.prepare(draw, rows))
 
-    def close(self) -> None:  # noqa: B027  Most deliveries own nothing.
+    def close(self) -> None:  # noqa: B027  Most deliveries keep no memory.
         """Release the memory that is kept for batches."""
 
 
 class Nesting:
-    """Puts arrays or tensors, one per leaf, into the nesting of their space."""
+    """The nesting of a space, in which arrays or tensors of its leaves are returned."""
 
     def __init__(self, tree: Tree) -> None:
         self._build = tree.build
@@ -86,7 +87,7 @@ class Nesting:
 
 
 def find_goal_leaves(schema: Schema, goals: Goals) -> tuple[int, int]:
-    """Return the numbers of the observation leaves that show what was achieved, and the goal."""
+    """Return the numbers of the observation leaves of the achieved goal and of the desired goal."""
     keys = schema.observation.keys or ()
     for key in (goals.achieved_key, goals.desired_key):
         if key not in keys:
@@ -98,7 +99,7 @@ def find_goal_leaves(schema: Schema, goals: Goals) -> tuple[int, int]:
 
 
 def compute_rewards(schema: Schema, goals: Goals, achieved: Array, goal: Array, extras: list[Array]) -> Array:
-    """Return what the user's reward function says of rows with other goals."""
+    """Return the rewards of rows with other goals, which the user's reward function computes."""
     rewards = np.asarray(goals.reward_fn(achieved, goal.copy(), schema.extras.build(extras)))
     if rewards.shape != goals.rows.shape:
         raise ArgumentError(

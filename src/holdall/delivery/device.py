@@ -1,13 +1,13 @@
 """Batches of torch tensors on a device whose memory is not the host's.
 
-The rows are read on the host, by any thread, and cross the bus through pinned memory on a stream of their own. The
-stream that uses the batch waits for that copy; no thread does. Observations that are stored as slices of a window are
-sent as slices, and put together on the device: a stack of four frames and its next stack are five frames on the bus.
-Steps of a sequence share slices, and each slice of the sequence is sent once. In large batches of sequences this also
-holds for observations that are one slice, such as camera images.
+The rows are read on the host, by any thread, and copied through pinned memory on a separate stream. The stream that
+uses the batch waits for the copy, but no thread waits. Observations that are stored as slices of a window are sent as
+slices, and assembled on the device: for a stack of four frames and the next stack, five frames are sent. Steps of a
+sequence share slices, and each slice of the sequence is sent once. In large batches of sequences, observations that are
+stored whole, such as camera images, are sent once, too.
 
 A batch that fits into one piece is read by `prepare` and sent by `start`. So the thread that prepares batches calls no
-torch operation for such a batch. Larger batches, and slices of windows, are sent by `prepare` while it reads on.
+torch operation for such a batch. Larger batches, and slices of windows, are sent by `prepare` while it reads.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from holdall.store.columns import Columns
 from holdall.store.view import ALIGNMENT_BYTES, align
 
 _MAX_REWARD_BYTES = 8
-"""Bytes of one number of a reward, at most."""
+"""Maximum number of bytes of one number of a reward."""
 _PIECES = 4
-"""Pieces in which a large batch is sent, unless they are too small or too large."""
+"""Number of pieces of a large batch, unless these would be too small or too large."""
 _MIN_PIECE_BYTES = 16 * 2**20
 _MAX_PIECE_BYTES = 24 * 2**20
 _START_BYTES = 4
-"""Bytes of the number of a slice."""
+"""Bytes of the number of a slice, which is an int32."""
 _MIN_LARGE_BYTES = 1024
-"""Rows from this size on are sent in pieces."""
+"""In large batches, rows from this size on are sent in pieces. Observations from this size on are sent as slices."""
 
 
 Key = int | str
 """An output of `Columns`, or the name of an array of a draw."""
 _REPLACED_REWARD = "reward"
+"""Name of a draw's own rewards, which replace the stored rewards."""
 
 
 class _Packed(NamedTuple):
-    """Arrays that are sent in one block of memory."""
+    """Arrays in one block of memory on the device."""
 
     keys: tuple[Key, ...]
     block: torch.Tensor
@@ -65,7 +66,7 @@ class _Packed(NamedTuple):
 
 
 class _Unsent(NamedTuple):
-    """Arrays in pinned memory that are still to be sent."""
+    """Arrays in pinned memory that have not been sent yet."""
 
     keys: tuple[Key, ...]
     slot: Slot
@@ -80,11 +81,11 @@ class _Prepared(NamedTuple):
 
 
 class DeviceDelivery(Delivery):
-    """Makes batches on one device.
+    """Delivery to one device.
 
     Args:
         device: Name of a torch device.
-        is_jax: Return arrays of JAX in place of tensors.
+        is_jax: Return arrays of JAX instead of tensors.
     """
 
     def __init__(self, schema: Schema, device: str, *, is_jax: bool = False) -> None:
@@ -113,7 +114,7 @@ class DeviceDelivery(Delivery):
         return self._staging.nbytes
 
     def prepare(self, draw: Draw, rows: Rows) -> _Prepared:
-        """Read the rows. Those of a large batch are sent while others are read."""
+        """Read the rows. Send rows of a large batch while further rows are read."""
         try:
             return self._prepare(draw, rows)
         except torch.OutOfMemoryError as error:
@@ -131,7 +132,7 @@ class DeviceDelivery(Delivery):
             transfer.read(draw.ids.reshape(-1), self._columns.first_step_outputs, {})
             transfer.read(draw.last_ids.reshape(-1), self._columns.last_step_outputs, _list_others(draw))
         if transfer.has_sent:
-            # Sent later, the rest would follow copies of the next batch.
+            # If the rest were sent later, its copy would follow copies of the next batch.
             transfer.start()
         return _Prepared(draw, transfer)
 
@@ -142,14 +143,14 @@ class DeviceDelivery(Delivery):
         outputs = columns.batch_outputs
         for i, leaf in self._large_leaves:
             pair = (columns.obs_outputs[i], columns.next_obs_outputs[i])
-            # Steps of sequences share observations that are one slice. Small batches need only one copy without that.
+            # Steps of sequences share whole observations, too. Small batches ignore this, so that one copy is enough.
             with_whole = draw.ids.ndim > 1 and 2 * len(ids) * leaf.nbytes > _MIN_PIECE_BYTES
             if transfer.read_windows(ids, i, leaf, pair, with_whole=with_whole):
                 outputs = tuple([output for output in outputs if output not in pair])
         transfer.read(ids, outputs, _list_others(draw))
 
     def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> _Prepared:
-        """Begin to send rows that were read. They may be changed when this returns."""
+        """Begin to send `drawn`. Its arrays may be changed after this call."""
         try:
             return self._send(draw, drawn)
         except torch.OutOfMemoryError as error:
@@ -184,7 +185,7 @@ class DeviceDelivery(Delivery):
         return ArgumentError(describe_lack_of_memory(len(draw.ids), self._device, error))
 
     def receive(self, prepared: _Prepared) -> Batch:
-        """Return the batch. The current stream waits for copies that run on another one."""
+        """Return the batch. The current stream waits for copies that run on another stream."""
         draw, transfer = prepared
         try:
             if self._stream is None:
@@ -200,7 +201,7 @@ class DeviceDelivery(Delivery):
         """Make the current stream wait for all copies of a transfer."""
         stream = torch.cuda.current_stream(self._device)
         if transfer.event is None:
-            # Nothing was sent ahead. Copies on the stream that uses them need no other stream to wait for.
+            # Nothing was sent yet. If the current stream copies, it does not have to wait for another stream.
             transfer.start_on(stream)
             return
         transfer.start()
@@ -209,7 +210,7 @@ class DeviceDelivery(Delivery):
             block.record_stream(stream)
 
     def _make_batch(self, draw: Draw, tensors: dict[Key, torch.Tensor]) -> Batch:
-        """Return the batch of all outputs, and of the arrays of a draw."""
+        """Return the batch from the tensors of all outputs and of the arrays of a draw."""
         columns = self._columns
         if draw.ids.ndim > 1:
             shape = draw.ids.shape
@@ -232,13 +233,15 @@ class DeviceDelivery(Delivery):
 
 
 class _Transfer:
-    """Reads rows of one batch into pinned memory and copies them to the device on `stream`. Not thread-safe.
+    """The rows of one batch on their way to the device, through pinned memory. Not thread-safe.
 
-    `rows` is None if the rows were read before. `stream` is None on devices without streams. Only `start_on` copies on
-    another one.
+    Args:
+        row_bytes: Maximum size of a row of every output.
+        rows: Where rows are read. None if they were read elsewhere.
+        stream: Stream of the copies. None on devices without streams.
 
     Attributes:
-        event: Recorded after the copies that were started. None if they are complete.
+        event: Recorded after the last copy was started. None if nothing was sent, or if copies do not run in streams.
     """
 
     def __init__(self, staging: Staging, row_bytes: dict[int, int], rows: Rows | None, stream: Any) -> None:
@@ -246,19 +249,19 @@ class _Transfer:
         self._row_bytes = row_bytes
         self._rows: Any = rows
         self._stream = stream
-        self._tensors: dict[Key, torch.Tensor] = {}  # Outputs that have memory of their own.
+        self._tensors: dict[Key, torch.Tensor] = {}  # Outputs that are not part of a block.
         self._packed: list[_Packed] = []
         self._unsent: list[_Unsent] = []
         self.event: Any = None
 
     def start(self) -> None:
-        """Begin to send all arrays that were read and not sent. An interrupted call may be repeated."""
+        """Begin to send all arrays that have not been sent yet. An interrupted call may be repeated."""
         if self._unsent:
             with self._use_stream():
                 self.start_on(self._stream)
 
     def start_on(self, stream: Any) -> None:
-        """Do the same on `stream`, which must be the current one."""
+        """Begin to send these arrays on `stream`, which must be the current stream."""
         while self._unsent:
             keys, slot, layout = self._unsent[0]
             block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._staging.device)
@@ -290,14 +293,14 @@ class _Transfer:
         return [*self._tensors.values(), *[packed.block for packed in self._packed]]
 
     def split(self) -> dict[Key, torch.Tensor]:
-        """Return everything that was sent. The tensors may be used when the copies are complete."""
+        """Return all arrays that were sent, as tensors. They may be used when the copies are complete."""
         tensors = self._tensors.copy()
         for keys, block, layout in self._packed:
             tensors |= zip(keys, split_block(block, layout), strict=True)
         return tensors
 
     def read(self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: dict[Key, Array]) -> None:
-        """Send the rows of `ids`, and other arrays."""
+        """Read the rows of `ids`. They are sent with the arrays `others`, at once or by `start`."""
         total = self._count_bytes(len(ids), outputs)
         if total <= _MIN_PIECE_BYTES:
             self._read_together(ids, outputs, others)
@@ -305,13 +308,13 @@ class _Transfer:
         large = tuple(output for output in outputs if self._row_bytes[output] >= _MIN_LARGE_BYTES)
         small = tuple(output for output in outputs if output not in large)
         self._read_together(ids, small, others)
-        # Pieces take turns with all slots, so none is kept for later.
+        # Pieces use all slots in turn, so no slot may keep unsent arrays.
         self.start()
         piece_bytes = min(max(total // _PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         self._read_in_pieces(ids, large, piece_bytes)
 
     def send(self, arrays: dict[Key, Array]) -> None:
-        """Send arrays."""
+        """Begin to send arrays, all in one block."""
         with self._use_stream():
             block, layout = self._staging.send_block(list(arrays.values()))
         self._record()
@@ -322,10 +325,10 @@ class _Transfer:
     ) -> bool:
         """Send observations and next observations of one leaf as slices of a window.
 
-        Return whether that was possible. If not, nothing was sent. `with_whole` says whether observations of one slice
-        are sent, too.
+        Return False, and change nothing, if rows are not stored as slices. `with_whole` says whether an observation
+        that is stored whole counts as one slice.
         """
-        # Most leaves have no window. The first row tells that before pinned memory is taken.
+        # Most leaves have no window. Reading one row shows this before pinned memory is taken.
         into = np.empty(2 * form.nbytes, np.uint8)
         if self._rows.read_windows(ids[:1], leaf, into, with_whole) is None:
             return False
@@ -350,9 +353,10 @@ class _Transfer:
     def _read_window_piece(
         self, ids: NDArray[np.int64], leaf: int, form: Leaf, with_whole: bool
     ) -> tuple[torch.Tensor, NDArray[np.int64]] | None:
-        """Send the slices of some rows, and put observations together on the device.
+        """Send the slices of some rows, and assemble observations from them on the device.
 
-        Return bytes of shape (2, rows, bytes), and the rows that are not stored as slices of the window.
+        Return observations and next observations as bytes of shape (2, rows, bytes), and the positions of the rows that
+        are not stored as slices of the window. Return None if no row is stored as slices.
         """
         device = self._staging.device
         starts_bytes = 2 * len(ids) * _START_BYTES
@@ -378,7 +382,7 @@ class _Transfer:
     def _fill_missing(
         self, both: torch.Tensor, ids: NDArray[np.int64], missing: NDArray[np.int64], outputs: tuple[int, int]
     ) -> None:
-        """Read the rows in `missing`, which are stored in another form, and overwrite those rows of `both`."""
+        """Read the rows at the positions `missing`, which are stored in another form, and write them to `both`."""
         if not missing.size:
             return
         transfer = _Transfer(self._staging, self._row_bytes, self._rows, self._stream)
@@ -392,7 +396,7 @@ class _Transfer:
         both[1].index_copy_(0, positions, next_obs.reshape(len(missing), -1).view(both.dtype))
 
     def _read_together(self, ids: NDArray[np.int64], outputs: tuple[int, ...], others: dict[Key, Array]) -> None:
-        """Read all outputs. `start` sends them and other arrays in one copy."""
+        """Read all outputs. `start` sends them and the arrays `others` in one copy."""
         nbytes = self._count_bytes(len(ids), outputs) + sum([align(array.nbytes) for array in others.values()])
         slot = self._staging.take_slot(nbytes)
         arrays = [*self._rows.read(ids, outputs, slot.array), *others.values()]
@@ -402,7 +406,7 @@ class _Transfer:
         self._unsent.append(_Unsent((*outputs, *others), slot, layout))
 
     def _read_in_pieces(self, ids: NDArray[np.int64], outputs: tuple[int, ...], piece_bytes: int) -> None:
-        """Read some rows at a time. While they cross the bus, the next ones are read."""
+        """Read and send some rows at a time. While a piece is sent, the next piece is read."""
         if not outputs:
             return
         rows = max(1, piece_bytes // sum(self._row_bytes[output] for output in outputs))
@@ -425,7 +429,7 @@ class _Transfer:
         return torch.empty(shape, dtype=torch_dtype(array.dtype), device=self._staging.device)
 
     def _count_bytes(self, rows: int, outputs: tuple[int, ...]) -> int:
-        """Return the bytes of all outputs at most."""
+        """Return the maximum size of the rows of all outputs."""
         row_bytes = sum([self._row_bytes[output] for output in outputs])
         return rows * row_bytes + ALIGNMENT_BYTES * len(outputs)
 
@@ -443,7 +447,7 @@ def _list_others(draw: Draw) -> dict[Key, Array]:
 
 
 def _measure_rows(schema: Schema, columns: Columns) -> dict[int, int]:
-    """Return the most bytes that one row of every output takes."""
+    """Return the maximum size of a row of every output, in bytes."""
     sizes = {columns.reward_output: _MAX_REWARD_BYTES * prod(schema.reward_shape)}
     for leaf, output, next_output in zip(
         schema.observation.leaves, columns.obs_outputs, columns.next_obs_outputs, strict=True
@@ -458,7 +462,7 @@ def _measure_rows(schema: Schema, columns: Columns) -> dict[int, int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the torch device of that name, with the number that its tensors have if the name has none."""
+    """Return the torch device `name`. If the name has no number, add the number that tensors on the device have."""
     return torch.empty(0, device=name).device
 
 

@@ -17,15 +17,15 @@ from holdall.store.columns import Columns
 
 @dataclass(slots=True)
 class DrawnRows:
-    """The rows of a draw, leaf by leaf, before they are handed over."""
+    """The rows of a draw, leaf by leaf: NumPy arrays, or other objects after `convert`."""
 
-    obs: list[Any]  # Arrays, or tensors after `convert`.
+    obs: list[Any]
     next_obs: list[Any]  # Of the last step of each row.
     action: list[Any]
     extras: list[Any]
-    reward: Any  # Rewards of the draw, or those that are stored.
-    terminated: Any  # Flags of the last step of each row.
-    truncated: Any
+    reward: Any  # Rewards of the draw if it has some, or else the stored rewards.
+    terminated: Any  # Of the last step of each row.
+    truncated: Any  # Of the last step of each row.
 
     @classmethod
     def read(cls, columns: Columns, draw: Draw, rows: Rows) -> DrawnRows:
@@ -42,7 +42,7 @@ class DrawnRows:
 
     @classmethod
     def split(cls, columns: Columns, arrays: Sequence[Any]) -> DrawnRows:
-        """Return the arrays of `columns.batch_outputs` by their meaning."""
+        """Return the arrays of `columns.batch_outputs` as rows."""
         leaf_count = len(columns.obs_outputs)
         action_end = leaf_count + len(columns.action_outputs)
         extras_end = action_end + len(columns.extra_outputs)
@@ -57,7 +57,7 @@ class DrawnRows:
         )
 
     def relabel(self, schema: Schema, goals: Goals, goal: Array) -> None:
-        """Replace the goals of `goals.rows` by `goal`, and their rewards accordingly."""
+        """Replace the goals of `goals.rows` by `goal`, and compute their rewards."""
         achieved, desired = find_goal_leaves(schema, goals)
         self.obs[desired][goals.rows] = goal
         self.next_obs[desired][goals.rows] = goal
@@ -65,29 +65,40 @@ class DrawnRows:
         self.reward[goals.rows] = compute_rewards(schema, goals, self.next_obs[achieved][goals.rows], goal, extras)
 
     def reshape(self, leading: tuple[int, ...]) -> None:
-        """Give all arrays the leading axes of a draw of sequences."""
+        """Replace the leading axis of all arrays by the axes `leading`, for a draw of sequences."""
         self.convert(lambda array: array.reshape(*leading, *array.shape[1:]))
 
-    def convert(self, convert: Callable[[Any], Any]) -> None:
-        """Replace every array by `convert(array)`."""
-        self.obs = [convert(array) for array in self.obs]
-        self.next_obs = [convert(array) for array in self.next_obs]
-        self.action = [convert(array) for array in self.action]
-        self.extras = [convert(array) for array in self.extras]
-        self.reward = convert(self.reward)
-        self.terminated = convert(self.terminated)
-        self.truncated = convert(self.truncated)
+    def convert(self, function: Callable[[Any], Any]) -> None:
+        """Replace every array by `function(array)`."""
+        self.obs = [function(array) for array in self.obs]
+        self.next_obs = [function(array) for array in self.next_obs]
+        self.action = [function(array) for array in self.action]
+        self.extras = [function(array) for array in self.extras]
+        self.reward = function(self.reward)
+        self.terminated = function(self.terminated)
+        self.truncated = function(self.truncated)
 
 
 def read_goal(schema: Schema, columns: Columns, goals: Goals, rows: Rows) -> Array:
-    """Return what the transitions `goals.ids` achieved."""
+    """Return the goals that the transitions `goals.ids` achieved."""
     achieved, _ = find_goal_leaves(schema, goals)
     (goal,) = rows.read(goals.ids, (columns.next_obs_outputs[achieved],))
     return goal
 
 
+def require_torch_dtype(leaf: Leaf) -> None:
+    """Raise ArgumentError if torch has no dtype for a leaf."""
+    try:
+        import_torch().from_numpy(np.empty(0, leaf.dtype))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"device: torch has no dtype for {leaf.name or 'the space'} ({leaf.dtype}). Use device=None for NumPy "
+            "arrays."
+        ) from error
+
+
 class HostDelivery(Delivery):
-    """Makes batches on the host.
+    """Delivery to the host.
 
     Args:
         device: None for NumPy arrays, "cpu" for torch tensors, "jax" for arrays of JAX.
@@ -103,30 +114,18 @@ class HostDelivery(Delivery):
         self._as_tensor: Any = None
         if device is not None and not self._is_jax:
             self._as_tensor = import_torch().from_numpy
-        for leaf in schema.leaves:
-            self.require(leaf)
-
-    def require(self, leaf: Leaf) -> None:
-        """Raise ArgumentError if torch has no dtype for a leaf."""
-        if self._as_tensor is None:
-            return
-        try:
-            self._as_tensor(np.empty(0, leaf.dtype))
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"device: torch has no dtype for {leaf.name or 'the space'} ({leaf.dtype}). Use device=None for NumPy "
-                "arrays."
-            ) from error
+            for leaf in schema.leaves:
+                require_torch_dtype(leaf)
 
     def prepare(self, draw: Draw, rows: Rows) -> Batch:
-        """Read the rows and make the batch."""
+        """Read the rows, and return their batch."""
         drawn = DrawnRows.read(self._columns, draw, rows)
         if draw.goals is not None and draw.goals.rows.size:
             drawn.relabel(self._schema, draw.goals, read_goal(self._schema, self._columns, draw.goals, rows))
         return self.prepare_drawn(draw, drawn)
 
     def prepare_drawn(self, draw: Draw, drawn: DrawnRows) -> Batch:
-        """Make a batch that shares the memory of the rows."""
+        """Return a batch that shares the memory of the rows."""
         if draw.ids.ndim > 1:
             drawn.reshape(draw.ids.shape)
         if self._as_tensor is not None:

@@ -1,10 +1,10 @@
 """Loader: an endless iterator over batches that are made ahead.
 
-The consumer's own call draws a batch, so the batches depend on the consumer's calls alone and never on how fast a
-thread is. A thread then reads the rows in the background. A batch is drawn `prefetch` batches before it is returned.
+Batches are drawn by the consumer's calls of `next`, so they never depend on the speed of a thread. A background thread
+then reads the rows. A batch is drawn `prefetch` batches before it is returned.
 
-The background thread reads rows, and sends large batches while it reads. The consumer does everything else, because
-threads that compete for the GIL wait for each other longer than the work takes.
+The background thread reads rows, and sends large batches while it reads. The consumer's thread does everything else,
+because threads that compete for the GIL wait for each other longer than this work takes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ Prepare = Callable[[], Any]
 """Reads the rows of a batch that was drawn."""
 
 
+def return_unchanged(value: Any) -> Any:
+    """Return the argument. This is `Prepare` or `receive` for batches that need no further work."""
+    return value
+
+
 class Loader:
     """An endless iterator over batches. Also a context manager. Threads may share one: each batch goes to one of them.
 
     Args:
         draw: Draws a batch, and returns the function that reads its rows.
-        receive: Returns the batch of what that function returned.
-        prefetch: Batches that are made ahead, besides the one that is requested.
-        start: Begins to send a prepared batch, see `Delivery.start`.
+        receive: Makes the batch of the rows that this function returned.
+        prefetch: Number of batches that are made ahead.
+        start: Begins to send the rows to a device, see `Delivery.start`.
     """
 
     def __init__(
@@ -65,13 +70,13 @@ class Loader:
                 return self._receive(self._draw()())
             while len(self._pending) <= self._prefetch:
                 self._pending.append(self._worker.submit(self._draw()))
-            # The batch is removed only when it is complete, so an interrupt while waiting loses none.
+            # The batch is removed from the queue only when it is complete, so an interrupt loses no batch.
             self._pending[0].exception()
             self._start_complete()
             return self._receive(self._pending.popleft().result())
 
     def _start_complete(self) -> None:
-        """Begin to send all batches whose rows were read. The later ones are sent while the consumer works."""
+        """Begin to send all batches whose rows were read. Later batches are sent while the consumer uses this one."""
         if self._start is None:
             return
         for future in self._pending:
@@ -79,7 +84,7 @@ class Loader:
                 self._start(future.result())
 
     def wait_until_read(self) -> None:
-        """Wait until the rows of all batches that were drawn are read, because they are about to be rewritten."""
+        """Wait until the rows of all batches that were drawn are read. Call this before rows are rewritten."""
         wait(tuple(self._pending))
 
     @property
@@ -88,7 +93,7 @@ class Loader:
         return self._is_closed
 
     def close(self) -> None:
-        """Stop. Batches that were made ahead are dropped. Batches that were returned stay valid."""
+        """Stop the thread, and drop the batches that were made ahead. Batches that were returned stay valid."""
         self._is_closed = True
         if self._process != os.getpid():
             return

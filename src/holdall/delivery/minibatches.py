@@ -1,4 +1,4 @@
-"""Minibatches of rollouts: rows of several fields, gathered into the arrays or tensors that the caller gets.
+"""Minibatches of rollouts: rows of several fields, gathered into new arrays or tensors.
 
     HostMinibatches      NumPy arrays, or torch tensors on the CPU that share their memory
     DeviceMinibatches    torch tensors on another device, filled through pinned memory
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from holdall._native import ArrayPool
 from holdall.batch import import_torch
 from holdall.delivery import check_device
-from holdall.errors import ArgumentError
+from holdall.delivery.host import require_torch_dtype
 from holdall.schema import Array, Leaf
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from holdall.delivery.staging import Fill, Staging
 
 _MAX_KEPT_BYTES = 4 * 2**30
-"""Memory of minibatches that is kept for the next ones, while a rollout is used."""
+"""Maximum memory of earlier minibatches that is kept for new ones while a rollout is used."""
 _MAX_IDLE_BYTES = 64 * 2**20
-"""Memory of minibatches that is kept while the next rollout is collected."""
+"""Maximum memory of earlier minibatches that is kept while the next rollout is collected."""
 _ALIGNMENT_BYTES = 256
 
 Gather = Callable[[NDArray[np.int64], Array], object]
@@ -45,15 +45,15 @@ class Field(NamedTuple):
 
 
 class Minibatches(ABC):
-    """Makes minibatches for one device."""
+    """Builder of minibatches for one device."""
 
     @abstractmethod
     def deliver(self, places: NDArray[np.int64], fields: Sequence[Field]) -> list[Any]:
-        """Return one array or tensor per field: its rows at `places`."""
+        """Return the rows at `places`: one array or tensor per field."""
 
     @abstractmethod
     def release(self) -> None:
-        """Free large memory that is kept for the next minibatches."""
+        """Free memory that is kept for the next minibatches, if it is large."""
 
     @property
     @abstractmethod
@@ -67,34 +67,23 @@ class Minibatches(ABC):
 
     @property
     def gives_tensors(self) -> bool:
-        """Whether minibatches are tensors, and not NumPy arrays."""
+        """Whether minibatches are tensors. Otherwise they are NumPy arrays."""
         return True
 
 
 def new_minibatches(device: str | None, leaves: Sequence[Leaf]) -> Minibatches:
-    """Return an object that makes minibatches of `leaves`: tensors on `device`, or NumPy arrays if that is None.
+    """Return a builder of minibatches of `leaves`: tensors on `device`, or NumPy arrays if `device` is None.
 
     Raise ArgumentError if torch does not have the device, or a dtype of a leaf.
     """
     if device is None:
         return HostMinibatches(as_tensors=False)
-    found = check_device(device, "device")
+    torch_device = check_device(device, "device")
     for leaf in leaves:
         require_torch_dtype(leaf)
-    if found.type == "cpu":
+    if torch_device.type == "cpu":
         return HostMinibatches(as_tensors=True)
-    return DeviceMinibatches(found, leaves)
-
-
-def require_torch_dtype(leaf: Leaf) -> None:
-    """Raise ArgumentError if torch has no dtype for a leaf."""
-    try:
-        import_torch().from_numpy(np.empty(0, leaf.dtype))
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"device: torch has no dtype for {leaf.name or 'the space'} ({leaf.dtype}). Use device=None for NumPy "
-            "arrays."
-        ) from error
+    return DeviceMinibatches(torch_device, leaves)
 
 
 class HostMinibatches(Minibatches):
@@ -134,9 +123,9 @@ class HostMinibatches(Minibatches):
 
 
 class _Piece(NamedTuple):
-    """Bytes of a minibatch that are sent together."""
+    """A part of a field of a minibatch."""
 
-    start: int
+    start: int  # First byte in the memory of the minibatch.
     nbytes: int
     fill: Fill
 
@@ -144,12 +133,12 @@ class _Piece(NamedTuple):
 class DeviceMinibatches(Minibatches):
     """Minibatches on a device whose memory is not the host's.
 
-    Rows are gathered into pinned memory and copied from there on the caller's stream. Large fields are sent in pieces,
-    each of them while the next one is gathered, so a minibatch of any size needs the same pinned memory.
+    Rows are gathered into pinned memory and copied from there on the caller's stream. Large fields are sent in pieces:
+    while one piece is sent, the next one is gathered. So a minibatch of any size needs the same pinned memory.
 
     Args:
-        leaves: Fields of the minibatches. One row of each fits into a slot.
-        slot_bytes: Bytes of a slot of pinned memory at least.
+        leaves: Fields of the minibatches.
+        slot_bytes: Minimum size of a slot of pinned memory. A slot also has room for one row of each leaf.
     """
 
     def __init__(self, device: torch.device, leaves: Sequence[Leaf], slot_bytes: int | None = None) -> None:
@@ -157,7 +146,7 @@ class DeviceMinibatches(Minibatches):
 
         self._torch = import_torch()
         self._device = device
-        # A piece has whole rows.
+        # A piece consists of whole rows.
         self._piece_bytes = max([slot_bytes or SLOT_BYTES, *(leaf.nbytes for leaf in leaves)])
         self._staging: Staging = Staging(device, self._piece_bytes)
 
@@ -180,7 +169,7 @@ class DeviceMinibatches(Minibatches):
         return [self._view(block, start, len(places), field.leaf) for start, field in zip(starts, fields, strict=True)]
 
     def release(self) -> None:
-        """Do nothing: pinned memory is small and always kept."""
+        """Do nothing: the pinned memory is small, so it is kept."""
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +177,7 @@ class DeviceMinibatches(Minibatches):
         return self._staging.nbytes
 
     def _split(self, start: int, places: NDArray[np.int64], field: Field) -> list[_Piece]:
-        """Return the pieces of a field, whole rows each."""
+        """Return the pieces of a field. Each piece consists of whole rows."""
         row_bytes = field.leaf.nbytes
         rows = max(1, self._piece_bytes // max(row_bytes, 1))
         parts = [(first, places[first : first + rows]) for first in range(0, len(places), rows)]
@@ -198,16 +187,16 @@ class DeviceMinibatches(Minibatches):
         ]
 
     def _send(self, block: torch.Tensor, pieces: list[_Piece]) -> None:
-        """Send pieces to their places in `block`, as many in one copy as fit into pinned memory."""
-        together: list[_Piece] = []
+        """Copy pieces to `block`. One copy sends as many pieces as fit into a slot of pinned memory."""
+        group: list[_Piece] = []
         for piece in pieces:
-            if together and piece.start + piece.nbytes - together[0].start > self._piece_bytes:
-                self._send_together(block, together)
-                together = []
-            together.append(piece)
-        self._send_together(block, together)
+            if group and piece.start + piece.nbytes - group[0].start > self._piece_bytes:
+                self._send_group(block, group)
+                group = []
+            group.append(piece)
+        self._send_group(block, group)
 
-    def _send_together(self, block: torch.Tensor, pieces: list[_Piece]) -> None:
+    def _send_group(self, block: torch.Tensor, pieces: list[_Piece]) -> None:
         starts = [piece.start for piece in pieces]
         fills = [piece.fill for piece in pieces]
         sizes = [piece.nbytes for piece in pieces]
@@ -219,5 +208,5 @@ class DeviceMinibatches(Minibatches):
 
 
 def _fill_rows(field: Field, places: NDArray[np.int64], piece: NDArray[np.uint8], _start: int) -> None:
-    """Gather rows into pinned memory. A piece is always filled as a whole."""
+    """Gather rows into `piece`, which is pinned memory. `_start` is 0, because a piece is filled by one call."""
     field.gather(places, piece.view(field.leaf.dtype).reshape(len(places), *field.leaf.shape))

@@ -27,8 +27,8 @@ from holdall.schema import Array
 from holdall.store.view import align
 
 SLOT_BYTES = 8 * 2**20
-"""Bytes of a piece. Starting a copy costs nothing beside it, and filling the next one overlaps with it."""
-_SLOTS = 3
+"""Bytes of a piece. Copying a piece of this size takes much longer than starting the copy."""
+_MIN_SLOTS = 3
 """Slots that take turns, so that one is filled while the device reads another."""
 _MIB = 2**20
 _MIN_PARALLEL_BYTES = 2**20
@@ -36,17 +36,17 @@ _MIN_PARALLEL_BYTES = 2**20
 
 Bytes = NDArray[np.uint8]
 Fill = Callable[[Bytes, int], object]
-"""Fills an array with the bytes of a source from a given position on."""
+"""Fills an array with the bytes of a source. The number is the position of the first byte in the source."""
 
 
 @functools.cache
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's name of a dtype. Raise TypeError if it has none."""
+    """Return torch's counterpart of a dtype. Raise TypeError if there is none."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def describe_lack_of_memory(rows: int, device: torch.device, error: BaseException) -> str:
-    """Return the message of the error for a batch for which a device has no memory."""
+    """Return the message of the error for a batch that does not fit into the memory of a device."""
     return (
         f"batch_size ({rows}) needs more memory than {device} has ({error}). Use a smaller batch_size, or a lower "
         "prefetch."
@@ -54,27 +54,27 @@ def describe_lack_of_memory(rows: int, device: torch.device, error: BaseExceptio
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether copies to `device` run beside the host, in streams."""
+    """Return whether copies to `device` run in streams, while the host continues."""
     return device.type == "cuda"
 
 
 def record_event(device: torch.device) -> Any:
-    """Return an event that is over when the current stream has done everything so far."""
+    """Return an event that is complete when the current stream has finished its operations so far."""
     return torch.cuda.current_stream(device).record_event()
 
 
 class Part(NamedTuple):
     """One array in a block of bytes."""
 
-    start: int  # First byte.
+    start: int  # Position of the array in the block, in bytes.
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # In elements.
-    first: int  # First element, counted in elements of `dtype`.
+    first: int  # Position of the array in the block, in elements of `dtype`.
 
 
 class Layout(NamedTuple):
-    """Where some arrays are stored in one block of bytes. Each begins at the next multiple of the alignment."""
+    """Positions of arrays in one block of bytes. Each array begins at the next multiple of the alignment."""
 
     parts: tuple[Part, ...]
     nbytes: int  # Bytes of the block.
@@ -91,10 +91,10 @@ class Slot:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.array: Bytes = self.memory.numpy()
-        self._event: Any = None  # Recorded after the device was told to read the slot.
+        self._event: Any = None  # Complete when the device has read the slot. None: the slot is free.
 
     def reserve(self, nbytes: int, *, is_pinned: bool) -> None:
-        """Wait until the device has read the slot, and make it at least `nbytes` long."""
+        """Wait until the device has read the slot. Enlarge the slot to `nbytes` or more."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -104,27 +104,27 @@ class Slot:
             self.array = self.memory.numpy()
 
     def keep_until(self, event: Any) -> None:
-        """Keep the slot as it is until `event`, which was recorded after all copies from it were started."""
+        """Make `reserve` wait for `event`, which was recorded after all copies from the slot were started."""
         self._event = event
 
 
 class Staging:
-    """Copies arrays to one device. All methods may be called from any thread.
+    """Pinned memory for copies to one device. All methods may be called from any thread.
 
     Copies run on the current stream of the thread that calls. On devices without streams, the copies are complete when
     a call returns.
 
-    The number of slots is the highest number of slots that had an owner at the same time, and at least three.
+    The number of slots is the highest number of slots that had an owner at the same time, and at least `_MIN_SLOTS`.
 
     Args:
-        slot_bytes: Bytes of a piece at most.
+        slot_bytes: Maximum size of a piece.
     """
 
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         self.device = device
         self._slot_bytes = slot_bytes
-        self._free = deque(Slot() for _ in range(_SLOTS))  # The first one was returned first.
-        self._slots = weakref.WeakSet(self._free)  # Also those that have an owner.
+        self._free = deque(Slot() for _ in range(_MIN_SLOTS))  # In the order in which the slots were returned.
+        self._slots = weakref.WeakSet(self._free)  # All slots, also those that have an owner.
         self._lock = threading.Lock()
         self._is_asynchronous = is_asynchronous(device)
 
@@ -137,10 +137,10 @@ class Staging:
     def take_slot(self, nbytes: int) -> Slot:
         """Return a slot of at least `nbytes` bytes that belongs to the caller until `return_slot`.
 
-        A slot whose owner drops it is freed.
+        A slot is freed if its owner drops it without `return_slot`.
         """
         with self._lock:
-            if self._free and len(self._slots) >= _SLOTS:
+            if self._free and len(self._slots) >= _MIN_SLOTS:
                 slot = self._free.popleft()
             else:
                 slot = Slot()
@@ -149,7 +149,7 @@ class Staging:
         return slot
 
     def return_slot(self, slot: Slot, event: Any) -> None:
-        """Take back a slot. `event` was recorded after the copies from it were started. None: they are complete."""
+        """Take back a slot. `event` was recorded after its copies were started. None: the copies are complete."""
         slot.keep_until(event)
         self._free.append(slot)
 
@@ -173,7 +173,7 @@ class Staging:
         return split_block(*self.send_block(arrays))
 
     def send_block(self, arrays: Sequence[Array]) -> tuple[torch.Tensor, Layout]:
-        """Copy arrays to one block of bytes on the device. Return the block, and where the arrays are in it."""
+        """Copy arrays to one block of bytes on the device. Return the block, and the positions of the arrays in it."""
         sources = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
         layout = find_layout(arrays)
         block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
@@ -185,15 +185,15 @@ class Staging:
         """Copy sources to places in `target`, which are bytes on the device.
 
         Args:
-            starts: First byte of every source in `target`, ascending.
-            fills: What copies bytes of a source into pinned memory.
-            sizes: Bytes of every source.
+            starts: Position of every source in `target`, ascending.
+            fills: For every source, the function that copies its bytes into pinned memory.
+            sizes: Size of every source in bytes.
         """
         for first, stop in self._split(starts, sizes):
             self._copy_piece(target, first, stop, starts, fills, sizes)
 
     def _split(self, starts: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the pieces of `target` in which the sources are sent. Bytes between sources are sent, too."""
+        """Return the start and the end of every piece of `target`. Bytes between sources are part of pieces, too."""
         if not sizes or sum(sizes) == 0:
             return []
         end = max(start + size for start, size in zip(starts, sizes, strict=True))
@@ -219,11 +219,11 @@ class Staging:
 
 
 def _make_fill(source: Bytes) -> Fill:
-    """Return the function that copies the bytes of an array."""
+    """Return the function that copies bytes of `source`."""
 
     def fill(piece: Bytes, start: int) -> None:
         part = source[start : start + piece.nbytes]
-        if piece.nbytes >= _MIN_PARALLEL_BYTES and source.flags.writeable:  # torch warns of other arrays.
+        if piece.nbytes >= _MIN_PARALLEL_BYTES and source.flags.writeable:  # torch warns of read-only arrays.
             torch.from_numpy(piece).copy_(torch.from_numpy(part))
         else:
             piece[:] = part
@@ -232,13 +232,13 @@ def _make_fill(source: Bytes) -> Fill:
 
 
 def find_layout(arrays: Sequence[Array]) -> Layout:
-    """Return where to store arrays."""
+    """Return the layout of arrays in a block."""
     return _make_layout(tuple([(array.dtype, array.shape) for array in arrays]))
 
 
 @functools.lru_cache
 def _make_layout(forms: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> Layout:
-    """Return the layout of arrays of some dtypes and shapes."""
+    """Return the layout of arrays with the dtypes and shapes `forms`."""
     parts = []
     start = 0
     for dtype, shape in forms:
@@ -248,13 +248,13 @@ def _make_layout(forms: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> La
 
 
 def split_block(block: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return the arrays of a layout as tensors that share the memory of `block`, which are bytes."""
+    """Return the arrays of a layout as tensors that share the memory of `block`, which has the dtype uint8."""
     typed: dict[torch.dtype, torch.Tensor] = {}
     tensors = []
     for _, dtype, shape, strides, first in layout.parts:
         if dtype not in typed:
             typed[dtype] = block.view(dtype)
-        # One operation in place of three: a slice, and views with another dtype and another shape.
+        # One operation instead of three: a slice, a view with another dtype, and a view with another shape.
         tensors.append(typed[dtype].as_strided(shape, strides, first))
     return tensors
 

@@ -1,7 +1,7 @@
-"""Words: rows of any dtype seen as rows of integers.
+"""Rows of any dtype as rows of words, which are integers of 1, 2, 4 or 8 bytes.
 
-torch does not index, compare or copy every dtype on every device. Integers of 1, 2, 4 and 8 bytes always work, and
-comparing them compares bits: NaN equals itself.
+torch cannot index, compare or copy every dtype on every device, but words always work. Comparing words compares bits:
+NaN equals itself.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _MAX_TYPED_BYTES = 256
+"""Rows up to this size are stored with their own dtype."""
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes that torch does not index or copy in groups, and those that stand for them."""
+"""Dtypes that torch cannot index or copy in groups, and the dtypes that replace them."""
 
 
 def choose_word(nbytes: int) -> torch.dtype:
@@ -22,9 +23,9 @@ def choose_word(nbytes: int) -> torch.dtype:
 
 
 def choose_stored_dtype(dtype: torch.dtype, nbytes: int) -> torch.dtype:
-    """Return the dtype in which rows of `nbytes` bytes are stored that are never compared.
+    """Return the dtype in which rows of `nbytes` bytes are stored, if they are never compared.
 
-    Long rows are stored as words, which are copied faster. Short ones keep their dtype, so that reading them needs no
+    Long rows are stored as words, which are copied faster. Short rows keep their dtype, so that reading them needs no
     conversion.
     """
     if nbytes > _MAX_TYPED_BYTES:
@@ -33,7 +34,7 @@ def choose_stored_dtype(dtype: torch.dtype, nbytes: int) -> torch.dtype:
 
 
 def as_words(tensor: torch.Tensor, rows: int, word: torch.dtype) -> torch.Tensor:
-    """Return a tensor as (rows, words of a row). The result shares memory with the tensor if that is contiguous."""
+    """Return a tensor as (rows, words of a row). The result shares the memory of a contiguous tensor if possible."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return tensor.new_empty((rows, 0), dtype=word)
@@ -46,7 +47,7 @@ def as_words(tensor: torch.Tensor, rows: int, word: torch.dtype) -> torch.Tensor
 
 
 def from_words(words: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return words as a tensor of `shape` and `dtype`. The result shares memory with `words`, which are contiguous."""
+    """Return contiguous `words` as a tensor of `shape` and `dtype`. The result shares the memory of `words`."""
     if words.numel() == 0:
         return words.new_empty(shape, dtype=dtype)
     if words.dtype != dtype:
@@ -55,7 +56,7 @@ def from_words(words: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) 
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy every source to its target. Tensors of the same dtypes are copied by one operation."""
+    """Copy every source to its target. One operation copies all tensors of the same dtypes."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype in _SIGNED:

@@ -13,7 +13,7 @@ import torch.utils.dlpack
 from holdall.delivery.staging import Staging, torch_dtype
 from holdall.device.tensors import TensorStep
 from holdall.errors import ArgumentError
-from holdall.schema import Leaf, Schema, Tree, channels_remedy, dtype_remedy, lacks_lane_axis
+from holdall.schema import Leaf, Schema, Tree, lacks_lane_axis, suggest_axis_order, suggest_dtype
 from holdall.store.step import Step, check_step
 
 _CUDA_IN_DLPACK = (2, 10)
@@ -22,10 +22,10 @@ _FLAG = Leaf("", (), np.dtype(np.bool_))
 
 
 def is_device_data(value: Any, device: torch.device) -> bool:
-    """Whether the first array of a nested value is data of a device, and no array of the host.
+    """Return whether the first array of a nested value is on a device. Otherwise it is an array of the host.
 
-    Tensors of the CPU count as arrays of the host, unless `device` is the CPU. Tensors on another device count as data
-    of a device, so that the error about them names both devices.
+    Tensors on the CPU count as arrays of the host, unless `device` is the CPU. Tensors on another device than `device`
+    count as data on a device, so that the later error names both devices.
     """
     while isinstance(value, Mapping | tuple) and len(value):
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
@@ -38,7 +38,7 @@ def is_device_data(value: Any, device: torch.device) -> bool:
 
 
 class TensorCheck:
-    """Checks arguments for a memory on one device. Nothing is cast, and nothing waits for the device."""
+    """Checks of arguments for a memory on one device. They cast nothing, and do not wait for the device."""
 
     def __init__(self, schema: Schema, device: torch.device) -> None:
         self._schema = schema
@@ -70,7 +70,7 @@ class TensorCheck:
         return self.send(step)
 
     def send(self, step: Step) -> TensorStep:
-        """Copy arrays that were checked to the device."""
+        """Return a copy of `step` on the device. Its arrays were checked."""
         extras = step.extras or ()
         arrays = [*step.obs, *step.action, step.reward, *step.next_obs, step.terminated, step.truncated, *extras]
         if step.valid is not None:
@@ -119,11 +119,11 @@ class TensorCheck:
         )
 
     def check_leaves(self, tree: Tree, value: Any, argument: str) -> list[torch.Tensor]:
-        """Return the tensors of one nested argument, lanes first."""
+        """Return a nested argument as tensors, one per leaf, lanes first."""
         return tree.flatten(value, (self._schema.num_envs,), argument, self.fit)
 
     def check_leaf(self, leaf: Leaf, value: Any, argument: str) -> torch.Tensor:
-        """Return one argument, lanes first."""
+        """Return an argument that is one leaf as a tensor, lanes first."""
         return self.fit(leaf, value, (self._schema.num_envs,), argument)
 
     def check_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
@@ -131,7 +131,7 @@ class TensorCheck:
         return self.fit(leaf, value, leading, argument, "one row per id")
 
     def find_numpy_dtype(self, tensor: torch.Tensor) -> np.dtype[Any]:
-        """Return NumPy's name of the dtype of rewards."""
+        """Return NumPy's counterpart of the dtype of rewards."""
         try:
             dtype: np.dtype[Any] = torch.empty(0, dtype=tensor.dtype).numpy().dtype
         except TypeError as error:
@@ -140,8 +140,8 @@ class TensorCheck:
             ) from error
         return dtype
 
-    def as_tensor(self, value: Any, called: str) -> torch.Tensor:
-        """Return a value as a tensor on the device."""
+    def as_tensor(self, value: Any, argument: str) -> torch.Tensor:
+        """Return a value as a tensor on the device. Raise ArgumentError if it is a tensor on another device."""
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
                 value = torch.utils.dlpack.from_dlpack(value)
@@ -150,8 +150,8 @@ class TensorCheck:
         tensor: torch.Tensor = value
         if tensor.device != self._device:
             raise ArgumentError(
-                f"{called} is on {tensor.device}, but the memory is on {self._device}. Pass "
-                f"{called}.to('{self._device}')."
+                f"{argument} is on {tensor.device}, but the memory is on {self._device}. Pass "
+                f"{argument}.to('{self._device}')."
             )
         return tensor
 
@@ -163,26 +163,27 @@ class TensorCheck:
         tensor = value if is_tensor else self.as_tensor(value, leaf.describe(argument))
         dtype = self._dtypes.get(leaf.dtype)
         if dtype is None:
-            dtype = self._dtypes[leaf.dtype] = torch_dtype(leaf.dtype)
+            dtype = torch_dtype(leaf.dtype)
+            self._dtypes[leaf.dtype] = dtype
         if tensor.requires_grad:
             tensor = tensor.detach()
         shape = tuple(tensor.shape)
         if tensor.dtype == dtype and shape == leading + leaf.shape:
             return tensor
-        called = leaf.describe(argument)
+        name = leaf.describe(argument)
         if tensor.dtype != dtype:
-            remedy = dtype_remedy(
+            remedy = suggest_dtype(
                 str(tensor.dtype).removeprefix("torch."),
                 leaf.dtype,
-                f"{called}.to({dtype})",
+                f"{name}.to({dtype})",
                 is_float=tensor.is_floating_point(),
                 is_reward=argument == "reward",
             )
-            raise ArgumentError(f"{called} has dtype {tensor.dtype}, expected {dtype}. holdall never casts. {remedy}")
+            raise ArgumentError(f"{name} has dtype {tensor.dtype}, expected {dtype}. holdall never casts. {remedy}")
         if lacks_lane_axis(shape, leading, leaf.shape) and axes == "the lanes":
             return tensor.reshape(leading + leaf.shape)
-        remedy = channels_remedy(shape, leaf.shape, "torch") or "pass a tensor of that shape"
+        remedy = suggest_axis_order(shape, leaf.shape, "torch") or "pass a tensor of that shape"
         raise ArgumentError(
-            f"{called} has shape {shape}, expected {leading + leaf.shape}: {axes}, then the space's {leaf.shape}; "
+            f"{name} has shape {shape}, expected {leading + leaf.shape}: {axes}, then the space's {leaf.shape}; "
             f"{remedy}"
         )

@@ -11,17 +11,17 @@ import numpy as np
 
 from holdall.batch import Batch, Draw
 from holdall.checks import require_count
-from holdall.delivery import Loader
 from holdall.delivery.batch_source import BatchSource
+from holdall.delivery.loader import Loader, return_unchanged
 from holdall.device.store import DeviceStore
 from holdall.sampling import Held, Sampler
 from holdall.store.closed import ClosedStore
 
 
 class DeviceBatchSource(BatchSource):
-    """Batches that are made on the device of a store. Samplers that the device does not know draw on the host.
+    """Batches that are made on the device of a store. Samplers without a version for devices draw on the host.
 
-    A loader needs no thread that reads rows: it starts the work of the device, and continues.
+    A loader only starts the operations of the device, and does not wait for them.
     """
 
     def __init__(self, store: DeviceStore, sampler: Sampler, generator: np.random.Generator) -> None:
@@ -29,7 +29,7 @@ class DeviceBatchSource(BatchSource):
         self._store: DeviceStore | ClosedStore = store
 
     def sample(self, count: int) -> Batch:
-        """See `BatchSource`. One transition is enough, because counting them can wait for the device."""
+        """See `BatchSource`. One transition is enough, because counting transitions may wait for the device."""
         with self.lock:
             return self._store.sample(self.sampler, count, self.generator)
 
@@ -49,12 +49,12 @@ class DeviceBatchSource(BatchSource):
     def load(self, count: int, prefetch: int, device: str | None = None) -> Loader:
         """See `BatchSource`."""
         del device
-        return Loader(lambda: partial(_return, self.sample(count)), _return, prefetch)
+        return Loader(lambda: partial(return_unchanged, self.sample(count)), return_unchanged, prefetch)
 
     def load_draws(self, draw: Callable[[], Draw], prefetch: int, device: str | None = None) -> Loader:
         """See `BatchSource`."""
         del device
-        return Loader(lambda: partial(_return, self.deliver(draw())), _return, prefetch)
+        return Loader(lambda: partial(return_unchanged, self.deliver(draw())), return_unchanged, prefetch)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """See `BatchSource`."""
@@ -73,8 +73,3 @@ class DeviceBatchSource(BatchSource):
         """See `BatchSource`."""
         self._store = ClosedStore(reason)
         self.lock = threading.RLock()
-
-
-def _return(value: Any) -> Any:
-    """Return the argument: the batch is complete."""
-    return value

@@ -1,14 +1,15 @@
 """Fields of a memory on a device: tensors of rows, and observations of which every slice is stored once.
 
-Tick `t` of a field is stored at index `t % slots`. There are more slots than ticks that are held, so a tick that is
-being written, or whose writing was interrupted, overwrites nothing that is held.
+Tick `t` of a field is stored in slot `t % slots`. There are more slots than held ticks, so a tick that is written, or
+whose writing was interrupted, overwrites no held tick. A cell is the index of a transition: `slot * lanes + lane`.
 
-Most observations are the next observation of the tick before, or overlap it. The device compares them, so nothing waits
-for the device, and the host does not know how many slices a tick wrote. It counts with the worst case, see `TickRing`.
+Most observations are the next observation of the tick before, or overlap it. The device compares them, and the host
+does not wait for the result. So the host does not know how many slices a tick has written, and assumes the worst case,
+see `TickRing`.
 
-A tick is written in two steps. `ObservationField.place` has all operations that depend on what the device finds. They
-can be captured in a CUDA graph. Rows whose place the host knows are then copied there, all of them together: each field
-lists its tensors of rows by slot, and the new rows for them.
+A tick is written in two steps. `ObservationField.place` has all operations that depend on the comparison. They can be
+captured in a CUDA graph. All other rows are then copied together: `list_by_slot` returns the tensors to copy to, and
+`list_new` the new rows for them.
 
 Writing a tick twice gives the same result as writing it once.
 """
@@ -30,11 +31,11 @@ PLACE_BYTES = 4
 
 
 class Clock(NamedTuple):
-    """Where some ticks are written, as tensors of indices."""
+    """The slots of ticks that are written, as tensors of indices."""
 
     ticks: int  # Number of ticks.
     before: torch.Tensor  # (ticks,): slot of the tick before each tick.
-    heads: torch.Tensor  # (ticks + 1,): where `heads` has the number of slices before each tick, and after the last.
+    heads: torch.Tensor  # (ticks + 1,): slot of each tick, and of the tick after the last one. Indices of `heads`.
 
 
 class RowField:
@@ -65,17 +66,17 @@ class RowField:
         return self._rows.nbytes
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
-        """Return the rows in some cells: slot * lanes + lane."""
+        """Return the rows in `cells`."""
         return self.convert(self._rows.index_select(0, cells))
 
     def convert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows with the dtype and shape of the field. `rows` were read from its memory."""
+        """Return rows with the dtype and shape of the field. `rows` have the dtype in which they are stored."""
         if rows.dtype == self._dtype:
             return rows
         return from_words(rows, self._dtype, (rows.shape[0], *self.leaf.shape))
 
     def put(self, cells: torch.Tensor, rows: torch.Tensor, order: torch.Tensor) -> None:
-        """Overwrite the rows in some cells, all of them different, with `rows` in some order."""
+        """Overwrite the rows in `cells` with `rows[order]`. All cells must be different."""
         if len(cells):
             words = as_words(rows, len(rows), self._stored).index_select(0, order)
             self._rows[cells] = words.view(len(cells), *self._rows.shape[1:])
@@ -85,7 +86,7 @@ class FlagField:
     """Several flags per transition.
 
     Attributes:
-        by_slot: Each of the flags, (slots, lanes).
+        by_slot: One tensor per flag, (slots, lanes).
     """
 
     def __init__(self, count: int, lanes: int, slots: int, device: torch.device) -> None:
@@ -98,23 +99,24 @@ class FlagField:
         return self._flags.nbytes
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
-        """Return the flags in some cells, (flags, cells)."""
+        """Return the flags in `cells`, (flags, cells)."""
         return self._flags.index_select(1, cells)
 
     def put(self, cells: torch.Tensor, flags: torch.Tensor) -> None:
-        """Overwrite the flags in some cells, (flags, cells), all of the cells different."""
+        """Overwrite the flags in `cells` with `flags`, (flags, cells). All cells must be different."""
         self._flags[:, cells] = flags
 
 
 class ObservationField(ABC):
     """The observations of one leaf. Immutable, except for the contents of its tensors.
 
-    Places are kept in `starts`, (2, slots * lanes) int32: where the observation and the next observation of a
-    transition begin. `starts` belongs to the caller.
+    Slices are in a ring buffer, and the place of a slice is its index there. `starts`, (2, cells) int32, says where the
+    observation and the next observation of every transition are stored. `starts` belongs to the caller.
 
     Attributes:
         window: How an observation is cut into slices.
-        heads: Number of the last slice in the ring buffer of slices before tick t, at index t % slots.
+        heads: Position in the ring buffer before tick t, at index t % slots. Positions are counted without wrapping: a
+            `WholeField` stores the number of the last slice that was written, a `WindowField` that of the next slice.
         uses_next: Whether `place` uses next observations.
     """
 
@@ -131,12 +133,12 @@ class ObservationField(ABC):
     @property
     @abstractmethod
     def places(self) -> int:
-        """Slices that fit into the ring buffer."""
+        """Number of slices that fit into the ring buffer."""
 
     @property
     @abstractmethod
     def max_new_slices(self) -> int:
-        """Slices that one tick may write to the ring buffer."""
+        """Maximum number of slices that one tick writes to the ring buffer."""
 
     @property
     def slice_bytes(self) -> int:
@@ -145,26 +147,26 @@ class ObservationField(ABC):
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of everything else on the device."""
+        """Bytes of all other tensors on the device."""
         return self.heads.nbytes
 
     @abstractmethod
     def place(
         self, clock: Clock, starts: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, *, has_previous: bool
     ) -> torch.Tensor:
-        """Find or make places for the observations of some ticks, (ticks, lanes, ...). Return what `list_new` needs.
+        """Find or make places for the observations of some ticks, (ticks, lanes, ...). Return them for `list_new`.
 
-        There must be room for the most slices that the ticks may need. `has_previous` says whether the tick before
-        the first one was written.
+        There must be room for `max_new_slices` of every tick. `has_previous` says whether the tick before the first one
+        was written.
         """
 
     @abstractmethod
     def list_by_slot(self, starts: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors whose rows are still to be written after `place`, (slots, lanes, ...) each."""
+        """Return the tensors whose rows are copied after `place`, (slots, lanes, ...) each."""
 
     @abstractmethod
     def list_new(self, places: torch.Tensor, next_obs: torch.Tensor) -> list[torch.Tensor]:
-        """Return the new rows for the tensors of `list_by_slot`, if `place` returned `places`."""
+        """Return the new rows for the tensors of `list_by_slot`. `places` is the result of `place`."""
 
     @abstractmethod
     def read(self, starts: torch.Tensor) -> torch.Tensor:
@@ -179,11 +181,11 @@ class ObservationField(ABC):
 
 
 class WholeField(ObservationField):
-    """Observations that are stored whole. `starts` are places of observations.
+    """Observations that are stored whole, so an observation is one slice. `starts` has the places of observations.
 
     The next observation of every transition has a fixed place. The observation of the following tick usually equals it
-    and has the same place. All other observations, such as the first ones of episodes, are stored in a ring buffer. In
-    `slices`, the ring buffer is followed by the next observations of all cells.
+    and has the same place. All other observations, such as the first ones of episodes, are stored in the ring buffer.
+    `_slices` has the ring buffer, followed by the next observations of all cells.
     """
 
     uses_next = False
@@ -195,7 +197,7 @@ class WholeField(ObservationField):
         next_slices = slices[self._places :]
         self._next_words = next_slices.view(slots, -1)
         self._next_by_slot = from_words(next_slices, self._dtype, (slots, lanes, *leaf.shape))
-        # Places of the next observations of slot 0. Those of slot s are s * lanes further on.
+        # Places of the next observations of slot 0. The places of slot s are greater by s * lanes.
         self._first_places = torch.arange(self._places, self._places + lanes, device=slices.device)
 
     @classmethod
@@ -238,7 +240,7 @@ class WholeField(ObservationField):
         numbers = is_new.cumsum(0) + self.heads.index_select(0, clock.heads[:1])
         before = torch.add(self._first_places, clock.before.unsqueeze(1), alpha=lanes)
         places = torch.where(is_new, numbers % self._places, before.view(-1))
-        # An observation that has the place of a next observation is written there again, with the same bits.
+        # An observation that shares the place of a next observation is written to it again, with the same bits.
         if ticks > 1:
             self._next_words.index_copy_(0, clock.heads[:-1], next_rows.view(ticks, -1))
         self._slices.index_copy_(0, places, rows)
@@ -273,9 +275,9 @@ class WholeField(ObservationField):
 class WindowField(ObservationField):
     """Observations that are stored as slices of a window.
 
-    Every lane has a log: a ring buffer of places of slices, in the order in which observations used them. The first
-    `window.count` entries of the ring buffer are repeated after its end, so the entries of an observation always follow
-    each other. `starts` are positions in the logs of all lanes, one after another.
+    Every lane has a log: a second ring buffer, with the places of slices in the order in which observations use them.
+    Its first `window.count` entries are repeated after its end, so that the entries of an observation are contiguous.
+    The logs of all lanes are stored one after another, and `starts` has positions in them.
     """
 
     uses_next = True
@@ -327,11 +329,11 @@ class WindowField(ObservationField):
 
     @property
     def max_new_entries(self) -> int:
-        """Entries that one tick may write to the log of a lane."""
+        """Maximum number of entries that one tick writes to the log of a lane."""
         return 2 * self.window.count
 
     def count_entries(self, starts: torch.Tensor, first_slot: int, last_slot: int) -> torch.Tensor:
-        """Return how many entries the longest log has, from the first to the last slot that is held."""
+        """Return how many entries of the longest log belong to the ticks from `first_slot` to `last_slot`."""
         by_slot = starts.view(2, -1, self._lanes)
         entries = by_slot[1, last_slot] + self.window.count - by_slot[0, first_slot]
         return (entries % self.log_length).max().to(torch.int64)
@@ -357,7 +359,7 @@ class WindowField(ObservationField):
         if not has_previous:
             continues[:lanes] = False
         overlaps = (slices[:, shift:] == next_slices[:, : count - shift]).flatten(1).all(1)
-        old = continues * count  # Slices of the observation that the log has already.
+        old = continues * count  # Slices of the observation that are in the log already.
         new = 2 * count - overlaps * (count - shift) - old
         ends = self.heads.index_select(0, clock.heads[:1]) + new.cumsum(0)
         by_tick = new.view(ticks, lanes)
@@ -367,7 +369,7 @@ class WindowField(ObservationField):
         self._write_log(lane_firsts.view(rows), ends - new, new, ticks)
         both = torch.stack([lane_firsts.view(rows) - old, lane_firsts.view(rows) + new - count])
         both = (both.view(2, ticks, lanes) % self.log_length) + self._lane_starts
-        # Slices that were there before are written to their own places again, with the same bits.
+        # Old slices are written to their places again, with the same bits.
         places = self._find_places(both.view(-1)).to(torch.int64)
         self._slices.index_copy_(0, places, both_slices.reshape(len(places), -1))
         self.heads.index_copy_(0, clock.heads[1:], ends.view(ticks, lanes)[:, -1])
@@ -382,11 +384,11 @@ class WindowField(ObservationField):
         return list(places.unbind(0))
 
     def _write_log(self, positions: torch.Tensor, serials: torch.Tensor, counts: torch.Tensor, ticks: int) -> None:
-        """Append to the logs: for every lane of every tick, `counts` slices that are numbered from `serials` on."""
+        """Write to the logs at `positions`: for each lane of each tick, `counts` slices with numbers from `serials`."""
         in_log = (positions.unsqueeze(1) + self._new_positions) % self.log_length
         entries = (in_log.view(ticks, self._lanes, -1) + self._lane_starts.unsqueeze(1)).view(in_log.shape)
         if ticks > 1:
-            # Entries after the last one belong to the next tick. Of the last tick they are free, and stay unused.
+            # Entries after the last new one belong to the next tick. The unused last entry is written instead.
             entries = torch.where(self._new_positions < counts.unsqueeze(1), entries, len(self._log) - 1)
         places = (serials.unsqueeze(1) + self._new_positions) % self.places
         self._log.index_copy_(0, entries.view(-1), places.to(torch.int32).view(-1))
@@ -394,7 +396,7 @@ class WindowField(ObservationField):
         by_lane[:, self.log_length :] = by_lane[:, : self.window.count]
 
     def _find_places(self, starts: torch.Tensor) -> torch.Tensor:
-        """Return the places of the slices of some observations, one observation after another."""
+        """Return the places of all slices of the observations that begin at `starts`."""
         return self._log.index_select(0, (starts.unsqueeze(1) + self._positions).view(-1))
 
     def read(self, starts: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""PlaceGraph: all operations that find places for the observations of one tick, captured in a CUDA graph.
+"""PlaceGraph: the operations that find places for the observations of one tick, captured in a CUDA graph.
 
-These are a few dozen small operations. Starting them one by one takes the host longer than the device needs to run
-them. A graph starts all of them at once.
+The host would need longer to start these few dozen small operations one by one than the device needs to run them. A
+graph starts all of them at once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from holdall.device.tensors import Tensors, TensorStep
 
 
 class PlaceGraph:
-    """Finds places for single ticks, without an axis of time. See `Tensors.place`.
+    """CUDA graph that finds places for single ticks, without an axis of time. See `Tensors.place`.
 
-    The constructor raises RuntimeError if the capture fails. Nothing is written then.
+    The constructor captures the graph, and writes nothing. It raises RuntimeError if the capture fails.
 
     Attributes:
-        tensors: The tensors that are written to. The graph is of no use for any others.
+        tensors: The tensors that the graph reads and writes. It cannot be used for other tensors.
     """
 
     def __init__(self, tensors: Tensors, step: TensorStep) -> None:
         self.tensors = tensors
-        self._inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._list(step)]
+        self._inputs = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._list_inputs(step)
+        ]
         parts = iter(self._inputs)
         obs = tuple(next(parts) for _ in step.obs)
         next_obs = tuple(
@@ -42,24 +44,24 @@ class PlaceGraph:
             _pause_garbage_collection(),
         ):
             places = tensors.place(inputs, 1, has_previous=True)
-            # Places of one tick, without an axis of time.
-            self._places = [found.squeeze(-2) for found in places]
+            # The axis of time is removed.
+            self._places = [place.squeeze(-2) for place in places]
 
-    def _list(self, step: TensorStep) -> list[torch.Tensor]:
+    def _list_inputs(self, step: TensorStep) -> list[torch.Tensor]:
         """Return the tensors of a step that the graph reads."""
         fields = self.tensors.fields
         return [*step.obs, *[rows for field, rows in zip(fields, step.next_obs, strict=True) if field.uses_next]]
 
     def place(self, step: TensorStep) -> list[torch.Tensor]:
         """Find places for the observations of the next tick. The next call overwrites the returned tensors."""
-        copy_all(self._inputs, self._list(step))
+        copy_all(self._inputs, self._list_inputs(step))
         self._graph.replay()
         return self._places
 
 
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Return a context in which no garbage is collected: freeing memory of the device would end the capture."""
+    """Disable garbage collection within the context. Freeing memory of the device would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

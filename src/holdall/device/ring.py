@@ -1,8 +1,8 @@
 """TickRing: the newest ticks of a memory on a device, and the room for the next ones.
 
-How many slices a tick writes is known only to the device. The device reports how many are in use, and the report
-arrives while more ticks are written. Until then, every tick counts with the most slices that it may have written. The
-host waits for a report only if that leaves no room, and grows the tensors only if there is none.
+Only the device knows how many slices a tick has written. It reports how many slices are in use, and the report arrives
+while more ticks are written. Until then, the host assumes the maximum number of slices for every tick. It waits for a
+report only if there would be no room under this assumption, and grows the tensors only if the report shows no room.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from holdall.schema import Schema
 _WARM_UP_TICKS = 4
 """Ticks that are written before a CUDA graph is captured."""
 _RETRY_TICKS = 1024
-"""Ticks that are written before capturing is tried again."""
+"""Ticks that are written after a failed capture, before the next attempt."""
 _LOG = logging.getLogger("holdall")
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of observations that are written at once."""
+"""Maximum size of the observations that are written at once."""
 
 
 class _Report(NamedTuple):
-    """What the device says, or will say, of the slices in use."""
+    """How many slices are in use, copied from the device to the host."""
 
-    tick: int  # The tick before which that was true.
-    used: torch.Tensor  # On the host, see `Tensors.measure`.
-    event: Any  # Recorded after the report was copied to the host. None if it is there.
+    tick: int  # `next_tick` at the time of the measurement.
+    used: torch.Tensor  # Result of `Tensors.measure`, on the host.
+    event: Any  # Complete when `used` has arrived on the host. None if it has arrived already.
 
     @property
     def has_arrived(self) -> bool:
@@ -45,9 +45,9 @@ class TickRing:
 
     Attributes:
         tensors: All fields.
-        next_tick: Number of the tick that is written next. A tick counts when this was increased.
+        next_tick: Number of the tick that is written next. It is increased when a tick was written completely.
         base_tick: Number of the first tick that was ever written.
-        masked_tick: Newest tick that may have entries that are not transitions, or -1.
+        masked_tick: Newest tick that may have entries that are not transitions. -1 if there is none.
     """
 
     def __init__(self, schema: Schema, plan: TensorPlan, device: torch.device, first_tick: int) -> None:
@@ -56,16 +56,16 @@ class TickRing:
         self.next_tick = first_tick
         self.masked_tick = -1
         self._capacity_ticks = plan.capacity_ticks
-        self._floor_tick = first_tick  # Older ticks are not held.
+        self._floor_tick = first_tick  # Lower bound of `first_tick`.
         self._device = device
         self._is_asynchronous = is_asynchronous(device)
         tick_bytes = schema.num_envs * sum(leaf.nbytes for leaf in schema.observation.leaves)
         self._chunk_ticks = min(max(1, _CHUNK_BYTES // max(1, tick_bytes)), plan.capacity_ticks)
-        self._is_counted = True  # Whether the device has the same `next_tick`. False after an interrupt.
+        self._is_clock_right = True  # Whether the device has the same `next_tick`. False after an interrupt.
         self._graph: PlaceGraph | None = None
-        self._eager_ticks = _WARM_UP_TICKS  # Ticks that are written before a graph is captured.
+        self._eager_ticks = _WARM_UP_TICKS  # Ticks that are still written before a graph is captured.
         self._pending: _Report | None = None
-        self._room_end = first_tick  # There is certainly room for all ticks before this one.
+        self._room_end = first_tick  # There is room for all ticks before this tick, even in the worst case.
         self._take_report(self._start_report())
 
     @property
@@ -74,7 +74,7 @@ class TickRing:
         return max(self._floor_tick, self.next_tick - self._capacity_ticks)
 
     def write(self, step: TensorStep) -> None:
-        """Write ticks. After an interrupt, the first of them are held, each of them complete."""
+        """Write ticks. After an interrupt, some of the first ticks are held, each of them complete."""
         written = 0
         count = len(step.reward)
         while written < count:
@@ -90,9 +90,9 @@ class TickRing:
             return
         if step.valid is not None:
             self.masked_tick = self.next_tick
-        self._begin()
+        self._begin_writing()
         self.tensors.write_placed(step, self.next_tick, graph.place(step))
-        self._end(1)
+        self._end_writing(1)
 
     def _find_graph(self, step: TensorStep) -> PlaceGraph | None:
         """Return a graph that can write `step`, and make room for it. Return None if there is no such graph."""
@@ -108,31 +108,31 @@ class TickRing:
                 self._graph = PlaceGraph(tensors, step)
             except RuntimeError as error:
                 # Something else in this thread disturbed the capture. Without a graph, writing is only slower.
-                _LOG.info("capturing a CUDA graph failed: %s", error)
+                _LOG.info("A CUDA graph could not be captured: %s", error)
                 self._eager_ticks = _RETRY_TICKS
                 return None
         return self._graph
 
     def _write_chunk(self, step: TensorStep, ticks: int) -> None:
-        # Only one slot is free. The ticks that several new ticks overwrite are evicted first.
+        # One slot is free. If several ticks are written, evict the ticks that they overwrite first.
         if ticks > 1:
             self._floor_tick = max(self._floor_tick, self.next_tick + ticks - self._capacity_ticks)
         if step.valid is not None:
             self.masked_tick = self.next_tick + ticks - 1
-        self._begin()
+        self._begin_writing()
         self.tensors.write(step, self.next_tick, has_previous=self.next_tick > self.base_tick)
-        self._end(ticks)
+        self._end_writing(ticks)
 
-    def _begin(self) -> None:
+    def _begin_writing(self) -> None:
         """Prepare the device to write the next tick."""
-        if not self._is_counted:
+        if not self._is_clock_right:
             self.tensors.set_next_tick(self.next_tick)
-        self._is_counted = False
+        self._is_clock_right = False
 
-    def _end(self, ticks: int) -> None:
-        """Count ticks that were written."""
+    def _end_writing(self, ticks: int) -> None:
+        """Record that `ticks` ticks were written."""
         self.next_tick += ticks
-        self._is_counted = True
+        self._is_clock_right = True
 
     # ---------------------------------------------------------------- room
 
@@ -148,7 +148,7 @@ class TickRing:
         return min(room, wanted, self._chunk_ticks)
 
     def _wait_for_room(self) -> int:
-        """Wait for a report, and grow the tensors if there is no room. Return the room, which is at least one tick."""
+        """Wait for a report, and grow the tensors if there is no room. Return the room in ticks, at least one."""
         if self._pending is not None:
             self._take_report(self._pending)
         if self._count_room() < 1:
@@ -163,8 +163,9 @@ class TickRing:
             self.tensors = self.tensors.grow(self._used, self.first_tick)
         except torch.OutOfMemoryError as error:
             raise ArgumentError(
-                f"store_device ({self._device}) has no room for more observations that no other step shares ({error}). "
-                "Nothing was added. Save the memory, and load it with a lower capacity."
+                f"store_device ({self._device}) has no memory for further observations that share nothing with other "
+                f"steps ({error}). The remaining steps of this call were not added. Save the memory, and load it with "
+                "a lower capacity."
             ) from error
         _LOG.info("The room for observations on %s was enlarged. Capture CUDA graphs of sample() again.", self._device)
 
@@ -173,7 +174,7 @@ class TickRing:
         return self._room_end - self.next_tick
 
     def _take_report(self, report: _Report) -> None:
-        """Wait for a report, and use it."""
+        """Wait for a report, and compute the room from it."""
         if report.event is not None:
             report.event.synchronize()
         self._used = report.used
@@ -181,7 +182,7 @@ class TickRing:
         self._pending = None
 
     def _start_report(self) -> _Report:
-        """Ask the device for a report."""
+        """Make the device measure the slices in use, and copy the result to the host."""
         used = self.tensors.measure(self.next_tick, self.first_tick)
         if not self._is_asynchronous:
             return _Report(self.next_tick, used.cpu(), None)

@@ -1,13 +1,13 @@
 """DeviceRollout: the steps of one rollout on a torch device.
 
     add     -> TensorCheck -> rows                    does not wait for the device
-    finish  -> advantages, from the last step back
+    finish  -> advantages, from the last step to the first
     gather  -> index_select
 
 `RolloutMemory` checks the order of the calls. Every call may be repeated if it was interrupted.
 
-Guarantee: minibatches have, bit for bit, what `add` was given. Advantages equal those of the host to the last bit,
-because every product and every sum is rounded by itself, in the same order.
+Guarantee: minibatches have, bit for bit, the values that were passed to `add`. Advantages equal those of the host to
+the last bit, because the same products and sums are computed in the same order, each of them rounded on its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ESTIMATES = ("value", "log_prob", "advantage", "returns")
 _NUMBER = Leaf("", (), np.dtype(np.float32))
 _FLAG = Leaf("", (), np.dtype(np.bool_))
 _FIRST_FINAL_STEPS = 4
-"""Steps in which every lane may be truncated before the store asks the device how many were."""
+"""Steps for whose final observations there is room at first, if every lane is truncated in each of them."""
 
 
 class DeviceRollout:
@@ -43,8 +43,8 @@ class DeviceRollout:
         self._device = find_device(str(device))
         self._check = TensorCheck(schema, self._device)
         self._staging = Staging(self._device)
-        self._reward: torch.Tensor | None = None  # Made at the first step, which sets the dtype.
-        self._valid: torch.Tensor | None = None  # None: all lanes made all steps.
+        self._reward: torch.Tensor | None = None  # Allocated at the first step, whose rewards set the dtype.
+        self._valid: torch.Tensor | None = None  # None: every lane made every step.
         try:
             self._allocate()
         except torch.OutOfMemoryError as error:
@@ -54,7 +54,7 @@ class DeviceRollout:
             ) from error
 
     def _allocate(self) -> None:
-        """Take all memory that has a fixed size."""
+        """Allocate all memory that has a fixed size."""
         schema = self._schema
         self._obs = [self._new_rows(leaf) for leaf in schema.observation.leaves]
         self._actions = [self._new_rows(leaf) for leaf in schema.action.leaves]
@@ -95,8 +95,8 @@ class DeviceRollout:
     ) -> None:
         """Write one step. If an argument does not fit, raise ArgumentError and write nothing.
 
-        `obs` is None if `observe` was given the observations. A final observation that is missing is an error of
-        `finish`, because only the device knows which episodes were truncated.
+        `obs` is None if `observe` has written the observations. `finish` raises the error about missing final
+        observations, because only the device knows which episodes were truncated.
         """
         check = self._check
         schema = self._schema
@@ -139,7 +139,7 @@ class DeviceRollout:
         return self._check.check_leaf(Leaf("", (), self._check.find_numpy_dtype(known)), rewards, "reward")
 
     def _check_numbers(self, value: Any, count: int, argument: str) -> torch.Tensor:
-        """Return the output of a network, (n,) or (n, 1) float32."""
+        """Return the output of a network, (n,) or (n, 1) float32, as (n,)."""
         numbers = self._check.as_tensor(value, argument).detach()
         if numbers.dtype != torch.float32:
             raise ArgumentError(
@@ -196,11 +196,11 @@ class DeviceRollout:
             later = torch.add(deltas[step], decays[step] * later, out=advantages[step])
         torch.add(advantages, values, out=self._estimates["returns"][:steps])
 
-    def ends(self, steps: int) -> NDArray[np.bool_]:
+    def find_ends(self, steps: int) -> NDArray[np.bool_]:
         """Return where episodes ended: (steps, lanes)."""
         return np.asarray(self._ends[:steps].cpu().numpy() != 0)
 
-    def held(self, steps: int) -> NDArray[np.bool_]:
+    def find_valid(self, steps: int) -> NDArray[np.bool_]:
         """Return which lanes made a step: (steps, lanes)."""
         if self._valid is None:
             return np.ones((steps, self._lanes), np.bool_)
@@ -209,7 +209,7 @@ class DeviceRollout:
     def gather(self, places: NDArray[np.int64], *, padded: bool) -> list[torch.Tensor]:
         """Return rows of all fields: observations, actions, extras, the reward, `ESTIMATES`, and a mask if `padded`.
 
-        A negative place gives zeros.
+        If `padded`, places may be negative: their rows are zeros, and the mask is False.
         """
         wanted = self._staging.send([places])[0]
         is_real = wanted >= 0
@@ -225,7 +225,7 @@ class DeviceRollout:
         return [*picked, is_real] if padded else picked
 
     def reset(self) -> None:
-        """Forget the rollout. Its memory is that of the next one."""
+        """Forget the rollout. The next rollout uses the same memory."""
         if self._valid is not None:
             self._valid.fill_(True)
 
@@ -243,21 +243,23 @@ class DeviceRollout:
             rows["reward"] = self._reward
         rows |= {"ends": self._ends, **self._estimates}
         finding = f"rows on {self._device}"
-        fields = [FieldReport(name, 0, 0, r.nbytes, r[:steps].nbytes, finding) for name, r in rows.items()]
+        fields = []
+        for name, tensor in rows.items():
+            fields.append(FieldReport(name, 0, 0, tensor.nbytes, tensor[:steps].nbytes, finding))
         return [*fields, FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, finding)]
 
 
 class _FinalRows:
     """Final observations of truncated episodes, in the order of steps and lanes.
 
-    Only the device knows which lanes were truncated, so the device places their rows side by side. The last row takes
-    the rows of all other lanes.
+    Only the device knows which lanes were truncated. It stores the rows of these lanes one after another, and writes
+    the rows of all other lanes to the last row, which is never read.
     """
 
     def __init__(self, leaves: tuple[Leaf, ...], num_steps: int, lanes: int, device: torch.device) -> None:
         self._lanes = lanes
         self._room = _FIRST_FINAL_STEPS * lanes
-        self._known = (0, 0)  # A step, and how many rows there are before it.
+        self._known = (0, 0)  # A step, and the number of rows before it, which the host knows.
         self._rows = [
             torch.zeros((self._room + 1, *leaf.shape), dtype=torch_dtype(leaf.dtype), device=device) for leaf in leaves
         ]
@@ -275,7 +277,7 @@ class _FinalRows:
         self._counts[step + 1] = self._counts[step]
 
     def append(self, step: int, is_wanted: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Store the rows of the lanes that are wanted."""
+        """Store the rows of the lanes where `is_wanted`."""
         self._reserve(step)
         ranks = is_wanted.cumsum(0)
         positions = torch.where(is_wanted, self._counts[step] + ranks - 1, self._room)
@@ -285,9 +287,9 @@ class _FinalRows:
         self._counts[step + 1] = self._counts[step] + ranks[-1]
 
     def _reserve(self, step: int) -> None:
-        """Make room for all lanes of a step. Waits for the device if only it knows whether there is room."""
+        """Make room for all lanes of a step. Wait for the device only if there may be no room."""
         known_step, count = self._known
-        if step < known_step:  # Another rollout.
+        if step < known_step:  # A new rollout has begun.
             known_step = 0
             count = 0
             self._known = (0, 0)
@@ -307,7 +309,7 @@ class _FinalRows:
         return longer
 
     def count(self, steps: int) -> int:
-        """Return how many rows the first `steps` steps have. Waits for the device."""
+        """Return the number of rows of the first `steps` steps. Waits for the device."""
         return int(self._counts[steps])
 
     def read(self, steps: int) -> list[torch.Tensor]:
@@ -316,5 +318,5 @@ class _FinalRows:
         return [rows[:count].clone() for rows in self._rows]
 
     def find_places(self, steps: int) -> torch.Tensor:
-        """Return step * lanes + lane of every row."""
+        """Return `step * lanes + lane` of every row."""
         return self._places[: self.count(steps)]

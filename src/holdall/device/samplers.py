@@ -1,8 +1,8 @@
-"""Samplers that draw on the device, without waiting for it.
+"""Samplers that draw on the device. The host does not wait for the device.
 
-Given the same first steps, `NStep` and `Sequence` return what they return on the host, bit for bit. Only the random
+For the same first steps, `NStep` and `Sequence` return the same values as on the host, bit for bit. Only the random
 numbers differ, because the device draws them. Uniform draws, n-step returns and sequences can be captured in a CUDA
-graph: every replay draws from what is held then, with random numbers of torch's own generator.
+graph: every replay draws from the transitions that are held at that moment, with torch's own generator.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdall.errors import ArgumentError
 from holdall.sampling import NStep, Prioritized, Sequence, Uniform
 
 _MAX_SCALED = 1e280
-"""Scaled priorities up to this can be added up for any memory."""
+"""Maximum scaled priority. The sum of any memory's priorities is then finite."""
 _MAX_RANDOM = 2**63 - 1
 _BATCHES_OF_WEIGHTS = 16
-"""Batches whose weights are made at once, if all of them are 1."""
+"""Number of batches whose weights are made by one operation, if all weights are 1."""
 
 
-class Shelf(Protocol):
-    """What a sampler sees of a store on a device."""
+class SampledStore(Protocol):
+    """The part of a store on a device that samplers use."""
 
     @property
     def tensors(self) -> Tensors:
@@ -33,7 +33,7 @@ class Shelf(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The torch device."""
 
     @property
     def lanes(self) -> int:
@@ -53,7 +53,7 @@ class Shelf(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Most ids that are ever held."""
+        """Maximum number of ids that are held."""
 
     @property
     def all_valid(self) -> bool:
@@ -64,7 +64,7 @@ class Shelf(Protocol):
 
 
 class DeviceDraw(NamedTuple):
-    """The recipe of a batch, see `holdall.batch.Draw`, as tensors on the device."""
+    """A draw as tensors on the device, see `holdall.batch.Draw`."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -75,33 +75,33 @@ class DeviceDraw(NamedTuple):
 
 
 def can_draw_on_device(sampler: Any) -> bool:
-    """Whether `DeviceSampler` knows a sampler."""
+    """Return whether `DeviceSampler` can draw for `sampler`."""
     by = getattr(sampler, "by", sampler)
     is_composed = type(sampler) is NStep or (type(sampler) is Sequence and sampler.stride == 1)
     return (sampler is by or is_composed) and type(by) in {Uniform, Prioritized}
 
 
 class DeviceSampler:
-    """Draws for one sampler from one store. Not thread-safe.
+    """Version of a sampler that draws from a store on a device. Not thread-safe.
 
     Attributes:
-        priorities: Priorities of the transitions; None for samplers without priorities.
+        priorities: Priorities of the transitions. None for samplers without priorities.
     """
 
-    def __init__(self, sampler: Any, shelf: Shelf) -> None:
+    def __init__(self, sampler: Any, store: SampledStore) -> None:
         self._sampler = sampler
-        self._shelf = shelf
-        self._generator = torch.Generator(shelf.device)
+        self._store = store
+        self._generator = torch.Generator(store.device)
         self._constants: dict[Any, torch.Tensor] = {}
         self._weights: list[torch.Tensor] = []  # Weights of the next batches. Each of them is returned once.
         self._is_capturing = False
         by = getattr(sampler, "by", sampler)
-        self.priorities = Priorities(by, shelf) if type(by) is Prioritized else None
+        self.priorities = Priorities(by, store) if type(by) is Prioritized else None
 
     def draw(self, count: int, seed: int, *, is_capturing: bool) -> DeviceDraw:
-        """Draw a recipe. `is_capturing` says whether a CUDA graph is being captured. `seed` has no effect then."""
+        """Draw `count` rows. `is_capturing` says whether a CUDA graph is captured: then `seed` is ignored."""
         self._is_capturing = is_capturing
-        generator = None if self._is_capturing else self._generator.manual_seed(seed)
+        generator = None if is_capturing else self._generator.manual_seed(seed)
         if self.priorities is not None:
             ids, weights = self.priorities.draw(count, generator)
         else:
@@ -114,19 +114,19 @@ class DeviceSampler:
         return DeviceDraw(ids, weights)
 
     def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Set priorities, one per row of a batch. Those of sequences belong to their first steps."""
+        """Set priorities, one per row of a batch. The priority of a sequence belongs to its first step."""
         if type(self._sampler) is Sequence and ids.ndim > 1:
             ids = ids[:, self._sampler.burn_in]
         if self.priorities is not None:
             self.priorities.update(ids, priorities)
 
     def forget_weights(self) -> None:
-        """Forget the weights that were made, because another stream uses new ones from now on."""
+        """Drop the weights that were made ahead. Call this before another stream uses the sampler."""
         self._weights = []
 
     def _take_weights(self, count: int) -> torch.Tensor:
         """Return the weights of a batch in which every transition is equally likely."""
-        device = self._shelf.device
+        device = self._store.device
         if self._is_capturing:
             return torch.ones(count, device=device)
         if not self._weights or self._weights[-1].shape[0] != count:
@@ -134,42 +134,42 @@ class DeviceSampler:
         return self._weights.pop()
 
     def _find_bounds(self) -> tuple[Any, Any]:
-        """Return the first id, and the id after the last one: numbers, or tensors inside a CUDA graph."""
+        """Return the first id, and the id after the last one: numbers, or tensors while a CUDA graph is captured."""
         if self._is_capturing:
-            return self._shelf.compute_bounds()
-        return self._shelf.bounds
+            return self._store.compute_bounds()
+        return self._store.bounds
 
     def _draw_uniformly(self, count: int, generator: torch.Generator | None) -> torch.Tensor:
         """Draw ids, every transition with the same probability."""
-        shelf = self._shelf
+        store = self._store
         first, end = self._find_bounds()
-        if shelf.all_valid:
+        if store.all_valid:
             if isinstance(first, int):
-                return torch.randint(first, end, (count,), generator=generator, device=shelf.device)
-            numbers = torch.randint(_MAX_RANDOM, (count,), generator=generator, device=shelf.device)
+                return torch.randint(first, end, (count,), generator=generator, device=store.device)
+            numbers = torch.randint(_MAX_RANDOM, (count,), generator=generator, device=store.device)
             drawn: torch.Tensor = first + numbers % (end - first)
             return drawn
         return self._draw_valid(count, generator, first, end)
 
     def _draw_valid(self, count: int, generator: torch.Generator | None, first: Any, end: Any) -> torch.Tensor:
-        """Draw ids among entries that are transitions: the n-th of them for a random n."""
-        tensors = self._shelf.tensors
-        cells = torch.arange(tensors.cells, device=self._shelf.device)
+        """Draw ids of entries that are transitions: the n-th transition for a random n."""
+        tensors = self._store.tensors
+        cells = torch.arange(tensors.cells, device=self._store.device)
         ids = (end - 1) - ((end - 1) - cells) % tensors.cells
         is_valid = (ids >= first) & tensors.are_invalid(cells).logical_not()
         counts = is_valid.cumsum(0)
-        numbers = torch.randint(_MAX_RANDOM, (count,), generator=generator, device=self._shelf.device) % counts[-1]
+        numbers = torch.randint(_MAX_RANDOM, (count,), generator=generator, device=self._store.device) % counts[-1]
         chosen: torch.Tensor = ids.index_select(0, torch.searchsorted(counts, numbers, right=True))
         return chosen
 
     def _find_steps(
         self, ids: torch.Tensor, first: int, stop: int, *, crossing: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the steps around `ids`, and which of them are real. See `find_steps_around` in holdall.sampling."""
-        shelf = self._shelf
-        tensors = shelf.tensors
+        """Return the steps around `ids`, and which of them are real. See `find_steps_around` in `holdall.sampling`."""
+        store = self._store
+        tensors = store.tensors
         lowest, end = self._find_bounds()
-        steps = ids[:, None] + shelf.lanes * torch.arange(first, stop, device=shelf.device)
+        steps = ids[:, None] + store.lanes * torch.arange(first, stop, device=store.device)
         is_real = steps >= lowest if first < 0 else steps < end
         inside = torch.where(is_real, steps, ids[:, None])
         cells = (inside % tensors.cells).view(-1)
@@ -177,36 +177,37 @@ class DeviceSampler:
             is_real &= tensors.are_invalid(cells).view(inside.shape).logical_not()
         if crossing or first == stop:
             return inside, is_real
-        goes_on = tensors.are_ends(cells).view(inside.shape).logical_not()
+        continues = tensors.are_ends(cells).view(inside.shape).logical_not()
         if first < 0:
-            is_real = (is_real & goes_on).flip(1)
+            is_real = (is_real & continues).flip(1)
         else:
-            is_real[:, 1:] &= goes_on[:, :-1]
+            is_real[:, 1:] &= continues[:, :-1]
         is_real = is_real.to(torch.uint8).cumprod(dim=1, dtype=torch.uint8).bool()
         return inside, is_real.flip(1) if first < 0 else is_real
 
     def _add_returns(self, ids: torch.Tensor, weights: torch.Tensor, sampler: NStep) -> DeviceDraw:
-        """Add up discounted rewards in the order in which the host adds them."""
-        tensors = self._shelf.tensors
+        """Add n-step returns to a draw. Discounted rewards are added up in the same order as on the host."""
+        tensors = self._store.tensors
         steps, is_real = self._find_steps(ids, 0, sampler.n, crossing=False)
         stored = tensors.reward.read((steps % tensors.cells).view(-1))
         rewards = stored.view(*steps.shape, *stored.shape[1:])
         dtype = torch_dtype(np.result_type(tensors.plan.reward.dtype, np.float32))
         powers = [sampler.gamma**k for k in range(sampler.n + 1)]
-        own_axes = (1,) * (rewards.ndim - 2)
+        reward_axes = (1,) * (rewards.ndim - 2)
         # Adding -0.0 changes no sum, not even a sum of zeros.
-        nothing = self._make_constant(("nothing", dtype), [-0.0], dtype)
-        counted = torch.where(is_real.reshape(*is_real.shape, *own_axes), rewards.to(dtype), nothing)
+        negative_zero = self._make_constant(("negative zero", dtype), [-0.0], dtype)
+        counted = torch.where(is_real.reshape(*is_real.shape, *reward_axes), rewards.to(dtype), negative_zero)
         discounts = self._make_constant(("powers", sampler.gamma, sampler.n, dtype), powers[:-1], dtype)
-        terms = counted * discounts.reshape(-1, *own_axes)
+        terms = counted * discounts.reshape(-1, *reward_axes)
         total = terms[:, 0].clone()
         for k in range(1, sampler.n):
             total += terms[:, k]
         used = is_real.sum(dim=1)
         discount = self._make_constant(("discounts", sampler.gamma, sampler.n), powers, torch.float32)
-        return DeviceDraw(ids, weights, ids + (used - 1) * self._shelf.lanes, total, discount[used])
+        return DeviceDraw(ids, weights, ids + (used - 1) * self._store.lanes, total, discount[used])
 
     def _add_sequences(self, ids: torch.Tensor, weights: torch.Tensor, sampler: Sequence) -> DeviceDraw:
+        """Return the draw of the sequences around `ids`, padded at the ends of episodes."""
         before, is_real_before = self._find_steps(ids, -sampler.burn_in, 0, crossing=sampler.crossing)
         after, is_real_after = self._find_steps(ids, 0, sampler.length, crossing=sampler.crossing)
         steps = torch.cat([before, after], dim=1)
@@ -214,9 +215,9 @@ class DeviceSampler:
         return DeviceDraw(_pad_steps(steps, is_real), weights, mask=is_real)
 
     def _make_constant(self, key: Any, values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        """Return numbers as a tensor, which is made once."""
+        """Return numbers as a tensor. The tensor is made once per `key`."""
         if key not in self._constants:
-            self._constants[key] = torch.tensor(values, dtype=dtype, device=self._shelf.device)
+            self._constants[key] = torch.tensor(values, dtype=dtype, device=self._store.device)
         return self._constants[key]
 
 
@@ -229,49 +230,49 @@ def _pad_steps(steps: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
 
 
 class Priorities:
-    """The scaled priorities of a `Prioritized` sampler, on the device. Its settings stay with the sampler.
+    """The scaled priorities of a `Prioritized` sampler, on the device. The sampler on the host keeps its settings.
 
     The priority of id i is stored at index i % capacity.
     """
 
-    def __init__(self, sampler: Prioritized, shelf: Shelf) -> None:
+    def __init__(self, sampler: Prioritized, store: SampledStore) -> None:
         self._sampler = sampler
-        self._shelf = shelf
-        self._capacity = shelf.capacity
-        device = shelf.device
+        self._store = store
+        self._capacity = store.capacity
+        device = store.device
         state = sampler.state()
-        # Priorities that must not be set are written to the last element.
+        # Priorities that are not set are written to the last element.
         self._scaled = torch.zeros(self._capacity + 1, dtype=torch.float64, device=device)
         if len(state["scaled"]):
             self._scaled[:-1] = torch.from_numpy(np.array(state["scaled"]))
         self._highest = torch.tensor(float(state["highest"]), dtype=torch.float64, device=device)
         self._next_id = int(state["next_id"])
-        self._was_refused = torch.zeros((), dtype=torch.bool, device=device)
+        self._had_invalid = torch.zeros((), dtype=torch.bool, device=device)
 
     def draw(self, count: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw ids in proportion to their scaled priorities. Return them and their weights."""
+        """Draw ids in proportion to their scaled priorities. Return the ids and their weights."""
         self._catch_up()
         sums = self._scaled[:-1].cumsum(0)
         total = sums[-1]
         points = torch.rand(count, dtype=torch.float64, device=sums.device, generator=generator) * total
-        # Rounding may make a point equal to the total. The last index with a priority is meant then.
+        # Rounding may make a point equal to the total. It then stands for the last index with a priority.
         points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
         indices = torch.searchsorted(sums, points, right=True)
-        # A device adds up in any order, so sums may grow by a rounding error where no priority is stored.
+        # A device adds up in any order, so rounding errors may increase sums at indices without a priority.
         found = self._scaled[indices]
         indices = torch.where(found > 0, indices, indices[found.argmax(0, keepdim=True)])
         found = self._scaled[indices]
         shares = (found.min() / found).to(torch.float32)
-        newest = self._shelf.next_id - 1
+        newest = self._store.next_id - 1
         return newest - (newest - indices) % self._capacity, shares**self._sampler.beta
 
     def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
         """Set priorities. Of equal ids the last one counts. Ids that were evicted are ignored.
 
-        Entries that are not allowed are ignored, too: this call does not wait for the device to see them. `bring_back`
-        raises the error.
+        Invalid priorities and ids are ignored, too, because this call does not wait for the device. `bring_back` raises
+        the error about them.
         """
-        shelf = self._shelf
+        store = self._store
         if ids.ndim != 1 or ids.shape != priorities.shape or ids.is_floating_point():
             raise ArgumentError(
                 f"priorities has shape {tuple(priorities.shape)} for ids of shape {tuple(ids.shape)} and dtype "
@@ -280,15 +281,15 @@ class Priorities:
         if not len(ids):
             return
         self._catch_up()
-        given = priorities.detach().to(device=shelf.device, dtype=torch.float64)
+        given = priorities.detach().to(device=store.device, dtype=torch.float64)
         scaled = (given + self._sampler.floor) ** self._sampler.alpha
-        is_wrong = ~((given >= 0) & (scaled <= _MAX_SCALED)) | (ids >= shelf.next_id)
-        is_held = ids >= shelf.first_id
-        tensors = shelf.tensors
+        is_invalid = ~((given >= 0) & (scaled <= _MAX_SCALED)) | (ids >= store.next_id)
+        is_held = ids >= store.first_id
+        tensors = store.tensors
         if tensors.has_masks:
-            is_wrong |= is_held & tensors.are_invalid(ids.clamp(min=0) % tensors.cells)
-        self._was_refused |= is_wrong.any()
-        is_set = ~is_wrong & is_held
+            is_invalid |= is_held & tensors.are_invalid(ids.clamp(min=0) % tensors.cells)
+        self._had_invalid |= is_invalid.any()
+        is_set = ~is_invalid & is_held
         order = torch.sort(ids, stable=True).indices
         ordered = ids[order]
         is_last = torch.ones_like(is_set)
@@ -299,23 +300,26 @@ class Priorities:
 
     def _catch_up(self) -> None:
         """Give transitions that were added since the last call the highest priority that was ever set."""
-        # A device evicts a transition only by writing another one over it, so priorities of evicted ones need no reset.
-        shelf = self._shelf
-        first = max(self._next_id, shelf.first_id)
-        end = shelf.next_id
+        # New transitions overwrite evicted ones, so the priorities of evicted transitions need no reset.
+        store = self._store
+        first = max(self._next_id, store.first_id)
+        end = store.next_id
         if first >= end:
             return
-        ids = torch.arange(first, end, device=shelf.device)
+        ids = torch.arange(first, end, device=store.device)
         values = self._highest.expand(len(ids))
-        if shelf.tensors.has_masks:
-            values = torch.where(shelf.tensors.are_invalid(ids % shelf.tensors.cells), 0.0, values)
+        if store.tensors.has_masks:
+            values = torch.where(store.tensors.are_invalid(ids % store.tensors.cells), 0.0, values)
         self._scaled[ids % self._capacity] = values
         self._next_id = end
 
     def bring_back(self) -> None:
-        """Give the sampler on the host the priorities. Raise the error of an `update` before. Waits for the device."""
-        if bool(self._was_refused):
-            self._was_refused.zero_()
+        """Copy the priorities to the sampler on the host. Waits for the device.
+
+        Raise ArgumentError if a call of `update` had invalid entries.
+        """
+        if bool(self._had_invalid):
+            self._had_invalid.zero_()
             raise ArgumentError(
                 "update_priorities ignored invalid entries. Priorities must be finite and at least 0. Ids must be of "
                 "transitions that were added, and not with valid=False. Check what was passed to update_priorities."

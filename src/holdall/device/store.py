@@ -1,13 +1,13 @@
 """DeviceStore: every transition of a memory, on one torch device.
 
-    append -> TensorCheck or check_step -> Tensors.write       no call waits for the device
-    sample -> DeviceSampler.draw -> Tensors.read               the same
+    append -> TensorCheck or check_step -> TickRing.write -> Tensors.write
+    sample -> DeviceSampler.draw -> Tensors.read
 
-Transitions may be added as tensors on the device or as arrays of the host. The first ticks decide how observations are
-cut into slices: until then, the store waits for the device at every tick.
+Neither call waits for the device. The first ticks are an exception: the store looks at them to decide how observations
+are cut into slices. Transitions may be added as tensors on the device or as arrays of the host.
 
-Guarantee: rows come back bit for bit. A tick counts when it was written completely, so an interrupt leaves the store as
-before the call or as after it.
+Guarantee: rows are returned bit for bit. A tick is held when it was written completely, so an interrupt leaves the tick
+held or not held.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ Flags = NDArray[np.bool_]
 _SEARCHED_TICKS = 64
 """Ticks after which the search for windows ends."""
 _MIN_ESTIMATED_TICKS = 32
-"""Ticks that show how often episodes end."""
+"""Minimum number of ticks from which the frequency of new episodes is estimated."""
 _MIN_SLICE_BYTES = 64
-"""Shorter slices are not stored one by one: finding them takes longer than copying them."""
+"""Observations with shorter slices are stored whole: finding the slices takes longer than copying the observation."""
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of observations that are written, or copied to the host, at once."""
+"""Bytes of transitions that are copied between host and device at once."""
 _REWARD = Leaf("", (), np.dtype(np.float32))
-"""Rewards, as long as their dtype is not known."""
+"""The assumed reward until the first reward sets the dtype."""
 
 
 class DeviceBudget(NamedTuple):
     """How many bytes of the device a memory may use."""
 
-    max_bytes: int | None  # None: as many as the device has.
+    max_bytes: int | None  # None: all memory of the device.
 
 
 class DeviceStore:
     """Every field of every transition of one memory, on one device. All methods may be called from any thread.
 
     Args:
-        capacity_ticks: Ticks that are held.
+        capacity_ticks: Maximum number of ticks that are held.
         device: Name of a torch device.
-        budget: Bytes that may be used on the device; None or "auto" for all of its memory.
+        budget: Bytes that may be used on the device. None or "auto": all of its memory.
 
     Attributes:
         schema: Spaces of all fields.
@@ -79,7 +79,7 @@ class DeviceStore:
         budget: Bytes that may be used on the device.
         device: The torch device.
         lanes: Number of lanes.
-        capacity: Most transitions that are held.
+        capacity: Maximum number of transitions that are held.
         flags_changed: A number that every call of `set_flags` changes.
     """
 
@@ -116,12 +116,12 @@ class DeviceStore:
         self._lock = threading.RLock()
         self._has_streams = is_asynchronous(self.device)
         self._stream: Any = None  # Stream of the last operation.
-        self._change: Any = None  # Weak reference to the call that changes the store, see `_change_alone`.
-        self._valid_count = (0, 0)  # Transitions that were counted, and the first id at that time.
+        self._change: Any = None  # Weak reference to the mark of the call that changes the store, see `_change_alone`.
+        self._valid_count = (0, 0)  # Result of the last count of transitions, and `first_id` at that time.
         self._ring: TickRing | None = None  # None before the first tick.
         self._is_settled = False  # Whether the ring has the full capacity, and the windows that were found.
         self._start_tick = 0  # First tick of the ring, which is made when the first tick is added.
-        self._sampler: tuple[Any, DeviceSampler] | None = None
+        self._sampler: tuple[Any, DeviceSampler] | None = None  # The sampler that drew last, and its device version.
         self._host: Store | None = None  # Copy of the transitions on the host, see `snapshot`.
         self._detectors = {
             i: WindowDetector(leaf, self._tuning)
@@ -170,14 +170,14 @@ class DeviceStore:
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
-        """Dtype of all rewards, which the first one sets. None before it."""
+        """Dtype of all rewards, which the first reward sets. None if nothing was added."""
         if self._ring is None or self._ring.next_tick == self._ring.base_tick:
             return None
         return self._ring.tensors.plan.reward.dtype
 
     @property
     def held_count(self) -> int:
-        """Number of entries that are held, also those that are not transitions."""
+        """Number of entries that are held. Some of them may not be transitions."""
         first_id, next_id = self.bounds
         return next_id - first_id
 
@@ -193,7 +193,7 @@ class DeviceStore:
             return count - int(tensors.are_invalid(ids % tensors.cells).sum())
 
     def view(self) -> DeviceStore:
-        """Return the store itself, which is its own view: every method reads the newest transitions."""
+        """Return this store, which serves as its own view: every method reads the newest transitions."""
         return self
 
     @property
@@ -206,7 +206,7 @@ class DeviceStore:
     def compute_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `first_id` and `next_id` as tensors that every replay of a CUDA graph computes again.
 
-        A value that changes while the memory is used must be a tensor here, because a graph keeps Python's numbers.
+        All values that change while the memory is used must be tensors here, because a graph never updates numbers.
         """
         next_tick = self.tensors.next_tick
         first_tick = (next_tick - self._capacity_ticks).clamp(min=self._start_tick)
@@ -269,7 +269,7 @@ class DeviceStore:
             self._search_windows(part)
 
     def _prepare(self, step: TensorStep) -> TickRing:
-        """Return the ring to write to. It is small until the search for windows is over."""
+        """Return the ring to write to. Until the search for windows is over, the ring is small."""
         ring = self._ring
         if ring is None or ring.next_tick == ring.base_tick:
             dtype = self._check.find_numpy_dtype(step.reward)
@@ -283,7 +283,10 @@ class DeviceStore:
         return ring
 
     def rewrite(self, ids: Ids, rows: Mapping[int, Any]) -> None:
-        """Overwrite rows of extras, by number. Of equal ids the last one counts. All ids must be held."""
+        """Overwrite rows of extras. `rows` has them by the number of the extra.
+
+        Of equal ids the last one counts. Raise TransitionIdError if an id is not held.
+        """
         self._change_alone(lambda: self._rewrite(*_find_last(ids), rows))
 
     def _rewrite(self, ids: Ids, order: NDArray[np.intp], rows: Mapping[int, Any]) -> None:
@@ -302,7 +305,10 @@ class DeviceStore:
         self._host = host
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
-        """Overwrite the flags of transitions. Of equal ids the last one counts. All ids must be held."""
+        """Overwrite the flags of transitions. Of equal ids the last one counts.
+
+        Raise TransitionIdError if an id is not held.
+        """
         unique, order = _find_last(ids)
         self._change_alone(lambda: self._set_flags(unique, terminated[order], truncated[order]))
 
@@ -312,8 +318,8 @@ class DeviceStore:
         cells = self._to_device(ids) % tensors.cells
         host = self._host
         self._host = None  # If an interrupt ends this call, the next snapshot copies everything from the device.
-        # Counted before the change, because an interrupt may skip the second count. Counted after it, because a signal
-        # handler may draw between the first count and the change.
+        # The number is increased before the change, because an interrupt may skip the second increase, and after the
+        # change, because a signal handler may draw in between.
         self.flags_changed += 1
         tensors.ends.put(cells, self._to_device(np.stack([terminated, truncated])))
         self.flags_changed += 1
@@ -323,7 +329,7 @@ class DeviceStore:
         self._host = host
 
     def fit_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
-        """Return new rows of an extra, checked: a tensor on the device, or an array."""
+        """Return new rows of an extra as a tensor on the device or an array. Raise ArgumentError if they do not fit."""
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
             return self._check.check_rows(leaf, value, leading, argument)
         return leaf.fit(value, leading, argument, "one row per id")
@@ -331,7 +337,7 @@ class DeviceStore:
     # ---------------------------------------------------------------- room on the device
 
     def _make_plan(self, ticks: int, reward: Leaf, slices_per_tick: tuple[float, ...] | None = None) -> TensorPlan:
-        """Return the sizes of tensors for `ticks` ticks, with the windows that were found so far."""
+        """Return the sizes of the tensors for `ticks` ticks, with the windows that were found so far."""
         from holdall.device.tensors import TensorPlan  # noqa: PLC0415
 
         windows = tuple(self._find_window(i) for i in range(len(self.schema.observation.leaves)))
@@ -344,22 +350,33 @@ class DeviceStore:
             return Window.whole(self.schema.observation.leaves[leaf])
         return window
 
-    def _require_room(self, plan: TensorPlan, *, fits: bool = True) -> None:
-        """Raise ArgumentError if the tensors do not fit into the budget or the device. Name the capacity that fits."""
+    def _require_room(self, plan: TensorPlan) -> None:
+        """Raise ArgumentError if the tensors do not fit into the budget or the device."""
         needed = plan.nbytes(self.schema)
-        free = needed
+        if needed > self._count_usable_bytes(needed):
+            raise self._explain_lack_of_room(plan)
+
+    def _count_usable_bytes(self, needed: int) -> int:
+        """Return how many bytes of the device may be used, or `needed` if neither torch nor the budget limits them."""
+        room = needed
         if self.device.type == "cuda":
-            free = int(self._torch.cuda.mem_get_info(self.device)[0])
+            room = int(self._torch.cuda.mem_get_info(self.device)[0])
         limit = self.budget.max_bytes
-        room = free if limit is None else min(limit, free)
-        if needed <= room and fits:
-            return
+        return room if limit is None else min(limit, room)
+
+    def _explain_lack_of_room(self, plan: TensorPlan) -> ArgumentError:
+        """Return the error to raise if the tensors do not fit. It names the capacity that fits."""
+        needed = plan.nbytes(self.schema)
+        room = self._count_usable_bytes(needed)
         ticks = range(1, plan.capacity_ticks)
         fitting = bisect.bisect_right(ticks, room, key=lambda n: plan._replace(capacity_ticks=n).nbytes(self.schema))
-        why = "are free" if limit is None or free < limit else "are allowed by budget"
-        raise ArgumentError(
+        why = "are allowed by budget" if room == self.budget.max_bytes else "are free"
+        advice = f"capacity={fitting * self.lanes} fits."
+        if fitting == 0:
+            advice = f"Even capacity={self.lanes} does not fit. Leave store_device out to use the memory of the host."
+        return ArgumentError(
             f"capacity ({self.capacity}) takes {format_bytes(needed)} on {self.device}, where {format_bytes(room)} "
-            f"{why}. capacity={fitting * self.lanes} fits."
+            f"{why}. {advice}"
         )
 
     def _new_ring(self, plan: TensorPlan) -> TickRing:
@@ -369,14 +386,13 @@ class DeviceStore:
         self._require_room(plan)
         try:
             return TickRing(self.schema, plan, self.device, self.first_tick)
-        except self._torch.OutOfMemoryError:
-            self._require_room(plan, fits=False)
-            raise
+        except self._torch.OutOfMemoryError as error:
+            raise self._explain_lack_of_room(plan) from error
 
     # ---------------------------------------------------------------- windows
 
     def _search_windows(self, step: TensorStep) -> None:
-        """Show ticks to all detectors. Choose the windows when the search is over."""
+        """Pass ticks to all detectors. End the search if all have decided, or after `_SEARCHED_TICKS`."""
         lanes = self._tuning.detector_lanes
         for i, detector in self._detectors.items():
             obs = step.obs[i][:, :lanes].cpu().numpy()
@@ -388,7 +404,7 @@ class DeviceStore:
             self._is_searching = False
 
     def _has_plan(self, ring: TickRing) -> bool:
-        """Whether a ring has the full capacity, and the windows that were found."""
+        """Return whether a ring has the full capacity, and the windows that were found."""
         plan = ring.tensors.plan
         windows = tuple(self._find_window(i) for i in range(len(plan.windows)))
         return plan.capacity_ticks == self._capacity_ticks and plan.windows == windows
@@ -403,14 +419,15 @@ class DeviceStore:
         return after
 
     def _estimate_slices(self, before: TickRing, plan: TensorPlan) -> tuple[float, ...]:
-        """Return the slices that a tick of one lane writes, as far as the first ticks tell."""
+        """Return an estimate, from the first ticks, of how many slices a tick of one lane writes, for every leaf."""
         ticks = before.next_tick - before.first_tick
         if ticks < _MIN_ESTIMATED_TICKS:
             return plan.slices_per_tick
         used = before.tensors.measure(before.next_tick, before.first_tick).tolist()
         estimates = []
         for window, (slices, _) in zip(plan.windows, used, strict=True):
-            # Every observation was stored whole. The first ones of all lanes follow no other observation.
+            # Until now, every observation was stored whole. A slice is an observation that does not equal the next
+            # observation of the tick before: the first one of every lane, and one after every break.
             breaks = max(0.0, (slices / self.lanes - 1) / ticks)
             estimates.append(window.shift + breaks * window.count)
         return tuple(estimates)
@@ -418,29 +435,30 @@ class DeviceStore:
     # ---------------------------------------------------------------- drawing
 
     def sample(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch:
-        """Draw a batch. Samplers that the device does not know draw on the host."""
+        """Draw a batch. Samplers without a version for devices draw on the host."""
         with self._lock:
             is_capturing = self._order_streams()
             self._require_transitions(count)
-            there = self._find_sampler(sampler)
-            if there is None:
+            device_sampler = self._find_sampler(sampler)
+            if device_sampler is None:
                 return self.deliver(self._draw_on_host(sampler, count, generator))
             seed = int(generator.bit_generator.random_raw())
             try:
-                drawn = there.draw(count, seed, is_capturing=is_capturing)
+                drawn = device_sampler.draw(count, seed, is_capturing=is_capturing)
                 return self._make_batch(drawn, drawn.ids, None)
             except self._torch.OutOfMemoryError as error:
                 raise self._explain(count, error) from error
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Draw:
-        """Draw as `sample` does, but return the recipe on the host. Waits for the device."""
+        """Draw as `sample` does, and return the draw on the host. Waits for the device."""
         with self._lock:
             is_capturing = self._order_streams()
             self._require_transitions(count)
-            there = self._find_sampler(sampler)
-            if there is None:
+            device_sampler = self._find_sampler(sampler)
+            if device_sampler is None:
                 return self._draw_on_host(sampler, count, generator)
-            drawn = there.draw(count, int(generator.bit_generator.random_raw()), is_capturing=is_capturing)
+            seed = int(generator.bit_generator.random_raw())
+            drawn = device_sampler.draw(count, seed, is_capturing=is_capturing)
             arrays: list[Any] = [None if tensor is None else tensor.cpu().numpy() for tensor in drawn]
             return Draw(*arrays)
 
@@ -449,7 +467,7 @@ class DeviceStore:
         return draw_from(sampler, held, count, generator)
 
     def deliver(self, draw: Draw) -> Batch:
-        """Return the batch of a draw that was made on the host. Raise TransitionIdError if a row is not held."""
+        """Return the batch of a draw whose arrays are on the host. Raise TransitionIdError if a row is not held."""
         from holdall.device.samplers import DeviceDraw  # noqa: PLC0415
 
         with self._lock:
@@ -473,7 +491,7 @@ class DeviceStore:
         return ArgumentError(describe_lack_of_memory(rows, self.device, error))
 
     def _make_batch(self, drawn: DeviceDraw, ids: Any, goals: Goals | None) -> Batch:
-        """Read the rows of a draw. `ids` are those of the batch, on the device or on the host."""
+        """Return the batch of a draw. `ids` become the batch's ids, on the device or on the host."""
         is_flat = drawn.ids.ndim == 1
         rows = self.tensors.read(drawn.ids if is_flat else drawn.ids.view(-1), drawn.last_ids)
         if drawn.reward is not None:
@@ -511,13 +529,14 @@ class DeviceStore:
         rows.reward[positions] = self._to_device(rewards).to(rows.reward.dtype)
 
     def _require_transitions(self, count: int) -> None:
-        """Raise ArgumentError without transitions. Waits for the device only if the host cannot tell."""
+        """Raise ArgumentError if there are no transitions. Wait for the device only if the host cannot tell."""
         first_id, next_id = self.bounds
         if self.all_valid:
             require_enough(count, next_id - first_id, 1)
             return
-        counted, counted_from = self._valid_count
-        if counted <= first_id - counted_from:
+        # At most `first_id - counted_at` of the transitions that were counted have been evicted since.
+        counted, counted_at = self._valid_count
+        if counted <= first_id - counted_at:
             self._valid_count = (len(self), first_id)
             require_enough(count, self._valid_count[0], 1)
 
@@ -528,8 +547,8 @@ class DeviceStore:
         torch = self._torch
         with self._lock:
             self._order_streams()
-            there = self._find_sampler(sampler)
-            if there is None or there.priorities is None:
+            device_sampler = self._find_sampler(sampler)
+            if device_sampler is None or device_sampler.priorities is None:
                 wanted, values = check_priorities(sampler, ids, priorities)
                 held = Held(self.first_id, self.next_id, self.lanes, self.capacity, self)
                 sampler.update_priorities(held, wanted, values)
@@ -537,17 +556,18 @@ class DeviceStore:
             if not any(isinstance(given, torch.Tensor) for given in (ids, priorities)):
                 ids, priorities = check_priorities(sampler, ids, priorities)
                 sampler.check_update(ids, priorities)
-            there.update(torch.as_tensor(ids, device=self.device), torch.as_tensor(priorities, device=self.device))
+            ids = torch.as_tensor(ids, device=self.device)
+            device_sampler.update(ids, torch.as_tensor(priorities, device=self.device))
 
     def bring_back_priorities(self, sampler: Any) -> None:
-        """Give the sampler on the host the priorities of the device, before it is saved or copied."""
+        """Copy the priorities to the sampler on the host. Call this before the sampler is saved or copied."""
         with self._lock:
             self._order_streams()
             if self._sampler is not None and self._sampler[0] is sampler and self._sampler[1].priorities is not None:
                 self._sampler[1].priorities.bring_back()
 
     def _find_sampler(self, sampler: Any) -> DeviceSampler | None:
-        """Return the counterpart of a sampler on the device. None if the sampler draws on the host."""
+        """Return the version of `sampler` that draws on the device. Return None if it draws on the host."""
         if self._sampler is not None and self._sampler[0] is sampler:
             return self._sampler[1]
         from holdall.device.samplers import DeviceSampler, can_draw_on_device  # noqa: PLC0415
@@ -642,7 +662,7 @@ class DeviceStore:
             return host.snapshot()
 
     def restore(self, state: Any) -> None:
-        """Load the transitions of a state, of this class or of a store on the host. Only for a store without ticks."""
+        """Load the transitions of a snapshot, also one of a store on the host. Only for a store without ticks."""
         host = self._new_host_store(state.first_tick)
         host.restore(state)
         self._change_alone(lambda: self._copy_host(host))
@@ -705,7 +725,7 @@ class DeviceStore:
             )
 
     def _read_ticks(self, tensors: Tensors, first_tick: int, stop_tick: int) -> TensorStep:
-        """Return ticks that are held, as they were given."""
+        """Return held ticks as a step, to be written to another ring or to the host."""
         from holdall.device.tensors import TensorStep  # noqa: PLC0415
 
         ids = self._torch.arange(first_tick * self.lanes, stop_tick * self.lanes, device=self.device)
@@ -763,11 +783,11 @@ class DeviceStore:
     dropped_early = 0
     """Transitions that were evicted before the capacity was reached: none."""
     drop_reason = ""
-    """Why transitions were evicted early."""
+    """Why transitions were evicted early. Empty, because none are."""
     block_source = None
-    """The object that a save asks for codecs: none, because snapshots are compressed."""
+    """The object that chooses codecs for a save. None, because snapshots are compressed already."""
     capacity_that_fits: int | None = None
-    """A capacity that does not fit is refused."""
+    """None, because the constructor refuses a capacity that does not fit."""
 
     def set_pressure_check(self, check: PressureCheck | None) -> None:
         """Do nothing: the transitions take no memory of the host."""
@@ -793,9 +813,9 @@ class DeviceStore:
     # ---------------------------------------------------------------- turns
 
     def _order_streams(self) -> bool:
-        """Make the current stream wait for operations that were started on another one. Called with the lock.
+        """Make the current stream wait for operations on the stream that was used last. Called with the lock.
 
-        Return whether the operations of the current stream are being captured in a CUDA graph.
+        Return whether a CUDA graph is being captured on the current stream.
         """
         if not self._has_streams:
             return False
@@ -804,7 +824,7 @@ class DeviceStore:
             return True
         stream = cuda.current_stream(self.device.index)
         before = self._stream
-        # `stream != None` is False in torch, so None has a check of its own.
+        # `stream != None` is False in torch, so None is checked separately.
         if before is None or stream != before:
             if before is not None:
                 stream.wait_stream(before)
@@ -822,7 +842,7 @@ class DeviceStore:
                     "adds transitions."
                 )
             self._order_streams()
-            # The mark dies with this call, even if an interrupt skips the last line.
+            # The mark is freed when this call ends, even if an interrupt skips the last line.
             mark = _Mark()
             self._change = weakref.ref(mark)
             try:
@@ -836,7 +856,7 @@ class DeviceStore:
 
 
 class _Mark:
-    """Something that a weak reference can refer to."""
+    """Object for a weak reference, see `DeviceStore._change_alone`."""
 
     __slots__ = ("__weakref__",)
 

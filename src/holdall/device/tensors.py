@@ -26,9 +26,9 @@ from holdall.store.windows import Window
 _MIN_SLACK_TICKS = 4
 _MAX_SLACK_TICKS = 64
 _SLACK_DIVISOR = 64
-"""There is room for this share of the ticks in the worst case, beyond what is held."""
+"""The slack is this fraction of the ticks: the ticks for which there is room even in the worst case."""
 _TABLE_BYTES = 4
-"""Bytes of a number in a table."""
+"""Bytes of a number in the table of `Tensors`."""
 
 
 class TensorStep(NamedTuple):
@@ -44,7 +44,7 @@ class TensorStep(NamedTuple):
     valid: torch.Tensor | None
 
     def add_time_axis(self) -> TensorStep:
-        """Return one tick without an axis of time as a step of one tick."""
+        """Return a tick without an axis of time as ticks: all tensors get an axis of length 1."""
         return TensorStep(
             tuple(tensor.unsqueeze(0) for tensor in self.obs),
             tuple(tensor.unsqueeze(0) for tensor in self.action),
@@ -57,7 +57,7 @@ class TensorStep(NamedTuple):
         )
 
     def cut(self, first: int, stop: int) -> TensorStep:
-        """Return the ticks from number `first` to `stop` - 1."""
+        """Return the ticks from index `first` to `stop` - 1."""
         part = slice(first, stop)
         return TensorStep(
             tuple(tensor[part] for tensor in self.obs),
@@ -83,7 +83,7 @@ class TensorRows(NamedTuple):
     extras: list[torch.Tensor]
 
     def reshape(self, leading: tuple[int, ...]) -> TensorRows:
-        """Return the rows with other leading axes."""
+        """Return the rows with the leading axes `leading`."""
 
         def reshape(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.reshape(*leading, *tensor.shape[1:])
@@ -109,29 +109,29 @@ class TensorPlan(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Ticks that fit: those that are held, earlier ones that wrote slices of them, and an incomplete one."""
+        """Ticks that fit: the held ticks, earlier ticks that wrote slices of held ones, and an incomplete tick."""
         return self.capacity_ticks + max((self.reach_ticks(i) for i in range(len(self.windows))), default=0) + 1
 
     @property
     def slack_ticks(self) -> int:
-        """Ticks for which there is always room in the worst case, without asking the device."""
+        """Ticks for which the tensors have additional room, even if they write the maximum number of slices."""
         return min(max(self.capacity_ticks // _SLACK_DIVISOR, _MIN_SLACK_TICKS), _MAX_SLACK_TICKS)
 
     def reach_ticks(self, leaf: int) -> int:
-        """Return how many ticks before an observation may have written slices of it."""
+        """Return how many of the preceding ticks may have written slices of an observation."""
         window = self.windows[leaf]
         return ceil(window.count / window.shift)
 
     def places(self, leaf: int, lanes: int) -> int:
-        """Return the slices of a leaf for which there is room in its ring buffer."""
+        """Return the number of slices that fit into the ring buffer of a leaf."""
         window = self.windows[leaf]
         ticks = self.capacity_ticks + self.reach_ticks(leaf) + 1
-        # Next observations that are stored whole have places of their own.
+        # Next observations that are stored whole are not in the ring buffer.
         per_tick = self.slices_per_tick[leaf] - (1 if window.count == 1 else 0)
         return lanes * (ceil(ticks * per_tick) + 2 * window.count * self.slack_ticks)
 
     def log_length(self, leaf: int) -> int:
-        """Return the entries of the log of a lane."""
+        """Return the number of entries in the log of a lane."""
         entries = ceil((self.capacity_ticks + 1) * self.slices_per_tick[leaf])
         return entries + (2 * self.slack_ticks + 3) * self.windows[leaf].count
 
@@ -151,18 +151,15 @@ class TensorPlan(NamedTuple):
 
 
 class Tensors:
-    """Every field of the transitions that are held.
+    """Every field of the transitions that are held. Not thread-safe. The callers know which transitions are held.
 
-    Not thread-safe, and it does not know which transitions are held: `DeviceStore` does.
-
-    A table has the numbers of 4 bytes that every batch needs, so one operation reads all of them: the places of all
-    observations, and the reward if it is such a number.
+    All numbers of 4 bytes that every batch needs are in one table, so that one operation reads them: the places of all
+    observations, and the reward if it has 4 bytes.
 
     Attributes:
         plan: Sizes of all tensors.
-        cells: Transitions that fit.
+        cells: Number of transitions that fit.
         fields: The observation leaves.
-        has_masks: Whether entries that are not transitions may be stored.
     """
 
     def __init__(self, schema: Schema, plan: TensorPlan, device: torch.device, first_tick: int = 0) -> None:
@@ -196,7 +193,7 @@ class Tensors:
                 self.fields.append(WindowField.allocate(leaf, window, lanes, places, slots, length, device))
         self.action = [RowField.allocate(leaf, lanes, slots, device) for leaf in schema.action.leaves]
         self.extras = [RowField.allocate(leaf, lanes, slots, device) for leaf in schema.extras.leaves]
-        self.ends = FlagField(2, lanes, slots, device)  # terminated, truncated
+        self.ends = FlagField(2, lanes, slots, device)  # `terminated` and `truncated`.
         self.invalid: FlagField | None = None  # None: all entries are transitions.
         # The device's own count of ticks: the tick before the next one, the next one, and the one after that.
         self._clock = torch.arange(first_tick - 1, first_tick + 2, device=device)
@@ -210,7 +207,7 @@ class Tensors:
 
     @property
     def observation_bytes(self) -> list[tuple[int, int]]:
-        """For every observation leaf, bytes of slices, and bytes of places."""
+        """Bytes of slices and bytes of places, for every observation leaf."""
         places = self._starts[:1].nbytes
         return [(field.slice_bytes, field.log_bytes + places) for field in self.fields]
 
@@ -230,7 +227,7 @@ class Tensors:
             written = stop
 
     def write_placed(self, step: TensorStep, tick: int, places: list[torch.Tensor]) -> None:
-        """Copy the rows of one tick, without an axis of time. `places` are those that `place` returned for it."""
+        """Write the rows of one tick, without an axis of time. `places` is what `place` returned for the tick."""
         new = self._list_new(step, places)
         slot = tick % self._slots
         copy_all([by_slot[slot] for by_slot in self._by_slot], new)
@@ -242,7 +239,7 @@ class Tensors:
     def place(self, step: TensorStep, ticks: int, *, has_previous: bool) -> list[torch.Tensor]:
         """Find or make places for the observations of the next ticks, and increase `next_tick`.
 
-        Only the device knows which tick is next, so these operations can be captured in a CUDA graph.
+        The number of the next tick is read on the device, so these operations can be captured in a CUDA graph.
         """
         numbers = self._clock
         if ticks > 1:
@@ -256,7 +253,7 @@ class Tensors:
         return places
 
     def _list_new(self, step: TensorStep, places: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the new rows for all tensors of `_by_slot`."""
+        """Return the new rows for all tensors of `_by_slot`, in the same order."""
         new = []
         for i, field in enumerate(self.fields):
             new += field.list_new(places[i], step.next_obs[i])
@@ -269,7 +266,7 @@ class Tensors:
         return new
 
     def _list_by_slot(self) -> list[torch.Tensor]:
-        """Return all tensors to which rows are copied by slot, (slots, lanes, ...) each."""
+        """Return all tensors to which rows are copied, (slots, lanes, ...) each."""
         by_slot = []
         for i, field in enumerate(self.fields):
             by_slot += field.list_by_slot(self._starts[i])
@@ -280,12 +277,12 @@ class Tensors:
         return by_slot
 
     def _find_starts(self) -> torch.Tensor:
-        """Return the part of the table that has the places of observations, (leaves, 2, cells)."""
+        """Return the part of the table with the places of observations, (leaves, 2, cells)."""
         leaves = len(self._schema.observation.leaves)
         return self._table[: 2 * leaves].view(leaves, 2, self.cells)
 
     def _find_reward(self) -> RowField:
-        """Return the part of the table that has the rewards."""
+        """Return the part of the table with the rewards."""
         leaf = self.plan.reward
         stored = choose_stored_dtype(torch_dtype(leaf.dtype), leaf.nbytes)
         return RowField(leaf, self._lanes, self._slots, self._table[-1].view(stored))
@@ -293,7 +290,7 @@ class Tensors:
     # ---------------------------------------------------------------- reading
 
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> TensorRows:
-        """Return rows. Next observations and flags are those of `last_ids`, if given."""
+        """Return the rows of `ids`. If `last_ids` is given, next observations and flags are read from these ids."""
         cells = ids % self.cells
         if last_ids is None:
             last_cells = cells
@@ -332,7 +329,7 @@ class Tensors:
         obs = []
         next_obs = []
         for i in leaves:
-            # One operation in place of two: a slice, and a view of both of its rows as one.
+            # One operation instead of two: a slice of two rows, and a view of it as one row.
             starts = numbers.as_strided((2 * rows,), (1,), 2 * i * rows)
             before, after = self.fields[i].read(starts).unbind(0)
             obs.append(before)
@@ -357,7 +354,7 @@ class Tensors:
     # ---------------------------------------------------------------- room
 
     def measure(self, next_tick: int, first_tick: int) -> torch.Tensor:
-        """Return how many slices, and how many entries of a log, are in use for every leaf: (leaves, 2)."""
+        """Return the slices and the entries of the longest log that are in use, for every leaf: (leaves, 2)."""
         zero = self.next_tick.new_zeros(())
         numbers = []
         slots = self._slots
@@ -373,7 +370,7 @@ class Tensors:
         return torch.stack(numbers)
 
     def count_room(self, used: torch.Tensor) -> int:
-        """Return for how many ticks there is room in the worst case, if `used` is what `measure` returned."""
+        """Return for how many ticks there is room in the worst case. `used` is a result of `measure`."""
         room = []
         for field, (slices, entries) in zip(self.fields, used.tolist(), strict=True):
             room.append((field.places - slices) // field.max_new_slices)
@@ -382,7 +379,7 @@ class Tensors:
         return min(room, default=2**62)
 
     def grow(self, used: torch.Tensor, first_tick: int) -> Tensors:
-        """Return tensors with more room for the leaves that have little. All other tensors are shared."""
+        """Return tensors with more room for the leaves that have little. The table is copied, the rest is shared."""
         grown = copy.copy(self)
         grown.fields = list(self.fields)
         grown._table = self._table.clone()

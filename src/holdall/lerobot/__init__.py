@@ -1,14 +1,18 @@
-"""LeRobot's replay buffer over a memory: exact images as 8-bit words, right next states, checkpoints that resume.
+"""LeRobot's replay buffer over a memory: exact images as 8-bit words, exact next states, checkpoints that resume.
 
-replay_buffer.py has the buffer, drawn_batches.py the batches that iterators draw ahead, images.py stores float32 images
-as 8-bit words, datasets.py converts LeRobot's datasets, and learner.py makes LeRobot's learner use the buffer:
-`python -m holdall.lerobot --config_path ...`.
+replay_buffer.py    the buffer
+layout.py           the fields of the memory in which transitions are stored
+images.py           float32 images as 8-bit words
+slot_tensor.py      a field that is read when it is indexed
+drawn_batches.py    batches that iterators draw ahead
+datasets.py         conversion of LeRobot's datasets
+learner.py          LeRobot's learner with this buffer: `python -m holdall.lerobot --config_path ...`
 """
 
 from holdall.errors import MissingPackageError
 
 try:
-    import torch as _torch  # noqa: F401  It is needed by all modules of this package.
+    import torch as _torch  # noqa: F401  All modules of this package need torch.
 except ImportError as error:
     raise MissingPackageError("holdall.lerobot needs torch; run \"pip install 'holdall[torch]'\"") from error
 

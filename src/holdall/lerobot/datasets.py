@@ -1,7 +1,7 @@
-"""LeRobot's datasets: reading transitions from one, and writing transitions to one.
+"""Reading transitions from a LeRobotDataset, and writing transitions to one.
 
-A LeRobotDataset has the frames of episodes with actions, `next.reward` and `next.done`. Its images have 8 bits. It does
-not contain the state after the last frame of an episode.
+A LeRobotDataset has the frames of episodes with `action`, `next.reward` and `next.done`. Its images have 8 bits. The
+state after the last frame of an episode is missing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _WRITER_THREADS = 3
 def read_transitions(dataset: Any, state_keys: list[str], drop_unfinished: bool) -> Iterator[dict[str, Any]]:
     """Yield the arguments of `ReplayBuffer.add`, frame by frame. Each frame is decoded once.
 
-    Without `next.done`, the last frame of every episode is done.
+    If the dataset has no `next.done`, the last frame of every episode is done.
 
     Args:
-        drop_unfinished: Leave out the last frame of an episode that is not done. Otherwise its own state becomes its
-            next state, and it is truncated.
+        drop_unfinished: Leave out the last frame of an episode that is not done. Otherwise this frame is truncated, and
+            its own state is its next state.
     """
     count = len(dataset)
     sample: Any = dataset[0] if count else None
@@ -90,7 +90,7 @@ def _describe_feature(rows: torch.Tensor) -> dict[str, Any]:
 
 
 class DatasetFile:
-    """A LeRobotDataset that is written, as a context manager. On exit, the dataset is complete.
+    """Context manager that writes a LeRobotDataset. After the context, the dataset is complete.
 
     Attributes:
         dataset: The LeRobotDataset.
@@ -153,7 +153,7 @@ class DatasetFile:
     ) -> None:
         if error is None and self._pending:
             self.end_episode()
-        # Until LeRobot 0.5, the dataset itself writes its images.
+        # Up to LeRobot 0.5, datasets have no `writer` and write their images themselves.
         getattr(self.dataset, "writer", self.dataset).stop_image_writer()
         if error is None:
             self.dataset.finalize()

@@ -1,8 +1,8 @@
-"""Batches that iterators have drawn and not returned yet, so that a checkpoint contains them.
+"""Batches that iterators have drawn and not returned yet, and how a checkpoint stores them.
 
     get_iterator -> DrawnQueue.draw -> Loader reads the rows -> DrawnQueue.receive -> the consumer
-    save         -> pack_queues: ids of the batches, and the rows that were evicted since they were drawn
-    load         -> unpack_queues: the same batches, which the next iterators return first
+    save         -> pack_queues: ids of the batches, and the rows that were evicted after the draw
+    load         -> unpack_queues: the same batches, which new iterators return first
 
 Guarantee: an iterator of a loaded buffer returns the batches that the saved iterator would have returned, also if other
 code draws from torch's generator in between.
@@ -44,11 +44,11 @@ class BatchTransition(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class DrawnBatch:
-    """A batch that was drawn. Its rows are those of the moment of the draw.
+    """A batch that was drawn. Its rows are read later, with the values that they had when the batch was drawn.
 
     Attributes:
         ids: Transition ids of the rows.
-        read_rows: Returns some rows of the batch, before the augmentation. It takes their numbers in the batch.
+        read_rows: Returns rows of the batch, before the augmentation. The argument has the rows' numbers in the batch.
     """
 
     ids: Ids
@@ -74,7 +74,7 @@ class DrawnQueue:
         draw_batch: Draws a batch of the given size from torch's generator.
         augment: Augments a batch that was read.
         lock: Lock of the buffer. It is held while a batch is drawn, so that a checkpoint contains either both the batch
-            and the generator after it, or neither.
+            and the state of the generator after the draw, or neither.
         restored: Batches of a saved iterator, which are returned first.
     """
 
@@ -104,10 +104,10 @@ class DrawnQueue:
         return lambda: (drawn, drawn.read())
 
     def receive(self, read: tuple[DrawnBatch, BatchTransition]) -> BatchTransition:
-        """Return a batch that was read to the consumer."""
+        """Return the augmented batch. `read` is the result of the function that `draw` returned."""
         drawn, batch = read
         with self._lock:
-            # A batch before this one is still here if reading it failed.
+            # Earlier batches are still in the queue if reading them failed.
             while self.undelivered.popleft() is not drawn:
                 pass
         return self._augment(batch)
@@ -140,11 +140,11 @@ def pack_queues(queues: Sequence[SavedQueue], first_id: int) -> bytes:
 def unpack_queues(
     packed: bytes, read: Callable[[Ids], BatchTransition], held: range, device: torch.device
 ) -> list[SavedQueue]:
-    """Return the batches that `pack_queues` packed. They are read now, so that no later eviction can change them.
+    """Return the batches that `pack_queues` packed. Read their rows now, before they are evicted.
 
     Args:
         read: Returns the rows of transition ids that are held.
-        held: Transition ids that were loaded. The queue of a batch with other rows becomes empty.
+        held: Transition ids that were loaded. A queue with a batch of other rows, which are missing, becomes empty.
     """
     queues: list[SavedQueue] = []
     with (
@@ -172,7 +172,7 @@ def _restore_batch(
     held: range,
     device: torch.device,
 ) -> BatchTransition | None:
-    """Return a batch of rows that are held and of rows that were stored, or None if some are neither."""
+    """Return a batch of rows in the memory and of `stored` rows. Return None if a row is in neither."""
     is_held = (ids >= held.start) & (ids < held.stop)
     missing = int((~is_held).sum())
     if missing != len(stored.get("reward", ())):
@@ -210,7 +210,7 @@ def _list_parts(batch: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _build_batch(tensors: dict[str, torch.Tensor]) -> BatchTransition:
-    """Return the batch whose tensors `_list_parts` named."""
+    """Return the batch from tensors with the names of `_list_parts`."""
     parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _DICTS}
     for name, tensor in tensors.items():
         part, _, key = name.partition("/")

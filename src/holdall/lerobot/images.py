@@ -1,7 +1,7 @@
-"""Images as 8-bit words: which float32 images have 256 known values only, and the way back.
+"""Float32 images as 8-bit words, if these give exactly the same values.
 
-LeRobot passes camera images as float32. Unless they were resized, their values are `k / 255` of the 8-bit words `k` of
-a camera. `ImageEncoder` finds such words and verifies them. `decode` returns the float32 values again.
+LeRobot passes camera images as float32. Unless they were resized, their values are `k / 255` for the 8-bit words `k` of
+a camera. `ImageEncoder` finds these words and verifies them. `decode` computes the float32 values from them.
 
 Guarantee: decoding returns, bit for bit, the image that was encoded. Images of other values stay float32.
 """
@@ -23,14 +23,14 @@ Words = NDArray[np.uint8]
 _MAX_WORD = 255
 _RECIPROCAL = np.float32(1) / np.float32(_MAX_WORD)
 _PROBE_STEP = 499
-"""Distance of the values by which a form is ruled out before the whole image is encoded."""
+"""Step between the values that are tried first. They rule out most wrong forms without encoding the whole image."""
 
 
 class ImageForm(IntEnum):
-    """How the values of an image follow from what is stored."""
+    """How the values of an image are computed from the stored float32 values or words `k`."""
 
-    FLOATS = 0  # They are stored as float32.
-    DIVIDED = 1  # k / 255 of the stored words k, as a CPU divides.
+    FLOATS = 0  # The values are stored as float32.
+    DIVIDED = 1  # k / 255, as a CPU divides.
     MULTIPLIED = 2  # k * (1 / 255), as a GPU divides by a number.
     WHOLE = 3  # k
 
@@ -39,7 +39,7 @@ _WORD_FORMS = (ImageForm.DIVIDED, ImageForm.MULTIPLIED, ImageForm.WHOLE)
 
 
 class EncodedImage(NamedTuple):
-    """An image in its smallest exact form. The array of the other form is all zeros, which takes no memory."""
+    """An image in its smallest exact form. The unused array is all zeros, and shared by all images."""
 
     form: ImageForm
     words: Words
@@ -47,7 +47,7 @@ class EncodedImage(NamedTuple):
 
 
 class ImageEncoder:
-    """Encodes the images of one key, one after the other. Not thread-safe.
+    """Encoder of the images of one key. Not thread-safe.
 
     Args:
         is_lossy: Round every image to the nearest `k / 255`.
@@ -62,7 +62,7 @@ class ImageEncoder:
 
     def encode(self, image: Floats, name: str) -> EncodedImage:
         """Return `image` as words if these give exactly its values, else as float32. `name` is for errors."""
-        # A state usually repeats the next state before it.
+        # A state usually equals the next state of the transition before it.
         if not (image.view(np.uint32) == self._latest.view(np.uint32)).all():
             latest = image.copy()
             self._encoded = self._find_form(_round(latest, name) if self._is_lossy else latest)
@@ -82,12 +82,12 @@ class ImageEncoder:
 
 
 def _is_exact(image: Floats, words: Words, form: ImageForm) -> bool:
-    """Return whether the values of `words` are those of `image`, bit for bit."""
+    """Return whether `words` give the values of `image`, bit for bit."""
     return bool((_to_values(words, form).view(np.uint32) == image.view(np.uint32)).all())
 
 
 def _to_values(words: Words, form: ImageForm) -> Floats:
-    """Return the values of words. Arithmetic is faster than a table of the 256 values."""
+    """Return the values of words. Computing them is faster than a table of the 256 values."""
     values = words.astype(np.float32)
     if form is ImageForm.DIVIDED:
         values /= np.float32(_MAX_WORD)
@@ -103,9 +103,9 @@ def decode(stored: torch.Tensor, forms: NDArray[np.uint8], into: torch.Tensor) -
         stored: Words of the images, or float32 where their form is `FLOATS`.
         forms: The `ImageForm` of every image.
     """
-    found = np.unique(forms)
-    for form in found:
-        if len(found) == 1:
+    used = np.unique(forms)
+    for form in used:
+        if len(used) == 1:
             _decode_all(stored, ImageForm(form), into)
         else:
             rows = torch.from_numpy((forms == form).nonzero()[0]).to(into.device)
@@ -135,7 +135,7 @@ def _find_words(image: Floats, form: ImageForm) -> Words:
 def _round(image: Floats, name: str) -> Floats:
     if not (image >= 0).all() or not (image <= 1).all():
         raise ArgumentError(
-            f"{name} has values outside of [0, 1], which lossy_8bit_images=True does not round to 8 bits. Pass images "
+            f"{name} has values outside of [0, 1], which lossy_8bit_images=True cannot round to 8 bits. Pass images "
             "from 0 to 1, or use lossy_8bit_images=False."
         )
     return _to_values(_find_words(image, ImageForm.DIVIDED), ImageForm.DIVIDED)

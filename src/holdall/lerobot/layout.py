@@ -1,7 +1,7 @@
-"""TransitionLayout: which fields of a memory the parts of LeRobot's transitions are stored in.
+"""TransitionLayout: the fields of a memory in which LeRobot's transitions are stored.
 
-The first transition decides the keys and shapes. An image key has three fields: 8-bit words, float32 values, and the
-form that says which of the two has the image. The other field is all zeros, which a memory stores once.
+The first transition sets the keys and shapes. An image key has three fields: 8-bit words, float32 values, and the
+`ImageForm` that says which of these two has the image. The unused field is all zeros, which a memory stores once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdall.store.columns import Columns
 from holdall.store.view import View
 
 IMAGE_PREFIX = "observation.image"
-"""LeRobot augments the images of the keys that start with this."""
+"""Keys that start with this prefix are images, which LeRobot augments."""
 
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
@@ -32,7 +32,7 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class StoredRows(NamedTuple):
-    """All fields of some transitions but the images."""
+    """All fields of some transitions, except for the images."""
 
     states: dict[str, Array]
     next_states: dict[str, Array]
@@ -45,7 +45,7 @@ class StoredRows(NamedTuple):
 
 
 class TransitionLayout:
-    """The fields of one buffer. `make_step` is not thread-safe.
+    """The fields of one buffer, and the conversion of transitions to them. `make_step` is not thread-safe.
 
     Attributes:
         states: Shapes of all keys of a state, in the order of the first state.
@@ -70,7 +70,7 @@ class TransitionLayout:
 
     @classmethod
     def of(cls, state: Any, action: Any, complementary: Any, *, is_lossy: bool) -> Self:
-        """Return the layout of transitions like this one."""
+        """Return the layout for transitions with the keys and shapes of this transition."""
         if not isinstance(state, Mapping) or not state:
             raise ArgumentError(
                 f"state is {_describe(state)}. Pass a dict of tensors, such as {{'observation.state': ...}}."
@@ -102,7 +102,7 @@ class TransitionLayout:
 
     @classmethod
     def from_description(cls, described: Any, *, is_lossy: bool) -> Self:
-        """Return the layout that `describe` described."""
+        """Return the layout from the result of `describe`."""
         states = {key: tuple(shape) for key, shape in described["states"].items()}
         complementary = {key: tuple(shape) for key, shape in described["complementary"].items()}
         return cls(states, tuple(described["action"]), complementary, is_lossy=is_lossy)
@@ -119,7 +119,7 @@ class TransitionLayout:
         truncated: bool,
         complementary: Any,
     ) -> tuple[Any, ...]:
-        """Return the arguments of `Store.append`. Raise ArgumentError if the transition is not like the first one."""
+        """Return the arguments of `Store.append`. Raise ArgumentError if keys or shapes differ from the first ones."""
         return (
             self._make_observation(state, "state"),
             _fit(action, self.action, "action")[None],
@@ -157,7 +157,7 @@ class TransitionLayout:
     # ---------------------------------------------------------------- reading
 
     def read_rows(self, view: View, ids: Ids) -> StoredRows:
-        """Return all fields of transitions but the images."""
+        """Return all fields of transitions, except for the images."""
         columns = self._columns
         leaves = [self._leaves[key] for key in self.vectors] + [self._leaves[f"{key}/form"] for key in self.images]
         outputs = (
@@ -187,7 +187,7 @@ class TransitionLayout:
             info,
         )
 
-    def image_outputs(self, key: str, kind: str) -> tuple[int, int]:
+    def find_image_outputs(self, key: str, kind: str) -> tuple[int, int]:
         """Return the outputs of an image key's states and next states. `kind` is "words" or "floats"."""
         leaf = self._leaves[f"{key}/{kind}"]
         return self._columns.obs_outputs[leaf], self._columns.next_obs_outputs[leaf]
@@ -201,7 +201,7 @@ class TransitionLayout:
 
 
 def as_floats(value: Any, argument: str) -> NDArray[np.float32]:
-    """Return a tensor, an array or a number as float32, as LeRobot stores it: without a leading axis of 1."""
+    """Return a tensor, an array or a number as float32, without a leading axis of 1, as LeRobot stores it."""
     try:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:

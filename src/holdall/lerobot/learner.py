@@ -3,9 +3,9 @@
 `install` replaces names of the module `lerobot.rl.learner`. Where the learner would delete its last data set and write
 another one, a `LearnerBuffer` writes a checkpoint: incremental, and complete or absent after a crash.
 
-Guarantee: the learner's two buffers resume as they were at one moment. The checkpoint of the offline buffer is written
-first, and that of the online buffer names it. A newer one of the offline buffer belongs to a checkpoint that was never
-complete, and is removed when the learner resumes.
+Guarantee: the learner's two buffers resume in their states of one moment. The checkpoint of the offline buffer is
+written first, and the checkpoint of the online buffer names it. If a run is killed between the two, the offline buffer
+has a newer checkpoint that no checkpoint names, and it is removed when the learner resumes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ONLINE = "dataset"
 _OFFLINE = "dataset_offline"
 """Names that the learner gives to the datasets of its two buffers."""
 _OFFLINE_FILE = "lerobot/offline.json"
-"""Attached to a checkpoint of the online buffer: the number of the checkpoint of the offline buffer."""
+"""File in a checkpoint of the online buffer: the number of the offline buffer's checkpoint."""
 _KEEP = 3
-"""Number of checkpoints to keep."""
+"""Number of checkpoints of the online buffer to keep."""
 
 
 class LearnerBuffer(ReplayBuffer):
@@ -38,8 +38,8 @@ class LearnerBuffer(ReplayBuffer):
 
     Attributes:
         export_datasets: Whether `to_lerobot_dataset` writes a dataset, too.
-        offline: The learner's offline buffer. It is saved together with this one.
-        is_saved_by_other: Whether another buffer saves this one.
+        offline: The learner's offline buffer, which this buffer saves, too. None for the offline buffer itself.
+        is_saved_by_other: Whether the online buffer saves this buffer.
     """
 
     export_datasets = False
@@ -55,7 +55,10 @@ class LearnerBuffer(ReplayBuffer):
         *,
         split_segments: bool = True,
     ) -> Any:
-        """Write a checkpoint beside `root`, and wait until it is safe. Return the dataset if one is written."""
+        """Write a checkpoint to `find_checkpoint(root)`, and wait until it is complete.
+
+        Return the dataset if one is written.
+        """
         if root is not None:
             if not self.is_saved_by_other:
                 self._save_with_offline(find_checkpoint(root))
@@ -64,25 +67,22 @@ class LearnerBuffer(ReplayBuffer):
         return super().to_lerobot_dataset(repo_id, fps, root, task_name, split_segments=split_segments)
 
     def _save_with_offline(self, place: Path) -> None:
-        """Write the checkpoint of the offline buffer, and then that of this buffer, which names it.
-
-        A run that is killed in between has the earlier checkpoints of both.
-        """
+        """Write the checkpoint of the offline buffer, and then the checkpoint of this buffer, which names it."""
         attach: dict[str, bytes] = {}
         if self.offline is not None:
-            # The earlier checkpoints of this buffer name as many of the offline buffer, besides this one.
+            # One more is kept, because each of the earlier `_KEEP` checkpoints of this buffer still names one.
             saved = self.offline.save(place.parent / _OFFLINE, keep=_KEEP + 1).result()
             attach[_OFFLINE_FILE] = json.dumps({"number": saved.number}).encode()
         self._save(place, attach, _KEEP, None).result()
 
     def find_offline_number(self) -> int | None:
-        """Return the number of the offline buffer's checkpoint of the moment at which this buffer was saved."""
+        """Return the number of the offline buffer's checkpoint that belongs to the loaded checkpoint of this buffer."""
         named = self.memory.attached.get(_OFFLINE_FILE) if self.initialized else None
         return None if named is None else int(json.loads(named)["number"])
 
 
 def find_checkpoint(root: str | os.PathLike[str]) -> Path:
-    """Return the place of the checkpoint that replaces the dataset in `root`."""
+    """Return the path of the checkpoint that replaces the dataset in `root`."""
     folder = Path(root)
     return folder.parent / _FOLDER / folder.name
 
@@ -98,7 +98,7 @@ def install(
     """Make LeRobot's learner use holdall's buffers from now on. Call it before `lerobot.rl.learner.train_cli()`.
 
     The learner's two buffers, online and offline, are saved together to the folder `holdall` of its output folder. With
-    `resume=true`, the learner loads both as they were at one moment. If there is no checkpoint, it loads LeRobot's
+    `resume=true`, the learner loads both in their states of one moment. If there is no checkpoint, it loads LeRobot's
     datasets.
 
     Args:
@@ -119,8 +119,8 @@ def install(
             super().__init__(*arguments, **{**settings, **keywords})
 
     InstalledBuffer.export_datasets = export_datasets
-    make_online = _get_replaced(learner, "initialize_replay_buffer")
-    make_offline = _get_replaced(learner, "initialize_offline_replay_buffer")
+    make_online = _find_original(learner, "initialize_replay_buffer")
+    make_offline = _find_original(learner, "initialize_offline_replay_buffer")
 
     buffers = _BufferPair(
         lambda place, device, capacity: InstalledBuffer.load(place, device, capacity, **tiers),
@@ -128,17 +128,17 @@ def install(
         make_offline,
     )
     learner.ReplayBuffer = InstalledBuffer
-    learner.initialize_replay_buffer = _mark_replaced(buffers.initialize_online, make_online)
-    learner.initialize_offline_replay_buffer = _mark_replaced(buffers.initialize_offline, make_offline)
+    learner.initialize_replay_buffer = _wrap_original(buffers.initialize_online, make_online)
+    learner.initialize_offline_replay_buffer = _wrap_original(buffers.initialize_offline, make_offline)
 
 
 class _BufferPair:
-    """Makes or loads the learner's two buffers. Its methods replace the learner's functions.
+    """The learner's two buffers, made or loaded. Its methods replace the learner's functions.
 
     Args:
-        load: Loads a buffer from a place, for a device and with a capacity.
-        make_online: The learner's own function.
-        make_offline: The learner's own function.
+        load: Loads a buffer from a path, for a device and with a capacity.
+        make_online: The learner's own function for the online buffer.
+        make_offline: The learner's own function for the offline buffer.
     """
 
     def __init__(self, load: Callable[[Path, Any, int], LearnerBuffer], make_online: Any, make_offline: Any) -> None:
@@ -148,8 +148,8 @@ class _BufferPair:
         self._online: LearnerBuffer | None = None
 
     def initialize_online(self, cfg: Any, device: Any, storage_device: Any) -> LearnerBuffer:
-        """Return the online buffer. The learner makes it first."""
-        place = _find_resumed(cfg, _ONLINE)
+        """Return the online buffer. The learner calls this method before `initialize_offline`."""
+        place = _find_checkpoint_to_resume(cfg, _ONLINE)
         if place is None:
             self._online = self._make_online(cfg, device, storage_device)
         else:
@@ -157,8 +157,8 @@ class _BufferPair:
         return self._online
 
     def initialize_offline(self, cfg: Any, device: Any, storage_device: Any) -> LearnerBuffer:
-        """Return the offline buffer, as it was when the online buffer was saved."""
-        place = _find_resumed(cfg, _OFFLINE)
+        """Return the offline buffer, in its state at the time when the online buffer was saved."""
+        place = _find_checkpoint_to_resume(cfg, _OFFLINE)
         offline: LearnerBuffer
         if place is None:
             offline = self._make_offline(cfg, device, storage_device)
@@ -173,8 +173,8 @@ class _BufferPair:
         return offline
 
 
-def _find_resumed(cfg: Any, name: str) -> Path | None:
-    """Return the place of a buffer's checkpoint, or None if it is not loaded."""
+def _find_checkpoint_to_resume(cfg: Any, name: str) -> Path | None:
+    """Return the path of the checkpoint to resume from, or None if there is none or the run does not resume."""
     place = find_checkpoint(Path(cfg.output_dir) / name)
     return place if cfg.resume and place.exists() else None
 
@@ -194,13 +194,13 @@ def _import_learner() -> Any:
         ) from error
 
 
-def _get_replaced(learner: Any, name: str) -> Any:
-    """Return LeRobot's own function, also if it was replaced before."""
+def _find_original(learner: Any, name: str) -> Any:
+    """Return LeRobot's own function, also if `install` has replaced it already."""
     function = getattr(learner, name)
     return getattr(function, "__wrapped__", function)
 
 
-def _mark_replaced(replacement: Callable[[Any, Any, Any], LearnerBuffer], original: Any) -> Any:
+def _wrap_original(replacement: Callable[[Any, Any, Any], LearnerBuffer], original: Any) -> Any:
     @wraps(original)
     def initialize(cfg: Any, device: Any, storage_device: Any) -> Any:
         return replacement(cfg, device, storage_device)

@@ -1,11 +1,11 @@
 """ReplayBuffer: LeRobot's replay buffer over a ReplayMemory.
 
-    add    -> TransitionLayout.make_step -> Store.append   images become 8-bit words where these are exact
-    sample -> slots from torch -> View.read -> decode      then the image augmentation, which is LeRobot's
+    add    -> TransitionLayout.make_step -> Store.append        images become 8-bit words if these are exact
+    sample -> slots from torch -> View.read -> decode -> augmentation of LeRobot
 
-Guarantee: `state` and `next_state` of a row are, bit for bit, the float32 values that `add` was given for it, also at
-time limits, at the ends of interventions and beside rows that were skipped. One seed of torch draws the same rows as
-LeRobot's buffer.
+Guarantee: `state` and `next_state` of a row have, bit for bit, the float32 values that were passed to `add`, also at
+time limits, at the ends of interventions and next to rows that were skipped. With one seed, torch draws the same rows
+as in LeRobot's buffer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _GENERATOR_FILE = "lerobot/generator"
 _DRAWN_FILE = "lerobot/drawn.npz"
 _FORMAT = 1
 _DATASET_ROWS = 64
-"""Transitions that are read at once while they are written to a dataset."""
+"""Number of transitions that are read at once while a dataset is written."""
 
 Ids = NDArray[np.int64]
 
@@ -63,11 +63,11 @@ class ReplayBuffer:
         capacity: Maximum number of transitions.
         device: Device of the batches.
         state_keys: Keys of the states. `from_lerobot_dataset` needs them.
-        image_augmentation_function: Takes and returns a batch of images. None for LeRobot's own random shift.
+        image_augmentation_function: Takes and returns a batch of images. None: LeRobot's own random shift.
         use_drq: Augment the images of every batch.
         storage_device: "cpu": transitions are stored in RAM.
-        optimize_memory: Changes which rows are drawn, as it does in LeRobot: a buffer that is not full never draws the
-            newest row. States are always stored once, and next states are right either way.
+        optimize_memory: Changes which rows are drawn, as in LeRobot: a buffer that is not full never draws the newest
+            row. It changes nothing else: states are always stored once, and next states are always exact.
         budget: See `holdall.ReplayMemory`.
         prefer: See `holdall.ReplayMemory`.
         spill_dir: See `holdall.ReplayMemory`. Without it, a budget in bytes that does not hold `capacity` keeps the
@@ -95,10 +95,10 @@ class ReplayBuffer:
         lossy_8bit_images: bool = False,
         _tuning: Tuning | None = None,
     ) -> None:
-        given: Any = to_whole(capacity)
-        if isinstance(given, int) and given <= 0:
-            raise ArgumentError(f"Capacity must be greater than 0. It is {given}.")
-        self.capacity = require_count("capacity", given, 1)
+        whole_capacity: Any = to_whole(capacity)
+        if isinstance(whole_capacity, int) and whole_capacity <= 0:
+            raise ArgumentError(f"Capacity must be greater than 0. It is {whole_capacity}.")
+        self.capacity = require_count("capacity", whole_capacity, 1)
         self.device = _find_device(device)
         self.storage_device = _require_host(storage_device)
         self.state_keys = [] if state_keys is None else list(state_keys)
@@ -115,9 +115,9 @@ class ReplayBuffer:
         self._layout: TransitionLayout | None = None
         self._memory: ReplayMemory | None = None
         self._is_closed = False
-        self._lock = threading.Lock()  # Guards the layout and the order of `add`.
-        self._draw_lock = threading.Lock()  # Guards the order of draws, and the queues of iterators.
-        # The loader and the queue of each iterator. Weak, because an iterator that nobody uses is not saved.
+        self._lock = threading.Lock()  # Guards the layout and calls of `add`. Acquired before `_draw_lock`.
+        self._draw_lock = threading.Lock()  # Guards draws, and the queues of iterators.
+        # The loader and the queue of each iterator. Weak references: an iterator that was deleted is not saved.
         self._iterators: list[tuple[weakref.ref[Any], weakref.ref[DrawnQueue]]] = []
         self._restored: list[SavedQueue] = []  # Queues of saved iterators that no iterator has continued yet.
 
@@ -150,39 +150,39 @@ class ReplayBuffer:
 
     @property
     def states(self) -> dict[str, SlotTensor]:
-        """States by key, as tensors that are read when they are indexed by slot."""
+        """States by key and slot. Each tensor is read when it is indexed."""
         return {
-            key: self._column(lambda ids, key=key: self._read_now(ids)["state"][key])
+            key: self._make_column(lambda ids, key=key: self._read_now(ids)["state"][key])
             for key in self._known_layout.states
         }
 
     @property
     def next_states(self) -> dict[str, SlotTensor]:
-        """Next states by key."""
+        """Next states by key and slot."""
         return {
-            key: self._column(lambda ids, key=key: self._read_now(ids)["next_state"][key])
+            key: self._make_column(lambda ids, key=key: self._read_now(ids)["next_state"][key])
             for key in self._known_layout.states
         }
 
     @property
     def actions(self) -> SlotTensor:
         """Actions by slot."""
-        return self._column(lambda ids: self._send(self._read_small(ids).action))
+        return self._make_column(lambda ids: self._send(self._read_without_images(ids).action))
 
     @property
     def rewards(self) -> SlotTensor:
         """Rewards by slot."""
-        return self._column(lambda ids: self._send(self._read_small(ids).reward))
+        return self._make_column(lambda ids: self._send(self._read_without_images(ids).reward))
 
     @property
     def dones(self) -> SlotTensor:
-        """Whether the row of a slot ended its episode, as bool."""
-        return self._column(lambda ids: self._send(self._read_small(ids).terminated))
+        """Whether the episode ended at the transition of a slot, as bool."""
+        return self._make_column(lambda ids: self._send(self._read_without_images(ids).terminated))
 
     @property
     def truncateds(self) -> SlotTensor:
-        """Whether a time limit cut the episode at the row of a slot, as bool."""
-        return self._column(lambda ids: self._send(self._read_small(ids).truncated))
+        """Whether a time limit ended the episode at the transition of a slot, as bool."""
+        return self._make_column(lambda ids: self._send(self._read_without_images(ids).truncated))
 
     @property
     def has_complementary_info(self) -> bool:
@@ -198,7 +198,7 @@ class ReplayBuffer:
     def complementary_info(self) -> dict[str, SlotTensor]:
         """Complementary info by key and slot."""
         return {
-            key: self._column(lambda ids, key=key: self._send(self._read_small(ids).complementary[key]))
+            key: self._make_column(lambda ids, key=key: self._send(self._read_without_images(ids).complementary[key]))
             for key in self.complementary_info_keys
         }
 
@@ -223,8 +223,8 @@ class ReplayBuffer:
         The first transition decides which keys are stored. Later transitions may have further keys, which are ignored.
 
         Args:
-            next_state: The state after the action: at a time limit the final state of the episode. None is accepted
-                where `done` is True.
+            next_state: The state after the action. At a time limit, this is the final state of the episode. It may be
+                None if `done` is True.
             complementary_info: Tensors and numbers by name.
         """
         with self._lock:
@@ -234,8 +234,8 @@ class ReplayBuffer:
             if next_state is None:
                 if not is_done:
                     raise ArgumentError(
-                        "next_state is None, but done is False, so that the value of the next state is needed. Pass "
-                        "the state after the action, also with optimize_memory=True."
+                        "next_state is None, but done is False, so training needs the next state. Pass the state after "
+                        "the action, also with optimize_memory=True."
                     )
                 next_state = state
             layout = self._layout
@@ -258,7 +258,7 @@ class ReplayBuffer:
     # ---------------------------------------------------------------- sampling
 
     def sample(self, batch_size: int) -> BatchTransition:
-        """Draw transitions from torch's generator: `batch_size` of them, or as many as there are.
+        """Draw `batch_size` transitions with torch's generator. Draw fewer if the buffer has fewer transitions.
 
         Raises:
             ClosedError: The buffer is empty or closed. It is a RuntimeError.
@@ -270,14 +270,14 @@ class ReplayBuffer:
     ) -> Iterator[BatchTransition]:
         """Return an endless iterator over batches.
 
-        Every `next` draws a batch from torch's generator, and returns the one that was drawn `queue_size` calls before.
-        So one seed gives one sequence of batches. An error in the background is raised by `next`. In a loaded buffer,
-        an iterator continues a saved iterator of the same batch size: it first returns the batches that this one had
-        drawn and not returned.
+        Every `next` draws a batch with torch's generator, and returns the batch that was drawn `queue_size` calls
+        before. So one seed gives one sequence of batches. An error in the background is raised by `next`. In a loaded
+        buffer, an iterator continues a saved iterator of the same batch size: it first returns the batches that the
+        saved iterator had drawn and not returned.
 
         Args:
             async_prefetch: Read batches ahead in a thread. False reads them when they are requested.
-            queue_size: Batches that are read ahead.
+            queue_size: Number of batches that are read ahead.
         """
         ahead = require_count("queue_size", queue_size, 1) if async_prefetch else 0
         with self._draw_lock:
@@ -289,7 +289,7 @@ class ReplayBuffer:
         return iter(loader)
 
     def _take_restored(self, batch_size: int) -> list[DrawnBatch]:
-        """Return the undelivered batches of the first saved iterator of this batch size. Called with the draw lock."""
+        """Remove and return the batches of the first saved iterator of this batch size. Called with the draw lock."""
         for number, queue in enumerate(self._restored):
             if queue.batch_size == batch_size:
                 return self._restored.pop(number).batches
@@ -306,7 +306,7 @@ class ReplayBuffer:
         return [*queues, *self._restored]
 
     def _draw(self, batch_size: int) -> DrawnBatch:
-        """Draw a batch now, and return it before its rows are read."""
+        """Draw a batch. Its rows are read later, but they are those of this moment."""
         batch_size = require_count("batch_size", batch_size, 0)
         if self._is_closed:
             raise ClosedError("The buffer was closed. Make a new one.")
@@ -324,9 +324,9 @@ class ReplayBuffer:
             high = max(1, filled - 1)
         slots = torch.randint(low=0, high=high, size=(count,)).numpy()
         ids = self._find_ids(view.next_id, slots)
-        if view.first_id > view.next_id - filled:  # A budget without a disk tier has evicted some.
-            held = torch.randint(low=view.first_id, high=view.next_id, size=(count,)).numpy()
-            ids = np.where(ids < view.first_id, held, ids)
+        if view.first_id > view.next_id - filled:  # A budget without a disk tier has evicted transitions.
+            redrawn = torch.randint(low=view.first_id, high=view.next_id, size=(count,)).numpy()
+            ids = np.where(ids < view.first_id, redrawn, ids)
         return ids
 
     def _find_ids(self, next_id: int, slots: Ids) -> Ids:
@@ -336,7 +336,7 @@ class ReplayBuffer:
         return ids
 
     def _augment(self, batch: BatchTransition) -> BatchTransition:
-        """Augment the images of a batch if `use_drq`: all images of one shape at once, as LeRobot does."""
+        """If `use_drq`, augment the images of a batch in place: all images of one shape at once, as LeRobot does."""
         if self.use_drq and len(batch["reward"]):
             for keys in self._known_layout.group_images():
                 augment = self._find_augmentation()
@@ -385,11 +385,11 @@ class ReplayBuffer:
     def _read_images(
         self, view: View, ids: Ids, key: str, forms: NDArray[np.uint8]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images of one key in states and in next states. `forms` has their forms, of (2, rows)."""
+        """Return the images of one key in states and in next states. `forms` has their `ImageForm`, (2, rows)."""
         layout = self._known_layout
         is_floats = forms == ImageForm.FLOATS
         if is_floats.all() and len(ids):
-            floats, next_floats = view.read(ids, layout.image_outputs(key, "floats"))
+            floats, next_floats = view.read(ids, layout.find_image_outputs(key, "floats"))
             return self._send(floats), self._send(next_floats)
         shape = (len(ids), *layout.states[key])
         images = (torch.empty(shape, device=self.device), torch.empty(shape, device=self.device))
@@ -397,7 +397,7 @@ class ReplayBuffer:
             rows = is_wanted.any(axis=0).nonzero()[0]
             if not len(rows):
                 continue
-            arrays = view.read(ids[rows], layout.image_outputs(key, kind))
+            arrays = view.read(ids[rows], layout.find_image_outputs(key, kind))
             for side, array in enumerate(arrays):
                 stored = self._send(array)
                 if is_wanted[side].all():
@@ -421,10 +421,10 @@ class ReplayBuffer:
     def _read_now(self, ids: Ids) -> BatchTransition:
         return self._read(self.memory.store.view(), ids)
 
-    def _read_small(self, ids: Ids) -> StoredRows:
+    def _read_without_images(self, ids: Ids) -> StoredRows:
         return self._known_layout.read_rows(self.memory.store.view(), ids)
 
-    def _column(self, read: Callable[..., torch.Tensor]) -> SlotTensor:
+    def _make_column(self, read: Callable[..., torch.Tensor]) -> SlotTensor:
         memory = self.memory
 
         def read_slots(slots: Ids) -> torch.Tensor:
@@ -449,14 +449,14 @@ class ReplayBuffer:
         drop_unfinished: bool = False,
         **settings: Any,
     ) -> Self:
-        """Return a buffer with the transitions of a LeRobotDataset. Every frame is decoded once and not kept.
+        """Return a buffer with the transitions of a LeRobotDataset. Every frame is decoded once.
 
         Args:
             state_keys: Keys of the dataset that form a state.
             capacity: Maximum number of transitions; the length of the dataset by default.
-            drop_unfinished: Leave out the last frame of an episode without `next.done`. A dataset does not contain
-                the state after it. By default, its own state is its next state, as in LeRobot.
-            settings: `budget` and the other keywords of the constructor.
+            drop_unfinished: Leave out the last frame of an episode that is not done. A dataset does not contain the
+                state after this frame. By default, its own state is used as its next state, as in LeRobot.
+            settings: Further keywords of the constructor, such as `budget`.
         """
         frames = len(lerobot_dataset)
         if capacity is None:
@@ -497,8 +497,9 @@ class ReplayBuffer:
         """Write all transitions to a new LeRobotDataset. Its images have 8 bits, so this is not a checkpoint.
 
         Args:
-            split_segments: Also end an episode of the dataset where the next row does not continue this one, such as at
-                the end of an intervention. Without it, such rows get a wrong next state when the dataset is read.
+            split_segments: Also end an episode of the dataset at a row whose next state is not the state of the next
+                row, such as at the end of an intervention. Otherwise such rows get a wrong next state when the dataset
+                is read.
         """
         if not len(self):
             raise ArgumentError("The replay buffer is empty. Cannot convert to a dataset. Add transitions first.")
@@ -509,7 +510,7 @@ class ReplayBuffer:
         features = datasets.describe_features(first["state"], first["action"], first["complementary_info"] or {})
         with datasets.DatasetFile(repo_id, fps, root, features) as file:
             for start in range(0, count, _DATASET_ROWS):
-                # The row after each block says whether its last row is continued.
+                # One more row is read, to see whether it continues the last row.
                 ids = view.first_id + np.arange(start, min(start + _DATASET_ROWS + 1, count))
                 rows = self._read(view, ids)
                 for row in range(min(_DATASET_ROWS, len(ids))):
@@ -532,15 +533,15 @@ class ReplayBuffer:
         """Write a checkpoint of this moment in the background. Only new data is written, see `ReplayMemory.save`.
 
         The checkpoint contains the state of torch's generator, and the batches that iterators have drawn and not
-        returned yet. So a loaded buffer returns the same batches as this one. Iterators that were closed or deleted are
-        not saved.
+        returned yet. So a loaded buffer continues with the same batches. Iterators that were closed or deleted are not
+        saved.
         """
         return self._save(url, {}, keep, mirror)
 
     def _save(
         self, url: str | os.PathLike[str], attach: Mapping[str, bytes], keep: int, mirror: str | None
     ) -> SaveHandle:
-        """Save with further files. No transition is added and no batch is drawn before the state is recorded."""
+        """Save the buffer with the files `attach`. Both locks are held while the state is recorded."""
         with self._lock, self._draw_lock:
             memory = self.memory
             description = {
@@ -579,10 +580,10 @@ class ReplayBuffer:
         """Load the newest complete checkpoint of `save`.
 
         Args:
-            capacity: Maximum number of transitions; the saved one by default. The newest are kept.
+            capacity: Maximum number of transitions. By default, the saved capacity. The newest transitions are kept.
             restore_generator: Set torch's generator to its saved state, and continue the saved iterators. The next
-                batches are then those that the saved buffer would have returned, unless `capacity` or `budget` is so
-                small that rows are missing.
+                batches are then those that the saved buffer would have returned, unless their rows do not fit into
+                `capacity` or `budget`.
         """
         tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "_tuning": _tuning}
         memory = ReplayMemory.load(url, capacity, **tiers)
@@ -616,10 +617,10 @@ class ReplayBuffer:
         self._restored = unpack_queues(
             attached[_DRAWN_FILE], partial(self._read, view), range(view.first_id, view.next_id), self.device
         )
-        torch.set_rng_state(_as_state(attached[_GENERATOR_FILE]))
+        torch.set_rng_state(_to_byte_tensor(attached[_GENERATOR_FILE]))
         name = f"{_GENERATOR_FILE}-cuda"
         if self.device.type == "cuda" and name in attached:
-            torch.cuda.set_rng_state(_as_state(attached[name]), self.device)
+            torch.cuda.set_rng_state(_to_byte_tensor(attached[name]), self.device)
 
     def close(self) -> None:
         """Wait for saves, and free everything. Batches that were returned stay valid."""
@@ -630,17 +631,23 @@ class ReplayBuffer:
 
 
 def _read_description(memory: ReplayMemory, url: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings of the buffer that was saved with a memory."""
+    """Return the settings of the buffer that was saved with a memory. Raise CheckpointError if there are none."""
     if _LAYOUT_FILE not in memory.attached:
         raise CheckpointError(
             f"The checkpoint in '{os.fspath(url)}' is not one of a LeRobot buffer: it has no '{_LAYOUT_FILE}'. Use "
             "holdall.ReplayMemory.load."
         )
     saved: dict[str, Any] = json.loads(memory.attached[_LAYOUT_FILE])
+    if saved.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"The checkpoint in '{os.fspath(url)}' has format {saved.get('format')}, but this version reads {_FORMAT}. "
+            "Update holdall."
+        )
     return saved
 
 
 def _require_fields(memory: ReplayMemory, layout: TransitionLayout, url: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError if a memory does not have the fields of a layout."""
     if layout.schema != memory.schema:
         raise CheckpointError(
             f"The checkpoint in '{os.fspath(url)}' has other fields than its '{_LAYOUT_FILE}' describes. Load another "
@@ -648,25 +655,25 @@ def _require_fields(memory: ReplayMemory, layout: TransitionLayout, url: str | o
         )
 
 
-def _as_state(data: bytes) -> torch.Tensor:
+def _to_byte_tensor(data: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def _find_device(device: torch.device | str) -> torch.device:
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError as error:
         raise ArgumentError(f"device ({device}) is not a device of torch ({error}). Use 'cpu' or 'cuda'.") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"device ({device}): torch finds no CUDA device here. Pass device='cpu'.")
-    return found
+    return torch_device
 
 
 def _require_host(storage_device: torch.device | str) -> torch.device:
-    found = torch.device(storage_device)
-    if found.type != "cpu":
+    torch_device = torch.device(storage_device)
+    if torch_device.type != "cpu":
         raise ArgumentError(
-            f"storage_device ({storage_device}): transitions are stored in RAM, and images are sent to `device` as "
-            "8-bit words. Pass storage_device='cpu'."
+            f"storage_device ({storage_device}) must be the CPU: transitions are stored in RAM, and images are sent to "
+            "`device` as 8-bit words. Pass storage_device='cpu'."
         )
-    return found
+    return torch_device

@@ -1,8 +1,8 @@
-"""Replay memory on several machines: the methods of a local memory over shards, which are Ray actors.
+"""Replay memory on several machines, with the methods of a local memory. Its shards are Ray actors.
 
-The learner makes a `holdall.ray.ReplayMemory`. Actors get a `memory.writer()`, or `collect` starts them. Further
-learners call `attach`. `holdall.ray.sb3` has a buffer for Stable-Baselines3. A name is imported when it is
-first used, so that a restarted shard starts quickly.
+The learner makes a `holdall.ray.ReplayMemory`. Actors that play get a `memory.writer()`, or `collect` starts them.
+Further learners call `attach`. `holdall.ray.sb3` has a buffer for Stable-Baselines3. A name is imported at its first
+use, so that a restarted shard starts quickly.
 """
 
 import importlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Collection", "MemoryHandle", "RateLimit", "ReplayMemory", "Writer", "attach", "collect"]
 
-_HOMES = {
+_MODULES = {
     "Collection": "ray.players",
     "MemoryHandle": "cluster.handle",
     "RateLimit": "cluster.limiter",
@@ -27,13 +27,13 @@ _HOMES = {
     "collect": "ray.players",
 }
 
-if not TYPE_CHECKING:  # a type checker would take every misspelt name for a module
+if not TYPE_CHECKING:  # With a `__getattr__`, a type checker would accept every misspelt name.
 
     def __getattr__(name: str) -> object:
         if name == "sb3":
             return importlib.import_module("holdall.ray.sb3")
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'holdall.ray' has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"holdall.{_HOMES[name]}"), name)
-        globals()[name] = found
-        return found
+        value = getattr(importlib.import_module(f"holdall.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value

@@ -1,8 +1,8 @@
 """`collect`: actors that play in environments and feed a memory over shards.
 
-Ray restarts an actor that dies. It continues with a new writer. Transitions that it had not sent are lost, and nothing
-is added twice. Actors wait for shards and for the limiter without a time limit. At the end every transition that was
-played is added, even beyond the limiter's bounds. Transitions that cannot be added are counted and logged.
+Ray restarts an actor that dies. The restarted actor has a new writer. Transitions that the actor had not sent are lost,
+and nothing is added twice. Actors wait for shards and for the limiter without a time limit. At the end every transition
+that was played is added, even beyond the limiter's bounds. Transitions that cannot be added are counted and logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from holdall.checks import require_count
-from holdall.cluster.calls import actor_state
+from holdall.cluster.calls import actor_state, read_last_line
 from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.messages import GoneError
 from holdall.cluster.tuning import ClusterTuning
@@ -29,13 +29,14 @@ from holdall.errors import ShardError
 from holdall.schema import Array, Leaf, Tree
 
 _TRY_AGAIN_S = 1.0
-_LOOK_S = 0.5
-"""Seconds between two looks at actors that are ending."""
-_LAST_WORD_S = 2.0
+"""Seconds before a call that the shards did not accept is repeated."""
+_STATE_CHECK_S = 0.5
+"""Seconds between checks of the states of actors that are ending."""
+_LAST_REPORT_S = 2.0
 """Seconds that an actor that did not end in time has to report what it lost."""
-_LOG = logging.getLogger("holdall")
-_RETURNS = 100
+_MAX_RETURNS = 100
 """Number of episodes whose returns an actor remembers."""
+_LOG = logging.getLogger("holdall")
 
 MakeAct = Callable[[int], Any]
 """Given an actor's number, returns a function from an observation to an action. If the function has a method `load`, it
@@ -55,11 +56,11 @@ class Unsent(NamedTuple):
     """Transitions that an actor played and has not added."""
 
     rows: int
-    reason: str  # The error of the actor. Empty if it was only not done yet.
+    reason: str  # The error of the actor. Empty if the actor did not fail.
 
 
 class Player:
-    """One actor. It plays in its own thread from the start."""
+    """One actor. It plays in a thread that its constructor starts."""
 
     def __init__(
         self, number: int, env_fn: Callable[[], Any], make_act: MakeAct | None, writer: Writer, seed: int
@@ -67,14 +68,14 @@ class Player:
         self._number = number
         self._lock = threading.Lock()
         self._progress = CollectProgress()
-        self._returns: deque[float] = deque(maxlen=_RETURNS)
+        self._returns: deque[float] = deque(maxlen=_MAX_RETURNS)
         self._weights: Any = None
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
         self._writer = writer
-        self._in_hand = 0  # Steps that were played and that the writer has not accepted yet.
-        work = (env_fn, make_act, seed + number)
-        self._thread = threading.Thread(target=self._run, args=work, name="holdall-player", daemon=True)
+        self._unaccepted_steps = 0  # Steps that were played and that the writer has not accepted yet.
+        arguments = (env_fn, make_act, seed + number)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="holdall-player", daemon=True)
         self._thread.start()
 
     def load(self, weights: Any) -> None:
@@ -103,8 +104,8 @@ class Player:
         """Return the transitions that would be lost if the actor ended now."""
         with self._lock:
             failure = self._failure
-            in_hand = self._in_hand
-        rows = in_hand + self._writer.waiting_rows + self._writer.unacknowledged_rows
+            unaccepted_steps = self._unaccepted_steps
+        rows = unaccepted_steps + self._writer.waiting_rows + self._writer.unacknowledged_rows
         return Unsent(rows, "" if failure is None else f"{type(failure).__name__}: {failure}")
 
     def _run(self, env_fn: Callable[[], Any], make_act: MakeAct | None, seed: int) -> None:
@@ -118,12 +119,12 @@ class Player:
         except Exception as error:
             self._fail(error)
         try:
-            while not self._is_done(self._writer.close):
+            while not self._try_call(self._writer.close):
                 pass
         except Exception as error:
             self._fail(error)
         if env is not None:
-            with suppress(Exception):  # All of its transitions were sent.
+            with suppress(Exception):  # An error of the environment no longer matters.
                 env.close()
 
     def _fail(self, error: Exception) -> None:
@@ -134,7 +135,7 @@ class Player:
     def _play(self, env: Any, act: Any, seed: int) -> None:
         schema = self._writer.schema
         obs, _ = env.reset(seed=seed)
-        played = 0.0
+        episode_return = 0.0
         while not self._stopped.is_set():
             with self._lock:
                 weights = self._weights
@@ -151,27 +152,27 @@ class Player:
                 np.array([terminated]),
                 np.array([truncated]),
             )
-            self._in_hand = 1
-            while not self._is_done(self._writer.add, *step):
+            self._unaccepted_steps = 1
+            while not self._try_call(self._writer.add, *step):
                 pass
-            played += float(reward)
+            episode_return += float(reward)
             ended = terminated or truncated
             with self._lock:
-                self._in_hand = 0
+                self._unaccepted_steps = 0
                 self._progress.steps += 1
                 self._progress.episodes += ended
                 if ended:
-                    self._returns.append(played)
+                    self._returns.append(episode_return)
             if ended:
                 obs, _ = env.reset()
-                played = 0.0
+                episode_return = 0.0
             else:
                 obs = next_obs
 
-    def _is_done(self, act: Callable[..., None], *arguments: Any) -> bool:
+    def _try_call(self, method: Callable[..., None], *arguments: Any) -> bool:
         """Call a method of the writer. Return False, after a pause, if the shards do not accept anything now."""
         try:
-            act(*arguments)
+            method(*arguments)
         except GoneError:
             raise
         except ShardError as error:
@@ -207,15 +208,15 @@ class Collection:
         For an actor that does not answer within seconds, the last known progress is returned.
         """
         calls = [actor.progress.remote() for actor in self._actors]
-        until = time.monotonic() + self._tuning.progress_s
+        end_s = time.monotonic() + self._tuning.progress_s
         for number, call in enumerate(calls):
             try:
-                self._known[number] = ray.get(call, timeout=max(0.0, until - time.monotonic()))
+                self._known[number] = ray.get(call, timeout=max(0.0, end_s - time.monotonic()))
             except ray.exceptions.RayTaskError as error:
                 raise ShardError(str(getattr(error, "cause", error))) from error
             except ray.exceptions.RayActorError as error:
                 if actor_state(self._actors[number]) == "gone":
-                    reason = str(error).strip().splitlines()[-1]
+                    reason = read_last_line(error)
                     raise ShardError(f"Actor {number} could not be started ({reason}). Fix the cause.") from error
                 self._known[number] = CollectProgress()  # The actor is being restarted.
             except ray.exceptions.GetTimeoutError:
@@ -225,26 +226,30 @@ class Collection:
     def stop(self, timeout_s: float = 30.0) -> int:
         """End all actors once they have added what they played. Return how many transitions could not be added.
 
-        Actors stop waiting for a `limit`, so at most a segment and a step of each actor is added beyond its bounds. If
-        shards do not answer, the actors wait for them at most `timeout_s` seconds. What is not added by then is lost,
-        and a warning for each actor says how many transitions and why.
+        Actors stop waiting for a `limit`, so each actor may add a segment and a step beyond its bounds. If shards do
+        not answer, the actors wait for them at most `timeout_s` seconds. Transitions that are not added by then are
+        lost, and a warning for each actor says how many and why.
         """
         actors = self._actors
         self._actors = []
         if actors and not ray.is_initialized():  # The calls below would start Ray again.
-            _LOG.warning("Ray was shut down before %d actors had ended. What they had not sent is lost.", len(actors))
+            _LOG.warning(
+                "Ray was shut down before %d actors had ended. Transitions that they had not sent are lost.",
+                len(actors),
+            )
             return 0
         try:
             calls = [actor.stop.remote() for actor in actors]
-            _wait_for(calls, actors, timeout_s)
+            _wait_for_ends(calls, actors, timeout_s)
             ended = ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []
-            asked = {
-                number: call if call in ended else actor.unsent.remote()
-                for number, (call, actor) in enumerate(zip(calls, actors, strict=True))
-                if call in ended or actor_state(actor) != "starting"  # An actor that never started has played nothing.
-            }
-            until = time.monotonic() + _LAST_WORD_S
-            return sum(_rows_lost(number, call, until) for number, call in asked.items())
+            reports = {}
+            for number, (call, actor) in enumerate(zip(calls, actors, strict=True)):
+                if call in ended:
+                    reports[number] = call
+                elif actor_state(actor) != "starting":  # An actor that never started has played nothing.
+                    reports[number] = actor.unsent.remote()
+            end_s = time.monotonic() + _LAST_REPORT_S
+            return sum(_count_lost_rows(number, call, end_s) for number, call in reports.items())
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -273,38 +278,39 @@ def collect(
     float32. To add other values, step your environments in your own actors with `memory.writer()`.
 
     Args:
-        env_fn: Makes a Gymnasium environment in the process of an actor. Its spaces must be those of the memory.
+        env_fn: Makes a Gymnasium environment in the process of an actor, with the spaces of the memory.
         make_act: Given the number of an actor, returns the function that chooses actions. None: random actions.
         num_cpus: CPUs that Ray reserves for each actor.
         spread: Number of shards that each actor sends to. None: all, or 2 if there are many actors.
     """
     require_count("num_actors", num_actors, 1)
-    few = 2 if num_actors >= memory.num_shards > 2 else None
+    if spread is None and num_actors >= memory.num_shards > 2:
+        spread = 2
     remote: Any = ray.remote
     player = remote(num_cpus=num_cpus, max_restarts=-1, max_concurrency=4)(Player)
     actors = [
-        player.remote(number, env_fn, make_act, memory.writer(num_envs=1, spread=spread or few), seed)
+        player.remote(number, env_fn, make_act, memory.writer(num_envs=1, spread=spread), seed)
         for number in range(num_actors)
     ]
     return Collection(actors, _tuning or ClusterTuning())
 
 
-def _wait_for(calls: list[Any], actors: list[Any], timeout_s: float) -> None:
-    """Wait until the running actors have ended. The others have nothing to send."""
-    left = dict(zip(calls, actors, strict=True))
+def _wait_for_ends(calls: list[Any], actors: list[Any], timeout_s: float) -> None:
+    """Wait until the calls of `Player.stop` to running actors have ended. Other actors have nothing to send."""
+    pending = dict(zip(calls, actors, strict=True))
     end_s = time.monotonic() + timeout_s
-    while left and time.monotonic() < end_s:
-        wait_s = min(_LOOK_S, max(0.0, end_s - time.monotonic()))
-        for call in ray.wait(list(left), num_returns=len(left), timeout=wait_s)[0]:
-            del left[call]
-        if all(actor_state(actor) != "up" for actor in left.values()):
+    while pending and time.monotonic() < end_s:
+        wait_s = min(_STATE_CHECK_S, max(0.0, end_s - time.monotonic()))
+        for call in ray.wait(list(pending), num_returns=len(pending), timeout=wait_s)[0]:
+            del pending[call]
+        if all(actor_state(actor) != "up" for actor in pending.values()):
             return
 
 
-def _rows_lost(number: int, call: Any, until: float) -> int:
-    """Return how many transitions an actor could not add, as far as it reports that, and log them."""
+def _count_lost_rows(number: int, call: Any, end_s: float) -> int:
+    """Return how many transitions an actor could not add, and log them. Return 0 if the actor does not report that."""
     try:
-        rows, reason = ray.get(call, timeout=max(0.0, until - time.monotonic()))
+        rows, reason = ray.get(call, timeout=max(0.0, end_s - time.monotonic()))
     except ray.exceptions.RayError as error:
         kind = type(error).__name__
         _LOG.warning("Actor %d did not answer (%s). If it had transitions to send, they are lost.", number, kind)

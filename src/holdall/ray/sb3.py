@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.cluster.calls import this_node
+from holdall.cluster.calls import get_machine_address
 from holdall.cluster.memory import ReplayMemory
 from holdall.errors import ArgumentError
 from holdall.ray.players import MakeAct
 from holdall.sampling import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples
-from holdall.schema import on_host
+from holdall.schema import move_to_host
 
 _LOADED_WITH = {"durability", "on_shard_loss", "prefer", "limit", "patience_s", "sampler"}
 """Settings that both the constructor of a memory and `load` accept."""
@@ -84,8 +84,8 @@ class ReplayBuffer(LocalReplayBuffer):
         return PrioritizedSamples.of(samples, weights, batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
-        """Set the priorities of a batch, such as the absolute values of its TD errors."""
-        self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
+        """Set the priorities of a batch to, for example, the absolute values of its TD errors."""
+        self.memory.update_priorities(ids, np.asarray(move_to_host(priorities)).reshape(-1))
 
     def size(self) -> int:
         """Return the number of transitions that all actors have added and that are held."""
@@ -102,7 +102,7 @@ class ReplayBuffer(LocalReplayBuffer):
         self._ticks += 1
 
     def _count_ticks(self) -> int:
-        """Return how many steps this process has added. Shards do not know who added a transition."""
+        """Return how many steps this process has added. Shards do not record which process added a transition."""
         return self._ticks
 
     def reset(self) -> None:
@@ -113,7 +113,7 @@ class ReplayBuffer(LocalReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         """Return everything, with the files of a checkpoint instead of the memory."""
         memory: Any = self.memory
-        here = this_node()
+        here = get_machine_address()
         elsewhere = [status.node for status in memory.shards() if status.node not in {"", here}]
         if elsewhere:
             raise ArgumentError(
@@ -127,7 +127,7 @@ class ReplayBuffer(LocalReplayBuffer):
         return self.__dict__ | {"memory": files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start shards with what was saved."""
+        """Start shards with the saved transitions."""
         self.__dict__.update(state)
         settings = {name: value for name, value in self._settings.items() if name in _LOADED_WITH}
         with tempfile.TemporaryDirectory() as folder:
@@ -156,8 +156,8 @@ def epsilon_greedy(model: BaseAlgorithm, num_actors: int, base: float = 0.4, exp
     action_space = model.action_space
 
     def make(number: int) -> _EpsilonGreedy:
-        share = base ** (1 + exponent * number / max(1, num_actors - 1))
-        return _EpsilonGreedy(policy_class(**arguments), action_space, share, number)
+        probability = base ** (1 + exponent * number / max(1, num_actors - 1))
+        return _EpsilonGreedy(policy_class(**arguments), action_space, probability, number)
 
     return make
 
@@ -168,15 +168,15 @@ def weights_of(model: BaseAlgorithm) -> dict[str, NDArray[Any]]:
 
 
 class _EpsilonGreedy:
-    """A policy that takes a random action with a fixed probability."""
+    """A policy that takes a random action with the given probability."""
 
-    def __init__(self, policy: Any, action_space: spaces.Space[Any], share: float, seed: int) -> None:
+    def __init__(self, policy: Any, action_space: spaces.Space[Any], probability: float, seed: int) -> None:
         th.set_num_threads(1)
         self._policy = policy
         self._policy.set_training_mode(False)
         self._action_space = action_space
         self._action_space.seed(seed)
-        self._share = share
+        self._probability = probability
         self._generator = np.random.default_rng(seed)
 
     def load(self, weights: dict[str, NDArray[Any]]) -> None:
@@ -184,6 +184,6 @@ class _EpsilonGreedy:
         self._policy.load_state_dict({name: th.as_tensor(array.copy()) for name, array in weights.items()})
 
     def __call__(self, obs: Any) -> Any:
-        if self._generator.random() < self._share:
+        if self._generator.random() < self._probability:
             return self._action_space.sample()
         return self._policy.predict(obs, deterministic=True)[0]

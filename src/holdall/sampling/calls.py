@@ -13,7 +13,7 @@ from holdall.sampling.held import Held
 from holdall.sampling.registry import is_shipped
 from holdall.sampling.sampler import Sampler
 from holdall.sampling.uniform import Uniform
-from holdall.schema import as_array, on_host
+from holdall.schema import as_array, move_to_host
 
 _HALF_PRECISION_BYTES = 2
 
@@ -44,19 +44,19 @@ def require_enough(count: int, transitions: int, min_transitions: int) -> None:
 def draws_once(sampler: Sampler) -> bool:
     """Return whether a draw is one call to the generator if every transition may be drawn.
 
-    False for samplers that holdall does not ship, also if they inherit the attribute of a sampler that it ships.
+    Always False for samplers that do not ship with holdall, even if they inherit the attribute `draws_once`.
     """
     return getattr(sampler, "draws_once", False) and is_shipped(sampler)
 
 
 def draw_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
-    """Draw `count` rows. The draws of samplers that holdall does not ship are verified."""
+    """Draw `count` rows. Verify the draw if the sampler does not ship with holdall."""
     draw = sampler.draw(held, count, generator)
     return draw if is_shipped(sampler) else held.check_draw(draw)
 
 
 def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> None:
-    """Check priorities, and set them. Raise ArgumentError if the sampler has no priorities."""
+    """Check priorities, and pass them to the sampler. Raise ArgumentError if the sampler has no priorities."""
     checked_ids, checked_priorities = check_priorities(sampler, ids, priorities)
     priority_sampler: Any = sampler
     priority_sampler.update_priorities(held, checked_ids, checked_priorities)
@@ -77,6 +77,6 @@ def check_priorities(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, 
 
 def _widen_half_precision(priorities: Any) -> Any:
     """Copy a tensor to the host, and convert half precision to float32. NumPy does not have the dtype bfloat16."""
-    values = on_host(priorities)
+    values = move_to_host(priorities)
     is_half = hasattr(values, "detach") and values.is_floating_point() and values.itemsize == _HALF_PRECISION_BYTES
     return values.float() if is_half else values

@@ -16,7 +16,7 @@ from holdall.sampling.row_order import PLACES_PER_LANE
 _MAX_IDS_AT_ONCE = 1 << 20
 """Ids whose flags are read in one call. Limits the memory that a call takes."""
 _CLEANUP_DIVISOR = 8
-"""Ends of evicted episodes are removed when more than this part of the capacity was evicted."""
+"""Ends of evicted episodes are removed each time that the capacity divided by this number was evicted."""
 
 
 def find_steps_around(held: Held, ids: Ids, first: int, stop: int, *, is_crossing: bool = False) -> tuple[Ids, Flags]:
@@ -54,7 +54,7 @@ def pad_steps(steps: Ids, is_real: Flags) -> Ids:
 
 
 class _Ends(NamedTuple):
-    """The ends of episodes found so far. Replaced in one assignment, so that an interrupt cannot split a change."""
+    """The known ends of episodes. Replaced in one assignment, so that an interrupt cannot split a change."""
 
     # Places of the last steps of episodes, sorted.
     places: Ids

@@ -8,14 +8,20 @@ import numpy as np
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 
-_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-"""Names of NumPy's bit generators, whose states can be saved."""
+_BIT_GENERATORS: dict[str, Any] = {
+    "PCG64": np.random.PCG64,
+    "PCG64DXSM": np.random.PCG64DXSM,
+    "MT19937": np.random.MT19937,
+    "Philox": np.random.Philox,
+    "SFC64": np.random.SFC64,
+}
+"""NumPy's bit generators by name. Only their states can be saved."""
 
 
 def new_generator(seed: Any) -> np.random.Generator:
     """Return a new generator. Raise ArgumentError for a seed that NumPy refuses, and for bools."""
     try:
-        # NumPy would take a bool for 0 or 1. It refuses text.
+        # NumPy would use a bool as the seed 0 or 1. Converted to text, a bool is refused like any other wrong seed.
         given: Any = str(seed) if isinstance(seed, bool) else seed
         return np.random.default_rng(given)
     except (TypeError, ValueError) as error:
@@ -39,8 +45,7 @@ def get_generator_state(generator: np.random.Generator) -> dict[str, Any]:
 def restore_generator(state: Any) -> np.random.Generator:
     """Return a generator that continues from a result of `get_generator_state`. Raise DamageError for other values."""
     try:
-        name = _BIT_GENERATORS[_BIT_GENERATORS.index(state["bit_generator"])]
-        bit_generator = getattr(np.random, name)(0)
+        bit_generator = _BIT_GENERATORS[state["bit_generator"]](0)
         bit_generator.state = state
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamageError(f"The saved generator is damaged ({error}). Load an older checkpoint.") from error

@@ -1,6 +1,6 @@
-"""What a sampler sees of a memory: the ids that are held, and the small fields of their transitions.
+"""Held: the part of a memory that its sampler reads, which is the held ids and the small fields of their transitions.
 
-A sampler never sees observations, so it works with every codec and with memories on every device.
+A sampler never reads observations, so it works with every codec and with memories on every device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Held:
     capacity: int
     # The small fields of the transitions.
     fields: SmallFields
-    # Further condition on ids that may be drawn. None: all transitions may be drawn.
+    # Condition that ids must meet to be drawn, besides being transitions. None: all transitions may be drawn.
     restriction: Callable[[Held, Ids], Flags] | None = None
     # Order of the rows of a shard. None: ids are in the order of ticks and lanes. Only samplers for which
     # `has_likelihood` in `sampling/registry.py` is true ever get an order.
@@ -117,7 +117,7 @@ class Held:
         return first_place + self.first_id // self.lanes, first_place + (self.next_id // self.lanes - 1)
 
     def find_ids_without_past(self, first_id: int) -> Ids:
-        """Return the ids whose previous step may have been evicted since `first_id` was the lowest held id."""
+        """Return the held ids whose previous step may have been evicted since `first_id` was the lowest held id."""
         if self.order is not None:
             return self.order.find_ids_without_past(first_id)
         return np.arange(self.first_id, min(self.first_id + self.lanes, self.next_id))

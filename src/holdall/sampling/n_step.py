@@ -15,6 +15,9 @@ from holdall.sampling.held import Held
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.uniform import Uniform
 
+_MAX_STEPS = 1_000_000
+"""More steps than any return has. A row of a draw looks at `n` steps, so a larger `n` would never end."""
+
 
 class NStep(ComposedSampler):
     """Sampler that draws transitions with the discounted rewards of `n` steps.
@@ -42,7 +45,7 @@ class NStep(ComposedSampler):
 
     def __init__(self, n: int, gamma: float, by: Uniform | Prioritized | None = None) -> None:
         super().__init__(by)
-        self.n = require_count("n", n, 1)
+        self.n = require_count("n", n, 1, most=_MAX_STEPS)
         self.gamma = require_number("gamma", gamma, 0.0, 1.0)
 
     @property

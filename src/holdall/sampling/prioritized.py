@@ -55,13 +55,13 @@ class Prioritized:
             )
         # Scaled priority of new transitions until the tree exists. Afterwards it is `SumTree.highest`.
         self._first_highest: float = (1.0 + self._floor) ** self._alpha
-        # Made at the first call that knows the capacity.
+        # Made by the first call that gets a `Held`, because the capacity is not known before.
         self._tree: SumTree | None = None
         # First id that was held when the tree was last brought up to date.
         self._first_id = 0
         # Id after the newest transition with a priority.
         self._next_id = 0
-        # `flags_changed` of the memory when the tree was last brought up to date; None: not known.
+        # `flags_changed` of the memory when `_review_allowed` last compared the tree with it. None: not known.
         self._flags_changed: int | None = None
 
     @property
@@ -163,6 +163,7 @@ class Prioritized:
             return np.asarray((priorities.astype(np.float64) + self._floor) ** self._alpha)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy may belong to a copy of the memory, whose `flags_changed` may count from another start.
         return {**self.__dict__, "_flags_changed": None}
 
     def state(self) -> State:
@@ -175,7 +176,7 @@ class Prioritized:
         return {"scaled": scaled, "highest": self.highest, "next_id": self._next_id, "beta": self._beta}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a result of `state`."""
         try:
             scaled = np.asarray(state["scaled"], np.float64)
             highest = float(state["highest"])
@@ -238,9 +239,10 @@ class Prioritized:
         return tree
 
     def _review_allowed(self, tree: SumTree, held: Held) -> None:
-        """Set the priorities of ids that may be drawn only now, or no longer.
+        """Set the priorities of ids that may newly be drawn, and of those that may no longer be drawn.
 
-        That can change for all ids if flags were set, and else for ids whose predecessors were evicted.
+        If flags were overwritten, this can change for all ids. Otherwise it can change only for ids whose previous step
+        was evicted.
         """
         if held.fields.flags_changed != self._flags_changed:
             ids = np.arange(held.first_id, held.next_id)

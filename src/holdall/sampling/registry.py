@@ -24,12 +24,12 @@ SAVED_SETTINGS: dict[type, tuple[str, ...] | None] = {
 
 A setting is an argument of the constructor and an attribute. None: the sampler cannot be restored from settings, so the
 caller of `load` passes a sampler. Draws of samplers in this table are trusted, because their tests show that they draw
-only what is held. Draws of other samplers are verified.
+only held ids. Draws of other samplers are verified.
 """
 
 
 def is_shipped(sampler: Any) -> bool:
-    """Return whether a sampler, and the sampler that it draws `by`, are of holdall. Subclasses are not."""
+    """Return whether a sampler, and the sampler that it draws `by`, ship with holdall. Subclasses do not count."""
     if type(sampler) not in SAVED_SETTINGS:
         return False
     by = getattr(sampler, "by", None)
@@ -39,7 +39,7 @@ def is_shipped(sampler: Any) -> bool:
 def has_likelihood(sampler: Any) -> bool:
     """Return whether `Likelihood` knows how likely a sampler draws each transition.
 
-    It does for `Uniform`, for `Prioritized`, and for samplers of holdall that draw `by` one of them.
+    True for `Uniform`, for `Prioritized`, and for samplers that ship with holdall and draw `by` one of them.
     """
     return is_shipped(sampler) and type(getattr(sampler, "by", sampler)) in {Uniform, Prioritized}
 

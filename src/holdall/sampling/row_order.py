@@ -1,6 +1,7 @@
 """The order in time of the rows of a shard, which holds pieces of the lanes of many writers.
 
-`RowOrder` is told about every run of rows in the order of arrival. It finds the place of a row, and the row at a place.
+The shard adds every run of rows to a `RowOrder` as it arrives. `RowOrder` finds the place of a row in its lane, and the
+row at a place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class WriterRun(NamedTuple):
 
     # Name of the writer.
     writer: str
-    # Tick of the first row, counted by the writer. -1: not known.
+    # Tick of the first row, counted by the writer. -1: the order of the rows is not known.
     first_tick: int
     # Number of lanes of the writer.
     lanes: int
@@ -46,14 +47,14 @@ _PAST = 5
 _FIELDS = 6
 
 _UNORDERED_SPACING = 2**19
-"""Distance of the places of rows whose order is not known. No sequence is as long."""
+"""Distance of the places of rows whose order is not known. Every sequence is shorter, so none has two such rows."""
 
 
 class RowOrder:
     """Order in time of the rows of a shard. Not thread-safe.
 
-    Every lane of every writer has its own number. So the next step of a lane is the next tick of that lane, or this
-    shard does not hold it. Steps of two writers never follow each other.
+    Every lane of every writer has its own number, so steps of two writers never follow each other. The next step of a
+    lane is its next tick, if this shard holds that tick.
     """
 
     def __init__(self) -> None:

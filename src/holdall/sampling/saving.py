@@ -1,4 +1,4 @@
-"""What a checkpoint saves of a sampler, and how the sampler of a loaded memory is made.
+"""Saving a sampler in a checkpoint, and making the sampler of a loaded memory.
 
 A checkpoint has the name of the sampler's class, its settings if `SAVED_SETTINGS` lists them, and its state. It has no
 code: only classes in `SAVED_SETTINGS` are ever constructed from a name.

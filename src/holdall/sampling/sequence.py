@@ -100,7 +100,7 @@ class Sequence(ComposedSampler):
         return held if self.stride == 1 else held.restrict(self._are_starts)
 
     def _are_starts(self, held: Held, ids: Ids) -> Flags:
-        """Return at which of the held `ids` sequences begin."""
+        """Return which of the held `ids` begin a sequence."""
         is_on_stride = held.find_places(ids) % PLACES_PER_LANE % self.stride == 0
         steps, is_held = held.find_steps(ids, -1, 0)
         has_previous = is_held[:, 0]
@@ -111,7 +111,8 @@ class Sequence(ComposedSampler):
     def _find_lost_starts(self, held: Held, first_ids: Ids) -> Flags:
         """Return which held steps no longer begin a sequence. Raise TransitionIdError if a step certainly never did.
 
-        A step no longer begins a sequence if the end of the previous episode was evicted or flags were overwritten.
+        A step that began a sequence when it was drawn no longer does if the end of the previous episode was evicted, or
+        if flags were overwritten.
         """
         is_held = (first_ids >= held.first_id) & (first_ids < held.next_id)
         is_lost = is_held.copy()

@@ -58,9 +58,9 @@ if not TYPE_CHECKING:  # A type checker would accept every misspelt name.
     def __getattr__(name: str) -> object:
         if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module 'holdall.sb3' has no attribute {name!r}")
-        found = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
-        globals()[name] = found
-        return found
+        value = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -13,14 +13,14 @@ from holdall.delivery import Loader
 class BatchesAhead:
     """Batches that a buffer has drawn, and that are being made on a device.
 
-    Draws are made by the caller's thread, in order, so one seed gives one sequence of batches. A copy of this object,
-    or one that is loaded, is empty.
+    The caller's thread makes all draws in order, so one seed gives one sequence of batches. Copies and pickles of this
+    object are empty.
     """
 
     def __init__(self) -> None:
         self._loader: Loader | None = None
         self._memory: ReplayMemory | None = None  # Memory of the loader.
-        self._kind: tuple[Any, ...] = ()  # Device, batch size and prefetch of the loader.
+        self._settings: tuple[Any, ...] = ()  # Device, batch size and prefetch of the loader.
 
     def __reduce__(self) -> Any:
         return BatchesAhead, ()
@@ -28,15 +28,15 @@ class BatchesAhead:
     def take(
         self, memory: ReplayMemory, device: str, batch_size: int, prefetch: int, draw: Callable[[int], Draw]
     ) -> Batch:
-        """Return the next batch of `draw(batch_size)`, and draw others until `prefetch` of them are made ahead.
+        """Return the next batch of `draw(batch_size)`, and draw later batches until `prefetch` of them are made ahead.
 
-        Batches of another size, or of a memory that was replaced, are dropped first.
+        If an argument has changed, drop the batches that were made ahead first.
         """
-        kind = (device, batch_size, prefetch)
-        if self._loader is None or self._memory is not memory or self._kind != kind:
+        settings = (device, batch_size, prefetch)
+        if self._loader is None or self._memory is not memory or self._settings != settings:
             if self._loader is not None:
                 self._loader.close()
             self._loader = memory.batch_source.load_draws(lambda: draw(batch_size), prefetch, device)
             self._memory = memory
-            self._kind = kind
+            self._settings = settings
         return next(self._loader)

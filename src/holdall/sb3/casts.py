@@ -1,4 +1,4 @@
-"""Conversion of what Stable-Baselines3 adds: the casts that assigning to one of its arrays makes."""
+"""Conversion of the arguments of `add`, with the casts that assigning to Stable-Baselines3's arrays makes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cast(
 
 
 def cast_flags(given: Any, shape: tuple[int, ...], name: str) -> NDArray[np.bool_]:
-    """Return flags of all environments, which may be given as bools, numbers or arrays of one element."""
+    """Return one bool per environment. `given` may be bools, or numbers that are 0 or 1."""
     if type(given) is np.ndarray and given.dtype == np.bool_ and given.shape == shape:
         return given
     flags = cast(given, shape, _FLOAT32, name)
@@ -58,7 +58,7 @@ def cast_flags(given: Any, shape: tuple[int, ...], name: str) -> NDArray[np.bool
 
 
 def read_time_limits(infos: Any, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
-    """Return which episodes a time limit ended, according to the info dicts. Return None if none was."""
+    """Return for each environment whether a time limit ended its episode. Return None if no time limit did."""
     try:
         given = [info.get(_TIME_LIMIT_KEY, False) for info in infos]
     except (AttributeError, TypeError) as error:

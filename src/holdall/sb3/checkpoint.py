@@ -1,9 +1,10 @@
 """Checkpoints of a whole training: model, optimizer, VecNormalize, random generators and memory, as one unit.
 
-Guarantee: everything in a checkpoint is of one moment between two steps. A checkpoint is complete or absent.
+Guarantee: a checkpoint has the state of one moment between two steps. A checkpoint is complete or absent.
 
-The model is stored as Stable-Baselines3's own file, which contains pickles: resume only from places that you trust. The
-rest is numbers and text. The name of an algorithm is looked up only in Stable-Baselines3, sb3-contrib and holdall.sb3.
+The model is stored as Stable-Baselines3's own file, which contains pickles: resume only from places that you trust. All
+other files contain numbers and text. Algorithms are looked up by name only in Stable-Baselines3, sb3-contrib and
+holdall.sb3.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from holdall.sb3.replay import ReplayBuffer
 from holdall.store.states import decode_state, encode_state
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]] | Literal["pickle"]
-"""Two functions: the first returns the state of a VecEnv as bytes, the second sets it again. "pickle": `get_pickled`
-and `put_pickled`."""
+"""Two functions: the first returns the state of a VecEnv as bytes, the second restores it. "pickle" stands for
+`get_pickled` and `put_pickled`."""
 
 _Functions = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
 
@@ -55,7 +56,7 @@ _PACKAGES = ("stable_baselines3", "sb3_contrib", "holdall.sb3.prioritized", "hol
 
 
 class CheckpointCallback(BaseCallback):
-    """Saves everything that training needs to continue, every `save_freq` calls, between two steps.
+    """Callback that saves everything that training needs to continue, every `save_freq` calls, between two steps.
 
     Args:
         save_freq: Calls of `env.step()` between two checkpoints, as in Stable-Baselines3's own callback.
@@ -63,7 +64,7 @@ class CheckpointCallback(BaseCallback):
         keep: Number of checkpoints to keep.
         env_state: How environments save their state, so that a resumed training continues in the middle of its
             episodes. "pickle": for a DummyVecEnv of environments that can be pickled, with any wrappers.
-            `(get, put)`: `get(env)` returns the state as bytes, `put(env, state)` sets it again. `env` is the model's
+            `(get, put)`: `get(env)` returns the state as bytes, and `put(env, state)` restores it. `env` is the model's
             VecEnv with all of its wrappers.
 
     Examples:
@@ -90,19 +91,19 @@ class CheckpointCallback(BaseCallback):
         self.env_state = _find_functions(env_state)
         self._is_due = False
         self._handle: SaveHandle | None = None
-        self._carrier: ReplayMemory | None = None
+        self._empty_memory: ReplayMemory | None = None
 
     def save(self) -> SaveHandle:
         """Save now. Call this between two steps."""
         self._is_due = False
         files = training_files(self.model, self.env_state)
-        self._handle = self._memory().save(self.path, attach=files, keep=self.keep)
+        self._handle = self._find_memory().save(self.path, attach=files, keep=self.keep)
         if self.verbose >= 2:
             _LOG.info("Saving a checkpoint of step %d to %s.", self.num_timesteps, self.path)
         return self._handle
 
     def _on_step(self) -> bool:
-        # At this point the step was made, but is not in the memory yet.
+        # The environments have made this step, but the memory does not have it yet.
         self._is_due |= self.n_calls % self.save_freq == 0
         return True
 
@@ -117,7 +118,7 @@ class CheckpointCallback(BaseCallback):
         self._wait_for_last_save()
 
     def _wait_for_last_save(self) -> None:
-        """Wait for the last save as long as it makes progress. If it failed, log that, and continue training."""
+        """Wait for the last save as long as it makes progress. If it fails, log the error: training continues."""
         handle = self._handle
         self._handle = None
         if handle is None:
@@ -127,13 +128,13 @@ class CheckpointCallback(BaseCallback):
         except OSError as error:
             _LOG.warning("A checkpoint could not be saved: %s Training continues.", error)
 
-    def _memory(self) -> ReplayMemory:
-        """Return the memory that is saved with the rest. On-policy algorithms get an empty one."""
+    def _find_memory(self) -> ReplayMemory:
+        """Return the memory to save. On-policy algorithms have none, so their checkpoints have an empty memory."""
         buffer = getattr(self.model, "replay_buffer", None)
         if buffer is None:
-            if self._carrier is None:
-                self._carrier = ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), capacity=1)
-            return self._carrier
+            if self._empty_memory is None:
+                self._empty_memory = ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), capacity=1)
+            return self._empty_memory
         memory: ReplayMemory = _require_holdall(buffer).memory
         return memory
 
@@ -154,17 +155,17 @@ def resume(
     Args:
         path: The path of `CheckpointCallback`. The model's own file contains pickles, which can run code: resume only
             from places that you trust.
-        env: The environments, wrapped as before: anything that the `load` of Stable-Baselines3 accepts. The averages of
-            VecNormalize are restored.
-        algorithm: The model's class, if it is not one of Stable-Baselines3's, sb3-contrib's or holdall's.
+        env: The environments, with the same wrappers as before: anything that the `load` of Stable-Baselines3 accepts.
+            The averages of VecNormalize are restored.
+        algorithm: The model's class. By default, it is found by name in Stable-Baselines3, sb3-contrib and holdall.
         env_state: As in `CheckpointCallback`. Without it, the environments are reset when training continues.
-        budget: See `holdall.ReplayMemory`; by default that of the saved run.
-        prefer: See `holdall.ReplayMemory`; by default that of the saved run.
-        spill_dir: See `holdall.ReplayMemory`; by default that of the saved run.
+        budget: See `holdall.ReplayMemory`. By default, the saved setting.
+        prefer: See `holdall.ReplayMemory`. By default, the saved setting.
+        spill_dir: See `holdall.ReplayMemory`. By default, the saved setting.
     """
     functions = _find_functions(env_state)
-    asked = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
-    asked = {name: value for name, value in asked.items() if value is not ...}
+    given = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+    changed_tiers = {name: value for name, value in given.items() if value is not ...}
     files = attached_files(path)
     if _TRAINING not in files:
         raise CheckpointError(
@@ -173,10 +174,10 @@ def resume(
         )
     training = _parse_training(files[_TRAINING], str(path))
     sampler = Prioritized(*training["priorities"]) if training["priorities"] is not None else None
-    tiers: dict[str, Any] = training.get("tiers", {}) | asked
+    tiers: dict[str, Any] = training.get("tiers", {}) | changed_tiers
     memory = ReplayMemory.load(path, sampler=sampler, **tiers)
     try:
-        model = _restore_training(memory, env, algorithm, device, functions, asked)
+        model = _restore_training(memory, env, algorithm, device, functions, changed_tiers)
     except BaseException:
         memory.close()
         raise
@@ -192,7 +193,7 @@ def get_pickled(env: VecEnv) -> bytes:
 
 
 def put_pickled(env: VecEnv, state: bytes) -> None:
-    """Set what `get_pickled` returned. Pickles run code: use it only with checkpoints that you trust."""
+    """Restore the result of `get_pickled`. Pickles run code: use this function only with checkpoints that you trust."""
     envs, frames = pickle.loads(state)
     inner = _require_dummy(env)
     stacks = _list_stacks(env)
@@ -218,16 +219,16 @@ def _require_dummy(env: VecEnv) -> DummyVecEnv:
 
 def _list_stacks(env: VecEnv) -> list[VecFrameStack]:
     """Return the wrappers that stack frames, outermost first."""
-    found = []
+    stacks = []
     while isinstance(env, VecEnvWrapper):
         if isinstance(env, VecFrameStack):
-            found.append(env)
+            stacks.append(env)
         env = env.venv
-    return found
+    return stacks
 
 
 def _find_functions(env_state: Any) -> _Functions | None:
-    """Return the two functions of `env_state`. Raise ArgumentError if it is something else."""
+    """Return the two functions of `env_state`, or None. Raise ArgumentError for any other value."""
     if env_state is None:
         return None
     if isinstance(env_state, str) and env_state == "pickle":
@@ -238,7 +239,7 @@ def _find_functions(env_state: Any) -> _Functions | None:
 
 
 def training_files(model: BaseAlgorithm, env_state: _Functions | None) -> dict[str, bytes]:
-    """Return a training as files, without its memory."""
+    """Return the files of a checkpoint of `model`, except for the memory."""
     file = io.BytesIO()
     model.save(file)
     buffer: Any = getattr(model, "replay_buffer", None)
@@ -247,12 +248,12 @@ def training_files(model: BaseAlgorithm, env_state: _Functions | None) -> dict[s
     training: dict[str, Any] = {
         "algorithm": algorithm_name(type(model)),
         "buffer": None if buffer is None else type(_require_holdall(buffer)).__name__,
-        "tiers": {} if buffer is None else _tiers_json(buffer),
+        "tiers": {} if buffer is None else _describe_tiers(buffer),
         "priorities": [buffer.sampler.alpha, buffer.sampler.beta] if is_prioritized else None,
         "has_env_state": env_state is not None,
         "generators": rng_states(model, numbers),
     }
-    numbers |= _vecnormalize_state(model.get_vec_normalize_env())
+    numbers |= _get_vecnormalize_state(model.get_vec_normalize_env())
     numbers |= buffer.episode_state() if isinstance(buffer, HerReplayBuffer) else {}
     arrays = io.BytesIO()
     np.savez(arrays, allow_pickle=False, **numbers)
@@ -268,8 +269,9 @@ def _restore_training(
     algorithm: type[BaseAlgorithm] | None,
     device: str,
     env_state: _Functions | None,
-    asked: dict[str, Any],
+    changed_tiers: dict[str, Any],
 ) -> Any:
+    """Return the model of the checkpoint that `memory` was loaded from. The model's buffer adopts `memory`."""
     files = memory.attached
     training = _parse_training(files[_TRAINING], "the checkpoint")
     numbers = np.load(io.BytesIO(files[_NUMBERS]), allow_pickle=False)
@@ -288,11 +290,11 @@ def _restore_training(
             f"env has {lanes} environments, but the training was saved with {memory.num_envs}. Pass as many, or load "
             f"only its memory with ReplayMemory.load(path, num_envs={lanes})."
         )
-    kind = algorithm or algorithm_named(training["algorithm"])
+    kind = algorithm or find_algorithm(training["algorithm"])
     settings: dict[str, Any] = {"env": env, "device": device, "force_reset": env_state is None}
-    if asked and training["buffer"] is not None:
+    if changed_tiers and training["buffer"] is not None:
         data, _, _ = load_from_zip_file(io.BytesIO(files[_MODEL]), device=device)
-        settings["replay_buffer_kwargs"] = ((data or {}).get("replay_buffer_kwargs") or {}) | asked
+        settings["replay_buffer_kwargs"] = ((data or {}).get("replay_buffer_kwargs") or {}) | changed_tiers
     model = kind.load(io.BytesIO(files[_MODEL]), **settings)
     buffer = getattr(model, "replay_buffer", None)
     if training["buffer"] is None:
@@ -304,36 +306,42 @@ def _restore_training(
     if env_state is not None:
         env_state[1](model.get_env(), files[_ENV])
         _skip_noise_reset(getattr(model, "action_noise", None))
-    # Setting the environments may have reset them, which draws random numbers and changes averages.
+    # Loading the model may have reset the environments, which draws random numbers and changes averages.
     _restore_vecnormalize(model.get_vec_normalize_env(), numbers, is_mid_episode=env_state is not None)
     restore_rng_states(model, training["generators"], numbers)
     return model
 
 
 def _skip_noise_reset(noise: Any) -> None:
-    """Skip the next reset of action noise: `learn` begins with one, which would be in the middle of an episode."""
+    """Skip the next reset of the action noise: `learn` begins with one, but training continues within an episode."""
 
-    def keep() -> None:
+    def skip_once() -> None:
         del noise.__dict__["reset"]
 
     if noise is not None:
-        noise.reset = keep
+        noise.reset = skip_once
 
 
 def _parse_training(raw: bytes, where: str) -> Any:
+    """Return the content of `_TRAINING`. Raise DamageError if it is malformed."""
     try:
         training = json.loads(raw)
-        names = [training[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")]
+        required = {
+            name: training[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")
+        }
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamageError(
             f"The training saved in {where} cannot be read ({error}). Load another checkpoint."
         ) from error
-    if training["priorities"] is not None and len(training["priorities"]) != 2:
-        raise DamageError(f"The training saved in {where} cannot be read ({names}). Load another checkpoint.")
+    priorities = required["priorities"]
+    if priorities is not None and len(priorities) != 2:
+        raise DamageError(
+            f"The training saved in {where} cannot be read (its priorities are {priorities}). Load another checkpoint."
+        )
     return training
 
 
-def _tiers_json(buffer: ReplayBuffer) -> dict[str, Any]:
+def _describe_tiers(buffer: ReplayBuffer) -> dict[str, Any]:
     spill_dir = buffer.tiers["spill_dir"]
     return buffer.tiers | {"spill_dir": None if spill_dir is None else os.fspath(spill_dir)}
 
@@ -348,20 +356,20 @@ def _require_holdall(buffer: Any) -> ReplayBuffer:
     return buffer
 
 
-def _vecnormalize_state(env: VecNormalize | None) -> dict[str, Any]:
+def _get_vecnormalize_state(env: VecNormalize | None) -> dict[str, Any]:
     """Return the averages and returns of VecNormalize."""
     if env is None:
         return {}
-    found: dict[str, Any] = {"vecnormalize/returns": env.returns}
+    numbers: dict[str, Any] = {"vecnormalize/returns": env.returns}
     for name in _AVERAGES:
         average = getattr(env, name, None)
         if average is None:
             continue
-        named = average if isinstance(average, dict) else {"": average}
-        for key, one in named.items():
-            start = f"vecnormalize/{name}/{key}"
-            found |= {f"{start}/mean": one.mean, f"{start}/var": one.var, f"{start}/count": one.count}
-    return found
+        by_key = average if isinstance(average, dict) else {"": average}
+        for key, one in by_key.items():
+            prefix = f"vecnormalize/{name}/{key}"
+            numbers |= {f"{prefix}/mean": one.mean, f"{prefix}/var": one.var, f"{prefix}/count": one.count}
+    return numbers
 
 
 def _restore_vecnormalize(env: VecNormalize | None, numbers: Any, *, is_mid_episode: bool) -> None:
@@ -389,7 +397,7 @@ def _restore_vecnormalize(env: VecNormalize | None, numbers: Any, *, is_mid_epis
 
 
 def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of all generators as JSON. Arrays are added to `numbers`."""
+    """Return the states of all generators as JSON. Add their arrays to `numbers`."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  Stable-Baselines3's
     version, state, next_gauss = random.getstate()
     numbers["generators/numpy"] = np.asarray(keys)
@@ -401,13 +409,13 @@ def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
     return {
         "numpy": [str(kind), int(position), int(has_gauss), float(gauss).hex()],
         "python": [version, None if next_gauss is None else float(next_gauss).hex()],
-        "action_space": _rng_json(model.action_space.np_random),
-        "environments": _environment_rngs(model),
+        "action_space": _encode_rng(model.action_space.np_random),
+        "environments": _list_environment_rngs(model),
     }
 
 
 def restore_rng_states(model: BaseAlgorithm, states: Any, numbers: Any) -> None:
-    """Restore the states of all generators."""
+    """Restore the states that `rng_states` returned."""
     kind, position, has_gauss, gauss = states["numpy"]
     keys = numbers["generators/numpy"]
     np.random.set_state((kind, keys, position, has_gauss, float.fromhex(gauss)))  # noqa: NPY002  Stable-Baselines3's
@@ -419,24 +427,25 @@ def restore_rng_states(model: BaseAlgorithm, states: Any, numbers: Any) -> None:
         if f"generators/cuda/{device}" in numbers:
             th.cuda.set_rng_state(th.from_numpy(numbers[f"generators/cuda/{device}"]), device)
     if states["action_space"] is not None:
-        model.action_space._np_random = _rng_of_json(states["action_space"])
+        model.action_space._np_random = _decode_rng(states["action_space"])
     env = model.get_env()
     for number, state in enumerate(states["environments"] or ()):
         if env is not None and state is not None:
-            env.set_attr("np_random", _rng_of_json(state), indices=number)
+            env.set_attr("np_random", _decode_rng(state), indices=number)
 
 
-def _environment_rngs(model: BaseAlgorithm) -> list[Any] | None:
+def _list_environment_rngs(model: BaseAlgorithm) -> list[Any] | None:
     """Return the states of the environments' generators, or None if the environments have no `np_random`."""
     env = model.get_env()
     try:
-        shown = [] if env is None else env.get_attr("np_random")
+        generators = [] if env is None else env.get_attr("np_random")
     except (AttributeError, NotImplementedError):
         return None
-    return [_rng_json(one) if isinstance(one, np.random.Generator) else None for one in shown]
+    return [_encode_rng(one) if isinstance(one, np.random.Generator) else None for one in generators]
 
 
-def _rng_json(generator: np.random.Generator) -> Any:
+def _encode_rng(generator: np.random.Generator) -> Any:
+    """Return the state of a generator as JSON, or None if holdall cannot save generators of this kind."""
     arrays: list[Any] = []
     try:
         state = get_generator_state(generator)
@@ -446,19 +455,19 @@ def _rng_json(generator: np.random.Generator) -> Any:
     return {"state": encoded, "arrays": [array.tobytes().hex() for array in arrays]}
 
 
-def _rng_of_json(saved: Any) -> np.random.Generator:
+def _decode_rng(saved: Any) -> np.random.Generator:
     arrays = {number: bytes.fromhex(text) for number, text in enumerate(saved["arrays"])}
     return restore_generator(decode_state(saved["state"], arrays))
 
 
 def algorithm_name(kind: type[BaseAlgorithm]) -> str:
-    """Return the full name of an algorithm, or only the class name of a user's own algorithm."""
+    """Return the name of an algorithm with its package, or only the class name of a user's own algorithm."""
     package = next((name for name in _PACKAGES if f"{kind.__module__}.".startswith(f"{name}.")), None)
     return kind.__name__ if package is None else f"{package}.{kind.__name__}"
 
 
-def algorithm_named(full_name: Any) -> type[BaseAlgorithm]:
-    """Return the algorithm with a full name. Raise ArgumentError if it is not a public one."""
+def find_algorithm(full_name: Any) -> type[BaseAlgorithm]:
+    """Return the algorithm that `algorithm_name` named. Raise ArgumentError if it is not in `_PACKAGES`."""
     package, _, name = str(full_name).rpartition(".")
     found = None
     if package in _PACKAGES:

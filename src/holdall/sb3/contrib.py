@@ -35,15 +35,15 @@ _SETTINGS = (
 )
 
 
-class _Compressing:
-    """Removes `compress` from the arguments, which the buffers of sb3-contrib do not accept."""
+class _CompressOption:
+    """Mix-in: a constructor that accepts `compress` and passes all other arguments to sb3-contrib's constructor."""
 
     def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
         self._compress = compress
         super().__init__(*args, **kwargs)
 
 
-class MaskableRolloutBuffer(_Compressing, maskable.MaskableRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+class MaskableRolloutBuffer(_CompressOption, maskable.MaskableRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # It accepts more than SB3.
     """Drop-in for MaskablePPO with Box observations, as `rollout_buffer_class`.
 
     Examples:
@@ -55,16 +55,16 @@ class MaskableRolloutBuffer(_Compressing, maskable.MaskableRolloutBuffer, Rollou
     """
 
 
-class MaskableDictRolloutBuffer(_Compressing, maskable.MaskableDictRolloutBuffer, RolloutBuffer):
-    """The same with Dict observations."""
+class MaskableDictRolloutBuffer(_CompressOption, maskable.MaskableDictRolloutBuffer, RolloutBuffer):
+    """Drop-in for MaskablePPO with Dict observations, as `rollout_buffer_class`."""
 
 
-class RecurrentRolloutBuffer(_Compressing, recurrent.RecurrentRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+class RecurrentRolloutBuffer(_CompressOption, recurrent.RecurrentRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # It accepts more than SB3.
     """Drop-in for RecurrentPPO with Box observations, which `equip` gives to a model."""
 
 
-class RecurrentDictRolloutBuffer(_Compressing, recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
-    """The same with Dict observations."""
+class RecurrentDictRolloutBuffer(_CompressOption, recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # It accepts more than SB3.
+    """Drop-in for RecurrentPPO with Dict observations, which `equip` gives to a model."""
 
 
 class PrioritizedQRDQN(PrioritizedReplay, QRDQN):
@@ -77,7 +77,7 @@ class PrioritizedQRDQN(PrioritizedReplay, QRDQN):
 
 
 def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:
-    """Give a RecurrentPPO, which takes no `rollout_buffer_class`, a buffer of holdall's. Return the model.
+    """Replace the buffer of a RecurrentPPO, which accepts no `rollout_buffer_class`, by holdall's. Return the model.
 
     Examples:
         >>> from sb3_contrib import RecurrentPPO
@@ -91,6 +91,6 @@ def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:
         kind = RecurrentRolloutBuffer
     else:
         raise ArgumentError(f"model has a {type(plain).__name__}. Pass a RecurrentPPO as its constructor made it.")
-    same = {name: getattr(plain, name) for name in _SETTINGS}
-    model.rollout_buffer = kind(**same, compress=compress)
+    settings = {name: getattr(plain, name) for name in _SETTINGS}
+    model.rollout_buffer = kind(**settings, compress=compress)
     return model

@@ -27,19 +27,19 @@ from holdall.store.tuning import Tuning
 
 _ACHIEVED = "achieved_goal"
 _DESIRED = "desired_goal"
-_TAG = "~holdall"
-_KINDS = "biuf"
+_TYPE_KEY = "~holdall"
+_STORED_DTYPE_KINDS = "biuf"
 _JSON_TYPES = (bool, int, float, str)
 _GOAL_HOOKS = ("_get_real_samples", "_get_virtual_samples", "_sample_goals")
-"""Methods that Stable-Baselines3's `sample` calls. If a user has overridden one of them, that `sample` is used."""
+"""Methods of Stable-Baselines3's `sample`, which is used if one of these methods is overridden."""
 
 
 class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     """Drop-in for Stable-Baselines3's `HerReplayBuffer`.
 
     Args:
-        env: The training environment; Stable-Baselines3's algorithms pass it.
-        n_sampled_goal: Transitions that get another goal, for every one that keeps its own.
+        env: The training environment. Stable-Baselines3's algorithms pass it.
+        n_sampled_goal: Number of transitions with another goal for every transition that keeps its goal.
         goal_selection_strategy: "future", "final" or "episode".
         copy_info_dict: Store infos, and pass them to `compute_reward`. They are stored as JSON and arrays. Values of
             other types are refused.
@@ -56,9 +56,9 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         >>> _ = SAC("MultiInputPolicy", goals, replay_buffer_class=HerReplayBuffer, learning_starts=20).learn(30)
     """
 
-    _takes_steps = False
-    _drawable: NDArray[np.int64] | None  # flat positions of the steps of finished episodes; None: not known
-    _held_from: int  # first tick that was held when episodes were forgotten last
+    _accepts_n_steps = False
+    _drawable: NDArray[np.int64] | None  # Flat positions of the steps of finished episodes. None: not known.
+    _held_from: int  # First tick that the memory held when evicted episodes were last forgotten.
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self.infos: Any = InfoSlots(self.buffer_size if copy_info_dict else 0, n_envs)
         self._forget_episodes()
 
-    def add(  # type: ignore[override]  # as its own, whose observations are dicts
+    def add(  # type: ignore[override]  # Observations are dicts.
         self,
         obs: dict[str, NDArray[Any]],
         next_obs: dict[str, NDArray[Any]],
@@ -147,7 +147,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         return self._make_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
 
     def _overrides_goals(self) -> bool:
-        """Return whether a subclass, or this object, has methods of its own that choose goals."""
+        """Return whether a subclass, or this object, overrides methods that choose goals."""
         return _has_overridden_goals(type(self)) or not self.__dict__.keys().isdisjoint(_GOAL_HOOKS)
 
     def _draw(self, batch_size: int) -> Draw:
@@ -176,7 +176,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         return Draw(ids, np.ones(batch_size, np.float32), goals=goals)
 
     def _describe_early_eviction(self) -> str:
-        """Return advice about episodes that the budget evicts before they end, or nothing if it evicts none early."""
+        """Return advice if the budget has evicted transitions early. Otherwise return an empty text."""
         held = self.memory.next_id - self.memory.first_id
         if held >= self._filled * self.n_envs:
             return ""
@@ -207,7 +207,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
                 self.infos.write(slot, [pack_info(info) for info in buffer.infos[slot]])
 
     def episode_state(self) -> dict[str, NDArray[Any]]:
-        """Return the positions of episodes, and the infos, for a checkpoint."""
+        """Return the slots of episodes, and the infos, for a checkpoint."""
         infos, lengths = self.infos.state()
         return {
             "her/infos": infos,
@@ -218,7 +218,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         }
 
     def restore_episodes(self, state: Any) -> None:
-        """Restore the result of `episode_state`. The memory was restored before."""
+        """Restore the result of `episode_state`. Restore the memory first."""
         self.ep_start[:] = state["her/start"]
         self.ep_length[:] = state["her/length"]
         self._current_ep_start[:] = state["her/current"]
@@ -226,7 +226,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self._forget_incomplete_episodes()
 
     def _forget_evicted_episodes(self) -> None:
-        """Forget the finished episodes that lost their first step since the last call."""
+        """Forget finished episodes whose first step was evicted since the last call."""
         first_tick = self.memory.first_id // self.n_envs
         for tick in range(self._held_from, first_tick):
             self._forget_rest_of_episodes(tick % self.buffer_size)
@@ -269,19 +269,19 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
             self.ep_length[np.arange(start, start + length) % self.buffer_size, env_idx] = 0
 
     def _choose_outcomes(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a slot of the same episode for every transition, in the order of Stable-Baselines3's draws."""
+        """Draw a slot of the same episode for every transition, in the order of Stable-Baselines3's draws."""
         start = self.ep_start[slots, lanes]
         length = self.ep_length[slots, lanes]
         if self.goal_selection_strategy == GoalSelectionStrategy.FINAL:
             chosen = length - 1
         else:
-            future = self.goal_selection_strategy == GoalSelectionStrategy.FUTURE
-            least = (slots - start) % self.buffer_size if future else 0
-            chosen = np.random.randint(least, length)  # noqa: NPY002  Stable-Baselines3's generator
+            is_future = self.goal_selection_strategy == GoalSelectionStrategy.FUTURE
+            first = (slots - start) % self.buffer_size if is_future else 0
+            chosen = np.random.randint(first, length)  # noqa: NPY002  Stable-Baselines3's generator
         return np.asarray((chosen + start) % self.buffer_size)
 
     def _compute_rewards(self, achieved: Any, desired: Any, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
-        """Return the rewards of transitions with another goal, which the first environment computes."""
+        """Let the first environment compute the rewards of transitions with another goal. Return the rewards."""
         if self.env is None:
             raise ArgumentError(
                 "env is not set, so no reward can be computed for another goal. Call set_env(env) first."
@@ -297,14 +297,14 @@ def _has_overridden_goals(kind: type[HerReplayBuffer]) -> bool:
 
 
 def pack_info(info: dict[str, Any]) -> bytes:
-    """Write an info as one line of JSON, followed by the bytes of its arrays."""
+    """Return an info as one line of JSON, followed by the bytes of its arrays."""
     arrays: list[bytes] = []
     plain = _to_json(info, "infos", arrays)
     return json.dumps(plain, separators=(",", ":")).encode() + b"\n" + b"".join(arrays)
 
 
 def unpack_info(packed: bytes) -> dict[str, Any]:
-    """Read an info back."""
+    """Return the info that `pack_info` packed."""
     text, _, rows = packed.partition(b"\n")
     info: dict[str, Any] = _from_json(json.loads(text), rows)
     return info
@@ -345,25 +345,25 @@ class InfoSlots:
     def __getitem__(self, key: Any) -> Any:
         positions = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape)[key]
         flat = [self._packed[position] for position in np.atleast_1d(positions).reshape(-1).tolist()]
-        found: NDArray[Any] = np.empty(len(flat), object)
-        found[:] = [{} if packed is None else unpack_info(packed) for packed in flat]
-        return found[0] if np.ndim(positions) == 0 else found.reshape(np.shape(positions))
+        infos: NDArray[Any] = np.empty(len(flat), object)
+        infos[:] = [{} if packed is None else unpack_info(packed) for packed in flat]
+        return infos[0] if np.ndim(positions) == 0 else infos.reshape(np.shape(positions))
 
 
 def _to_json(value: Any, path: str, arrays: list[bytes]) -> Any:
-    """Return a value as JSON. The bytes of arrays are appended to `arrays` and referred to by their offset."""
+    """Return a value as JSON. Append the bytes of its arrays to `arrays`: the JSON has their offsets."""
     if value is None or type(value) in _JSON_TYPES:
         return value
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _KINDS:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _STORED_DTYPE_KINDS:
         rows = np.asarray(value)
         arrays.append(rows.tobytes())
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {_TAG: kind, "dtype": rows.dtype.str, "shape": rows.shape, "at": sum(map(len, arrays[:-1]))}
-    if isinstance(value, dict) and all(type(key) is str for key in value) and _TAG not in value:
+        return {_TYPE_KEY: kind, "dtype": rows.dtype.str, "shape": rows.shape, "at": sum(map(len, arrays[:-1]))}
+    if isinstance(value, dict) and all(type(key) is str for key in value) and _TYPE_KEY not in value:
         return {key: _to_json(child, f"{path}[{key!r}]", arrays) for key, child in value.items()}
     if isinstance(value, tuple | list):
         items = [_to_json(child, f"{path}[{index}]", arrays) for index, child in enumerate(value)]
-        return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
+        return items if isinstance(value, list) else {_TYPE_KEY: "tuple", "items": items}
     raise ArgumentError(
         f"{path} is a {type(value).__name__}. copy_info_dict stores None, bool, int, float, str, lists, tuples, dicts "
         "with string keys, and NumPy arrays of numbers. Remove the value in a wrapper, or use copy_info_dict=False."
@@ -375,7 +375,7 @@ def _from_json(value: Any, rows: bytes) -> Any:
         return [_from_json(child, rows) for child in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(_TAG)
+    kind = value.get(_TYPE_KEY)
     if kind is None:
         return {key: _from_json(child, rows) for key, child in value.items()}
     if kind == "tuple":

@@ -1,4 +1,4 @@
-"""n-step returns: Stable-Baselines3's sums bit for bit, and the checks of its version."""
+"""n-step returns: the same sums as Stable-Baselines3, bit for bit, and checks of its version."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdall.checks import require_count
 from holdall.errors import ArgumentError
 
 _FIRST_VERSION_THAT_WARNS = (2, 9, 1)
-"""From this version on, Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
+"""First version of Stable-Baselines3 that warns by itself that it ignores a model's `n_steps`."""
 _MAX_FRAMES_TO_MODEL = 4
-"""Maximum number of calls between a model's constructor and that of its buffer: those of subclasses."""
+"""Maximum number of calls between the constructor of a model and that of its buffer. Subclasses add such calls."""
 
 
 def require_steps(n_steps: int) -> int:
-    """Return `n_steps`, or raise if the algorithms of this version of Stable-Baselines3 do not know n-step returns."""
+    """Return `n_steps`. Raise ArgumentError if this version of Stable-Baselines3 has no n-step returns."""
     if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
         raise ArgumentError(
             f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
@@ -30,12 +30,12 @@ def require_steps(n_steps: int) -> int:
     return n_steps
 
 
-def warn_of_ignored_steps(buffer: str, *, takes_steps: bool) -> None:
-    """Warn if the model that makes a buffer wants n-step returns, which it sets up in its own buffers only.
+def warn_of_ignored_steps(buffer: str, *, accepts_n_steps: bool) -> None:
+    """Warn if a model with n-step returns makes the buffer. Stable-Baselines3 passes `n_steps` only to its own buffers.
 
     Args:
         buffer: Name of the buffer's class, whose constructor calls this function.
-        takes_steps: Whether the class accepts `n_steps` itself.
+        accepts_n_steps: Whether the class accepts `n_steps` itself.
     """
     if _parse_version() >= _FIRST_VERSION_THAT_WARNS:
         return
@@ -44,7 +44,7 @@ def warn_of_ignored_steps(buffer: str, *, takes_steps: bool) -> None:
         model = frame.f_locals.get("self")
         if isinstance(model, OffPolicyAlgorithm) and getattr(model, "n_steps", 1) > 1:
             line = f'replay_buffer_kwargs={{"n_steps": {model.n_steps}, "gamma": {model.gamma}}}'
-            remedy = f"write {line}" if takes_steps else "it has one-step returns only"
+            remedy = f"write {line}" if accepts_n_steps else "it has one-step returns only"
             warnings.warn(
                 f"n_steps={model.n_steps} is ignored: Stable-Baselines3 does not pass it to a replay_buffer_class, "
                 f"here {buffer}; {remedy}",
@@ -68,10 +68,10 @@ def sum_rewards(
 
     Args:
         rewards: Rewards of n consecutive steps, (batch, n).
-        ends: Whether a step is the last one of its episode or the newest one, (batch, n).
+        ends: Whether a step is the last one of its episode, or the newest step, (batch, n).
 
     Returns:
-        Returns and discounts, (batch, 1), and the number of steps from the first to the last one, (batch,).
+        Returns and discounts, (batch, 1), and the position of the last step in each row, (batch,).
     """
     n = ends.shape[1]
     last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)

@@ -24,7 +24,7 @@ from holdall.checks import require_number
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
-from holdall.schema import on_host
+from holdall.schema import move_to_host
 
 
 class PrioritizedSamples(NamedTuple):
@@ -73,8 +73,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     @property
     def sampler(self) -> Prioritized:
         """The memory's sampler."""
-        sampler: Any = self.memory.sampler  # a Prioritized: `_choose_sampler` and `resume` pass one
-        return sampler  # type: ignore[no-any-return]  # see above
+        sampler: Any = self.memory.sampler  # A Prioritized: `_choose_sampler` and `resume` pass one.
+        return sampler  # type: ignore[no-any-return]
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
@@ -82,8 +82,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             samples: PrioritizedSamples = self._deliver_next(batch_size)
         else:
             ids, weights = self._draw_weighted(batch_size)
-            found: ReplayBufferSamples | DictReplayBufferSamples = self._gather_samples(ids, env)
-            samples = PrioritizedSamples.of(found, self._to_tensor(weights.reshape(-1, 1)), ids)
+            plain: ReplayBufferSamples | DictReplayBufferSamples = self._gather_samples(ids, env)
+            samples = PrioritizedSamples.of(plain, self._to_tensor(weights.reshape(-1, 1)), ids)
         if self.on_sample is not None:
             self.on_sample(samples)
         return samples
@@ -104,14 +104,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, as `ReplayMemory.update_priorities` does."""
-        self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
+        self.memory.update_priorities(ids, np.asarray(move_to_host(priorities)).reshape(-1))
 
     def _choose_sampler(self) -> dict[str, Any]:
         # Stable-Baselines3 seeds NumPy's global generator before it makes the buffer.
         before = np.random.get_state()  # noqa: NPY002  Stable-Baselines3's generator
         seed = int(np.random.randint(2**31))  # noqa: NPY002  Stable-Baselines3's generator
         if self._alpha == 0:
-            # Draws use that generator, and begin with the same state as without priorities.
+            # Draws use this generator. They begin with the same state as without priorities.
             np.random.set_state(before)  # noqa: NPY002  Stable-Baselines3's generator
         return {"sampler": Prioritized(self._alpha, self._beta), "seed": seed}
 
@@ -119,16 +119,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 class PrioritizedReplay(OffPolicyAlgorithm):
     """Mix-in: an algorithm of the DQN family that learns from prioritized draws.
 
-    `train` is the algorithm's own. While it runs, the gradient that reaches the network is multiplied by the weight of
-    its row, which equals a weighted loss, and the TD errors of every batch become its priorities. The logged loss is
+    `train` is the algorithm's own. While it runs, the gradient of every row is multiplied by the row's weight, which
+    equals a weighted loss, and the TD errors of a batch become the priorities of its transitions. The logged loss is
     not weighted.
 
     Args:
         args: As in the algorithm.
         alpha: How much priorities count, see `holdall.Prioritized`. 0 gives the algorithm without priorities, bit for
             bit.
-        beta: How much of the bias the weights correct. A number rises to 1 at the end of training. A function gets the
-            remaining progress, from 1 to 0, as Stable-Baselines3's schedules do.
+        beta: How much of the bias the weights correct. A number is increased to 1 at the end of training. A function
+            gets the remaining progress, from 1 to 0, as Stable-Baselines3's schedules do.
         settings: As in the algorithm. `replay_buffer_kwargs` may have the settings of `PrioritizedReplayBuffer`.
             `n_steps` is passed to the buffer.
 
@@ -148,19 +148,19 @@ class PrioritizedReplay(OffPolicyAlgorithm):
         super().__init__(*args, **settings)
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
-        """Do the algorithm's own updates, weighted, and set the priorities to the TD errors."""
-        buffer: Any = self.replay_buffer  # A user may have loaded another one.
+        """Do the algorithm's own updates with weighted gradients, and set the priorities to the TD errors."""
+        buffer: Any = self.replay_buffer  # A user may have loaded a buffer of another class.
         _require_priorities("replay_buffer", type(buffer))
         remaining = self._current_progress_remaining
         buffer.sampler.beta = self.beta(remaining) if callable(self.beta) else 1 - (1 - self.beta) * remaining
         drawn: list[PrioritizedSamples] = []
         following: list[th.Tensor] = []
 
-        def keep(network: Any, inputs: Any, values: th.Tensor) -> None:
+        def record_following(network: Any, inputs: Any, values: th.Tensor) -> None:
             following[:] = [values]
 
         def weigh(network: Any, inputs: Any, values: th.Tensor) -> None:
-            if not values.requires_grad:  # For example, a double DQN computes the best action.
+            if not values.requires_grad:  # For example, a double DQN chooses the best next action with this network.
                 return
             samples = drawn.pop()
             weights = samples.weights.reshape(-1, *[1] * (values.ndim - 1))
@@ -168,7 +168,7 @@ class PrioritizedReplay(OffPolicyAlgorithm):
             buffer.update_priorities(samples.ids, self.td_errors(samples, values.detach(), following.pop()).abs())
 
         network, target = self._find_networks()
-        hooks = [target.register_forward_hook(keep), network.register_forward_hook(weigh)]
+        hooks = [target.register_forward_hook(record_following), network.register_forward_hook(weigh)]
         buffer.on_sample = drawn.append
         try:
             super().train(gradient_steps, batch_size)
@@ -204,7 +204,7 @@ class PrioritizedReplay(OffPolicyAlgorithm):
     def _setup_model(self) -> None:
         kind = self.replay_buffer_class or PrioritizedReplayBuffer
         _require_priorities("replay_buffer_class", kind)
-        with made_with(self, kind, alpha=self.alpha):
+        with use_buffer_class(self, kind, alpha=self.alpha):
             super()._setup_model()
         self._find_networks()  # Refuse an algorithm without such networks before it trains.
 
@@ -219,8 +219,8 @@ class PrioritizedDQN(PrioritizedReplay, DQN):
 
 
 @contextmanager
-def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
-    """While a model is set up, make it use a buffer of class `kind`, and pass its `n_steps` to the buffer.
+def use_buffer_class(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
+    """Within the context, a model is set up with a buffer of class `kind`, and `n_steps` is passed to the buffer.
 
     Args:
         settings: Settings of the buffer. Those of the model's own `replay_buffer_kwargs` take precedence.

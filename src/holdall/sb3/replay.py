@@ -6,8 +6,8 @@ to the dtype of their space, actions from float64, rewards to float32), this cla
 
 Tick `t` is in slot `t % buffer_size`. Arrays over slots are gathered when they are read.
 
-On a GPU, the memory delivers the batches there. With `prefetch`, a background thread makes them ahead of time: a batch
-was then drawn `prefetch` calls earlier, and does not contain what was added, prioritized or learned since.
+If `device` is a GPU, batches are made there. With `prefetch`, a background thread makes them ahead of time. Each batch
+is then drawn `prefetch` calls earlier, so later steps and priorities do not affect it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _FLOAT32 = np.dtype(np.float32)
 _get_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it.
 _COPIED_SLOTS = 64
 """Slots of another buffer that are copied in one call."""
-_READ_BYTES = 8 * 2**20
-"""Bytes of a field that are gathered in one call when its array is read."""
+_MAX_READ_BYTES = 8 * 2**20
+"""Maximum number of bytes of a field that one call gathers when its array is read."""
 _TORCH_ALIGNMENT_BYTES = 64
-"""Alignment of torch's own tensors. Matrix products of floats that are aligned differently add up in another order: the
-last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes after a multiple of 16)."""
+"""Alignment of torch's own tensors. Matrix products of floats with another alignment add up in another order, so their
+last bits differ, and so do the weights (seen with MKL on rows at 4 and 8 bytes after a multiple of 16)."""
 _BOX_DEFAULTS = tuple(ReplayBufferSamples._field_defaults.values())
 _HOOKS = frozenset({"_get_samples", "_normalize_obs", "_normalize_reward", "to_torch"})
 """Methods that Stable-Baselines3 calls between a draw and its tensors."""
@@ -64,10 +64,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     Args:
         buffer_size: Transitions over all environments, as in Stable-Baselines3.
-        optimize_memory_usage: Accepted and without effect: each observation is always stored once, and truncation is
-            right in both cases.
+        optimize_memory_usage: Accepted and without effect: each observation is always stored once, and the final
+            observation of a truncated episode is always kept.
         handle_timeout_termination: As in Stable-Baselines3.
-        n_steps: Steps of the returns, as in its `NStepReplayBuffer`; Dict observations too.
+        n_steps: Steps of the returns, as in Stable-Baselines3's `NStepReplayBuffer`. Dict observations work, too.
         gamma: Discount of a reward one step later, for `n_steps` above 1.
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
         prefer: See `holdall.ReplayMemory`.
@@ -91,14 +91,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
     dones: Any = SlotField()
     timeouts: Any = SlotField()
 
-    _takes_steps = True
-    _set_pos: int | None = None  # `pos` that a user has set; None: that of the last step
-    _set_full: bool | None = None  # `full` that a user has set; None: that of the last step
-    _is_moved = False  # whether `pos` or `full` was set since the last step
-    _checked_device: th.device | None = None  # device that `_is_cpu` describes
+    _accepts_n_steps = True
+    _assigned_pos: int | None = None  # `pos` that a user has assigned. None: derived from the steps that were added.
+    _assigned_full: bool | None = None  # `full` that a user has assigned. None: derived as well.
+    _is_moved = False  # Whether a user has assigned `pos` or `full` since the last step.
+    _checked_device: th.device | None = None  # Device that `_is_cpu` describes.
     _is_cpu = False
-    _casts = False  # whether steps have to be cast before the memory accepts them
-    _replaced_hooks: frozenset[str] = frozenset()  # hooks that a subclass, or this object, has of its own
+    _casts = False  # Whether steps have to be cast before the memory accepts them.
+    _replaced_hooks: frozenset[str] = frozenset()  # Hooks that a subclass, or this object, overrides.
 
     def __init__(
         self,
@@ -118,12 +118,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
         prefetch: int = 0,
         _tuning: Tuning | None = None,
     ) -> None:
-        # The parent's constructor is not called, because it allocates the arrays that this class avoids.
+        # This call skips the constructor of the parent class, which allocates the arrays that this class avoids.
         buffer_size = require_count("buffer_size", to_whole(buffer_size), 0)
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        # Settings of the memory, and of the next one after a `reset`.
+        # Settings of the memory. `reset` makes the next memory with them, too.
         self.tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._tuning = _tuning
         self.handle_timeout_termination = handle_timeout_termination
@@ -131,7 +131,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self._ahead = BatchesAhead()
         self.n_steps = require_steps(n_steps)
         if n_steps == 1:
-            warn_of_ignored_steps(type(self).__name__, takes_steps=self._takes_steps)
+            warn_of_ignored_steps(type(self).__name__, accepts_n_steps=self._accepts_n_steps)
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -154,7 +154,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Record that this object has hooks of its own if `name` is one."""
+        """Set an attribute. If `name` is a hook, record that this object overrides hooks."""
         if name in _HOOKS:
             super().__setattr__("_replaced_hooks", _HOOKS)
         super().__setattr__(name, value)
@@ -164,29 +164,29 @@ class ReplayBuffer(buffers.ReplayBuffer):
     @property
     def pos(self) -> int:
         """The slot of the next step."""
-        if self._set_pos is not None:
-            return self._set_pos
+        if self._assigned_pos is not None:
+            return self._assigned_pos
         return self._count_ticks() % self.buffer_size
 
     @pos.setter
     def pos(self, value: int) -> None:
-        self._set_pos = value
+        self._assigned_pos = value
         self._is_moved = True
 
     @property
     def full(self) -> bool:
         """Whether every slot has been written to."""
-        if self._set_full is not None:
-            return self._set_full
+        if self._assigned_full is not None:
+            return self._assigned_full
         return self._count_ticks() >= self.buffer_size
 
     @full.setter
     def full(self, value: bool) -> None:
-        self._set_full = value
+        self._assigned_full = value
         self._is_moved = True
 
     def size(self) -> int:
-        """Return the number of steps held. A budget without a disk tier may hold fewer than `buffer_size`."""
+        """Return the number of steps held. Without a disk tier, a budget may hold fewer than `buffer_size` steps."""
         first_tick = self.memory.first_id // self.n_envs
         next_tick = self.memory.next_id // self.n_envs
         dropped_early = first_tick - max(0, next_tick - self.buffer_size)
@@ -194,7 +194,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     @property
     def _filled(self) -> int:
-        """Number of slots that draws are made from. `size` may be overridden by a subclass."""
+        """Number of slots that draws are made from. Draws do not use `size`, which a subclass may override."""
         return self.buffer_size if self.full else self.pos
 
     def _count_ticks(self) -> int:
@@ -203,20 +203,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _forget_moves(self) -> None:
         """Derive `pos` and `full` from the steps that were added."""
-        self._set_pos = None
-        self._set_full = None
+        self._assigned_pos = None
+        self._assigned_full = None
         self._is_moved = False
 
     def _follow_moves(self) -> None:
-        """Reset the buffer if a user has set `pos` to 0 and `full` to False. Refuse any other change of them."""
+        """Reset the buffer if a user has set `pos` to 0 and `full` to False. Raise ArgumentError for other values."""
         wanted = (self.pos, self.full)
         ticks = self._count_ticks()
         actual = (ticks % self.buffer_size, ticks >= self.buffer_size)
         if wanted != actual and ticks > 0:
             if wanted != (0, False):
                 raise ArgumentError(
-                    f"pos ({self.pos}) and full ({self.full}) were set, but the last step left {actual}, and the next "
-                    "step follows it. Set them back, or call reset() to forget all steps."
+                    f"pos was set to {self.pos} and full to {self.full}, but the next step can only be added at "
+                    f"pos={actual[0]} with full={actual[1]}. Set these values, or call reset() to forget all steps."
                 )
             self.reset()
         self._forget_moves()
@@ -232,7 +232,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
         done: NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one transition per environment. If `pos` was set to 0 and `full` to False, forget all others first."""
+        """Add one transition per environment.
+
+        If a user has set `pos` to 0 and `full` to False, forget all earlier transitions first.
+        """
         if self._is_moved:
             self._follow_moves()
         if not self._casts:
@@ -342,12 +345,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
             raise ArgumentError(f"{ids.size} transitions were requested, but the buffer is empty. Call add first.")
         is_evicted = ids < first_id
         if next_id - first_id < self._filled * self.n_envs and is_evicted.any():
-            held = np.random.randint(first_id, next_id, size=len(ids))  # noqa: NPY002  Stable-Baselines3's generator
-            return np.where(is_evicted, held, ids)
+            redrawn = np.random.randint(first_id, next_id, size=len(ids))  # noqa: NPY002  Stable-Baselines3's generator
+            return np.where(is_evicted, redrawn, ids)
         return ids
 
     def _read_samples(self, ids: Ids) -> Any:
-        """Return transitions that are neither normalized nor moved to another device."""
+        """Return samples on the CPU, without normalization."""
         to_tensor = th.from_numpy
         arrays = self.memory.store.view().read(ids, self._outputs)
         rewards = to_tensor(arrays[-1].reshape(-1, 1))
@@ -367,7 +370,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         )
 
     def _gather_samples(self, ids: Ids, env: VecNormalize | None) -> Any:
-        """Return transitions, or the n-step returns that begin with them."""
+        """Return samples of transitions, or of the n-step returns that begin with them."""
         if self._can_deliver(env):
             return self._make_device_samples(
                 self.memory.batch_source.deliver(self._make_draw(ids), device=str(self.device))
@@ -396,7 +399,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return Draw(ids, weights, last_ids, reward=returns[:, 0], discount=discounts[:, 0])
 
     def _read_following(self, ids: Ids) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 reads them."""
+        """Return the rewards of `n_steps` steps from `ids` on, and which steps end a return: (batch, n_steps) each.
+
+        Steps are read slot by slot, as Stable-Baselines3 does. A return also ends at the newest step.
+        """
         ticks, lanes = np.divmod(ids, self.n_envs)
         slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
         steps = self._find_ids(slots % self.buffer_size, lanes[:, None])
@@ -420,7 +426,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         )
 
     def _make_samples_of_zeros(self, count: int, env: VecNormalize | None) -> Any:
-        """Return the rows of slots that were never written to."""
+        """Return samples of zeros, which Stable-Baselines3 returns for slots that were never written to."""
         zeros = {key: np.zeros((count, *shape[1:]), dtype) for key, (shape, dtype) in self._obs_specs.items()}
         obs = zeros if self._is_dict else zeros[""]
         flags = np.zeros(count, np.bool_)
@@ -435,7 +441,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self._to_tensor(observed)
 
     def _to_tensor(self, array: Any) -> th.Tensor:
-        """Return a gathered array as a tensor. Its memory belongs to the batch, so it is copied only to align it."""
+        """Return a gathered array as a tensor on the buffer's device.
+
+        On the CPU, the tensor shares the memory of the array unless torch needs another alignment.
+        """
         if not self._replaced_hooks <= _ONLY_SAMPLES:
             return self.to_torch(array)
         tensor = th.from_numpy(array)
@@ -448,11 +457,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
     # ---------------------------------------------------------------- batches on a GPU
 
     def _can_deliver(self, env: VecNormalize | None) -> bool:
-        """Return whether batches are made on the device. Normalized observations are copied there from the host."""
+        """Return whether batches are made on the device. Normalized batches are made on the host and copied."""
         return env is None and not self._is_on_cpu() and self._replaced_hooks <= _ONLY_SAMPLES
 
     def _deliver_next(self, batch_size: int) -> Any:
-        """Return the next samples on the GPU. With `prefetch`, others are drawn and made in the background."""
+        """Return the next samples on the GPU. With `prefetch`, later batches are made in the background."""
         if self.prefetch == 0:
             return self._make_device_samples(
                 self.memory.batch_source.deliver(self._draw(batch_size), device=str(self.device))
@@ -471,7 +480,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
     # ---------------------------------------------------------------- arrays over slots
 
     def view_field(self, name: str) -> SlotArray | dict[str, SlotArray]:
-        """Return the array of a field, or one for every key of Dict observations."""
+        """Return the array of a field. For Dict observations, return an array for every key."""
         columns = self._columns
         if name == "observations":
             return self._view_observations(name, columns.obs_outputs)
@@ -497,7 +506,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _view_slots(self, name: str, spec: Spec, read: ReadRows, write: WriteRows | None = None) -> SlotArray:
         shape, dtype = spec
         row_bytes = prod(shape[1:]) * dtype.itemsize
-        max_rows = max(1, _READ_BYTES // max(1, row_bytes))
+        max_rows = max(1, _MAX_READ_BYTES // max(1, row_bytes))
         return SlotArray(name, (self.buffer_size, *shape), dtype, self._find_held_ids, read, max_rows, write)
 
     def _make_read(self, output: int) -> ReadRows:
@@ -510,11 +519,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return read
 
     def _read_flags(self, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return `dones` and `timeouts` of ids.
+        """Return the flags `dones` and `timeouts` of Stable-Baselines3 for `ids`.
 
-        Stable-Baselines3 stores these two flags. The memory stores an episode that ended without a time limit as
-        terminated, and one that a time limit ended as truncated. A time limit without an end, which only writing to
-        `timeouts` first can give, is stored as both.
+        The memory stores them as `terminated` and `truncated`: a step with `dones` alone is terminated, and a step with
+        both is truncated. A step with `timeouts` alone, which only assigning to `timeouts` can give, is stored as both.
         """
         outputs = (self._columns.terminated_output, self._columns.truncated_output)
         terminated, truncated = self.memory.store.view().read(ids, outputs)
@@ -534,7 +542,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.memory.store.set_flags(ids, dones ^ timeouts, timeouts)
 
     def _find_ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> Ids:
-        """Return the ids of the newest transitions in slots. Slots that were never written to have ids below 0."""
+        """Return the ids of the newest transitions in slots. The ids of slots without a transition are below 0."""
         newest = self._count_ticks() - 1
         ticks = newest - (newest - slots) % self.buffer_size
         return ticks * self.n_envs + lanes
@@ -557,7 +565,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self._forget_moves()
 
     def adopt(self, memory: ReplayMemory) -> None:
-        """Continue with a memory that was loaded, and close the present one."""
+        """Replace the memory by `memory`, which was loaded, and close the old one."""
         lanes = self.n_envs
         # Shards of a memory hold equal numbers of transitions, so its capacity may be below `buffer_size`.
         capacity = self.memory.capacity
@@ -572,20 +580,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     @classmethod
     def copy_of(cls, buffer: buffers.ReplayBuffer, **settings: Any) -> Self:
-        """Return a buffer with the transitions of one of Stable-Baselines3's, in the same slots, so draws are the same.
+        """Return a copy of one of Stable-Baselines3's buffers. Transitions keep their slots, so draws are the same.
 
-        `model.load_replay_buffer(path)` of a file that Stable-Baselines3's buffer was saved to gives the model that
-        buffer. To continue with holdall's: `model.replay_buffer = ReplayBuffer.copy_of(model.replay_buffer)`.
+        If `model.load_replay_buffer(path)` has loaded Stable-Baselines3's buffer, continue with holdall's:
+        `model.replay_buffer = ReplayBuffer.copy_of(model.replay_buffer)`.
 
         Args:
-            settings: budget, prefer and spill_dir, as in the constructor.
+            settings: Settings of the constructor, such as budget, prefer and spill_dir.
         """
         if isinstance(buffer, ReplayBuffer) or buffer.optimize_memory_usage:
             raise ArgumentError(
                 f"buffer ({type(buffer).__module__}.{type(buffer).__name__}) must be one of Stable-Baselines3's own, "
                 "without optimize_memory_usage, which has overwritten last observations with first ones."
             )
-        made = cls(
+        copy = cls(
             buffer.buffer_size * buffer.n_envs,
             buffer.observation_space,
             buffer.action_space,
@@ -594,20 +602,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
             handle_timeout_termination=buffer.handle_timeout_termination,
             **(cls._read_settings(buffer) | settings),
         )
-        made._copy_slots(buffer)
-        return made
+        copy._copy_slots(buffer)
+        return copy
 
     @classmethod
     def _read_settings(cls, buffer: Any) -> dict[str, Any]:
-        """Return the further settings that a buffer of Stable-Baselines3's was made with."""
+        """Return the n-step settings of one of Stable-Baselines3's buffers, if it has them."""
         return {name: getattr(buffer, name) for name in ("n_steps", "gamma") if hasattr(buffer, name)}
 
     def _copy_slots(self, buffer: Any) -> None:
-        """Add the steps of another buffer's slots, so that each gets the same slot here."""
+        """Add the steps of another buffer so that each step gets the same slot here."""
         written = np.arange(buffer.buffer_size if buffer.full else buffer.pos)
         ticks = written
         if buffer.full:
-            # The slot at `pos` is the oldest one, and the slots before it are the newest. They are added again.
+            # The slots before `pos` have the newest steps, so they are added a second time, after all other slots.
             ticks = np.concatenate([written, np.arange(buffer.pos)])
         for begin in range(0, len(ticks), _COPIED_SLOTS):
             slots = ticks[begin : begin + _COPIED_SLOTS]
@@ -637,7 +645,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return memory
 
     def _choose_sampler(self) -> dict[str, Any]:
-        """Return the sampler and seed of the memory. This class draws slots itself, in Stable-Baselines3's order."""
+        """Return the settings of the memory's sampler: none, because this class draws slots itself."""
         return {}
 
     def _describe_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:

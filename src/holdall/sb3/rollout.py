@@ -33,7 +33,7 @@ from holdall.schema import Leaf
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")
 _MAX_READ_BYTES = 8 * 2**20
-"""Bytes of observations that reading `observations` gathers at a time."""
+"""Maximum number of bytes of observations that one call gathers when `observations` is read."""
 
 
 class RolloutBuffer(buffers.DictRolloutBuffer):
@@ -41,8 +41,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     `PPO("CnnPolicy", env, rollout_buffer_class=holdall.sb3.RolloutBuffer)`
 
-    `observations` is gathered when it is read. All other arrays are plain ones. As in Stable-Baselines3, each array may
-    be replaced by another one until the next `reset`, and all arrays except `observations` may be written to.
+    `observations` is gathered when it is read. All other fields are plain arrays, which may be written to. As in
+    Stable-Baselines3, each field may be replaced by another array until the next `reset`.
 
     Args:
         compress: See `holdall.RolloutMemory`. Pass it through `rollout_buffer_kwargs`.
@@ -54,8 +54,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     """
 
     _compress: str | None = None
-    _gathered_arrays: tuple[Any, ...]  # The arrays that `_gathers` read.
-    _gathers: list[Field]
+    _minibatch_fields: list[Field]  # Fields of a minibatch. Empty: not known yet.
+    _minibatch_arrays: tuple[Any, ...]  # The arrays that `_minibatch_fields` read.
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     # ---------------------------------------------------------------- collecting
 
     def reset(self) -> None:
-        """Forget the rollout. Its memory is that of the next one."""
+        """Forget the rollout. The next rollout is stored in the same memory."""
         self._fields.reset()
         self._minibatches.release()
         self._expose_arrays()
-        self._gathered_arrays = ()
-        self._gathers = []
+        self._minibatch_arrays = ()
+        self._minibatch_fields = []
         self._stores_observations = True
         self.generator_ready = False
         super(buffers.RolloutBuffer, self).reset()
@@ -140,9 +140,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         )
 
     def _can_estimate(self, last_values: th.Tensor) -> bool:
-        """Whether the native function computes what Stable-Baselines3 would.
+        """Return whether the native function gives the same bits as Stable-Baselines3's code.
 
-        NumPy computes with scalars of its own types, and with arrays of other dtypes, in their precision.
+        If a number is a NumPy scalar or an array has another dtype, NumPy computes in another precision.
         """
         names = ("rewards", "values", "advantages", "returns")
         has_own_arrays = all(getattr(self, name) is self._rows[name] for name in names)
@@ -182,7 +182,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         if has_own_conversion:
             kind: Any = buffers.DictRolloutBuffer if self._is_dict else buffers.RolloutBuffer
             return kind._get_samples(self, batch_inds, env)
-        delivered = self._minibatches.deliver(batch_inds, self._find_gathers())
+        delivered = self._minibatches.deliver(batch_inds, self._find_minibatch_fields())
         observed = delivered[: len(self._leaves)]
         actions, *estimates = delivered[len(self._leaves) :]
         if not self._is_dict:
@@ -190,29 +190,29 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         observations = {leaf.name: tensor for leaf, tensor in zip(self._leaves, observed, strict=True)}
         return DictRolloutBufferSamples(observations, actions, *estimates)
 
-    def _find_gathers(self) -> list[Field]:
-        """Return how every field of a minibatch is gathered. The answer is kept until an array is replaced."""
+    def _find_minibatch_fields(self) -> list[Field]:
+        """Return the fields of a minibatch. Keep them for the next minibatch if no array was replaced."""
         observed = tuple(self._get_observations().values())
         arrays = (*observed, self.actions, self.values, self.log_probs, self.advantages, self.returns)
-        if len(arrays) == len(self._gathered_arrays) and all(map(is_, arrays, self._gathered_arrays)):
-            return self._gathers
-        fields = [self._find_observation_gather(number, leaf) for number, leaf in enumerate(self._leaves)]
-        fields += [self._find_row_gather(name) for name in self._flat]
+        if len(arrays) == len(self._minibatch_arrays) and all(map(is_, arrays, self._minibatch_arrays)):
+            return self._minibatch_fields
+        fields = [self._make_observation_field(number, leaf) for number, leaf in enumerate(self._leaves)]
+        fields += [self._make_row_field(name) for name in self._flat]
         if all(map(is_, arrays, (*self._stored_flat.values(), *self._flat.values()))):
-            self._gathered_arrays = arrays
-            self._gathers = fields
+            self._minibatch_arrays = arrays
+            self._minibatch_fields = fields
         return fields
 
-    def _find_observation_gather(self, number: int, leaf: Leaf) -> Field:
-        """Return how one key is gathered: from the stored observations, or from the array that replaced them."""
+    def _make_observation_field(self, number: int, leaf: Leaf) -> Field:
+        """Return the field that reads one observation key: the stored observations, or the array that replaced them."""
         shown = self._get_observations()[leaf.name]
         if shown is self._stored_flat[leaf.name]:
             return Field(leaf, partial(self._gather_observations, number))
         rows = np.asarray(shown)
         return Field(Leaf(leaf.name, rows.shape[1:], rows.dtype), partial(_gather_rows, rows))
 
-    def _find_row_gather(self, name: str) -> Field:
-        """Return how an array of actions or estimates is gathered."""
+    def _make_row_field(self, name: str) -> Field:
+        """Return the field that reads an array of actions or estimates."""
         rows = np.asarray(getattr(self, name))
         shape = rows.shape[1:] if name == "actions" else ()
         if rows.size != self.buffer_size * self.n_envs * prod(shape):
@@ -225,14 +225,14 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         return Field(leaf, partial(_gather_rows, rows.reshape(-1, *shape)))
 
     def _gather_observations(self, field: int, batch_inds: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy observations, which are numbered environment by environment, to `out`."""
+        """Copy observations to `out`. `batch_inds` number the steps environment by environment."""
         lane, step = np.divmod(batch_inds, self.buffer_size)
         self._fields.gather(field, step * self.n_envs + lane, out)
 
     # ---------------------------------------------------------------- arrays
 
     def _allocate(self) -> None:
-        """Make everything that a rollout needs, once."""
+        """Allocate the memory of a rollout, which all rollouts use."""
         self._is_dict = isinstance(self.observation_space, spaces.Dict)
         self._leaves = tuple(self._make_leaves())
         self._fields = new_rollout_fields(self._leaves, self.buffer_size, self.n_envs, self._compress)
@@ -241,15 +241,15 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         leading = (self.buffer_size, self.n_envs)
         self._rows = {name: np.zeros(leading, np.float32) for name in ("rewards", *_ESTIMATES)}
         self._rows["actions"] = np.zeros((*leading, self.action_dim), self.action_space.dtype)
-        # The same arrays with both leading axes in one, environment by environment.
+        # Copies of these arrays with one leading axis, environment by environment.
         self._flat = {name: self.swap_and_flatten(self._rows[name]).copy() for name in ("actions", *_ESTIMATES)}
-        # The last row says which episodes start after the rollout.
+        # `episode_starts`. The additional last row is for the step after the rollout.
         self._starts = np.zeros((self.buffer_size + 1, self.n_envs), np.float32)
         self._own_starts = self._starts[: self.buffer_size]
         self._stored = {leaf.name: self._make_slot_array(number, leaf) for number, leaf in enumerate(self._leaves)}
         self._stored_flat = {name: stored.flattened() for name, stored in self._stored.items()}
-        self._gathered_arrays = ()
-        self._gathers = []
+        self._minibatch_arrays = ()
+        self._minibatch_fields = []
 
     def _make_leaves(self) -> list[Leaf]:
         """Return shape and dtype of every observation key, as Stable-Baselines3 stores it."""
@@ -275,7 +275,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         return SlotArray("observations", shape, leaf.dtype, find_ids, read, max_rows)
 
     def _expose_arrays(self) -> None:
-        """Set the attributes that algorithms, callbacks and subclasses read to zeroed arrays."""
+        """Fill all arrays with zeros. Assign them to the attributes that algorithms, callbacks and subclasses read."""
         for name, rows in self._rows.items():
             rows.fill(0)
             setattr(self, name, rows)
@@ -300,7 +300,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
-        """Put environments before steps, and both into one axis. Stored observations stay where they are."""
+        """Put environments before steps, and both into one axis. Stored observations are not copied."""
         if isinstance(arr, SlotArray):
             return arr.flattened()
         return buffers.BaseBuffer.swap_and_flatten(arr)
@@ -315,7 +315,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self.observations = attribute
 
     def _find_replaced(self) -> dict[int, Any]:
-        """Return the arrays that somebody assigned in place of stored observations, by the number of their leaf."""
+        """Return the arrays that a user assigned in place of stored observations, by the number of their leaf."""
         shown = self._get_observations()
         replaced = {}
         for number, leaf in enumerate(self._leaves):
@@ -336,10 +336,11 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         rows: dict[str, NDArray[Any]] = {**self._rows, "episode_starts": self._starts}
         for number, replaced in self._find_replaced().items():
             rows[f"observations.{self._leaves[number].name}".rstrip(".")] = replaced
-        plain = [
-            FieldReport(name, 0, 0, array[: self.pos].nbytes, array[: self.pos].nbytes, "flat rows")
-            for name, array in rows.items()
-        ]
+        plain = []
+        for name, array in rows.items():
+            plain_bytes = array[: self.pos].nbytes
+            copy_bytes = self._flat[name].nbytes if name in self._flat else 0
+            plain.append(FieldReport(name, 0, 0, plain_bytes + copy_bytes, plain_bytes, "flat rows"))
         observed = self._fields.report(self.pos if self._stores_observations else 0)
         return MemoryReport(
             transitions=self.pos * self.n_envs,
@@ -351,12 +352,12 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the rollout as the plain arrays that the attributes show."""
-        left_out = {
+        """Return the rollout as plain arrays."""
+        omitted = {
             "_fields",
             "_flat",
-            "_gathered_arrays",
-            "_gathers",
+            "_minibatch_arrays",
+            "_minibatch_fields",
             "_minibatches",
             "_own_starts",
             "_rows",
@@ -364,10 +365,10 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             "_stored",
             "_stored_flat",
         }
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {name: value for name, value in self.__dict__.items() if name not in omitted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Continue with plain arrays until the next `reset`."""
+        """Restore the rollout. Its observations are plain arrays until the next `reset`."""
         self.__dict__.update(state)
         self._allocate()
         self._stores_observations = False

@@ -1,8 +1,8 @@
 """SlotArray: one field of a buffer as a NumPy array whose rows are gathered when they are read.
 
 Stable-Baselines3's buffers show their fields as plain arrays, and code around them indexes, compares and averages these
-arrays. A SlotArray gives what the plain array would give, for every key that NumPy accepts. Gathered rows are copies:
-where NumPy returns a view, the copy is read-only, so a write that could not reach the buffer is an error.
+arrays. A SlotArray returns the same values as the plain array, for every key that NumPy accepts. Gathered rows are
+copies. Where NumPy would return a view, the copy is read-only: writing to it would not change the buffer, so it raises.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from holdall.errors import ArgumentError
 FindIds = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
 WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
-Split = tuple[tuple[Any, ...], tuple[Any, ...], bool]
+KeyParts = tuple[tuple[Any, ...], tuple[Any, ...], bool]
 """Parts of a key that select rows, parts that select inside a row, and whether NumPy would return a view."""
 
 _COMBINE: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "any": np.logical_or, "all": np.logical_and}
-"""Reductions whose result does not depend on how the array is divided. Sums of integers do not, either."""
+"""Reductions that can be computed piece by piece, exactly. Sums of integers are a further one."""
 _MAX_ELEMENTS = 2**20
-"""Elements that are selected at a time by keys that mix rows and their insides."""
+"""Maximum number of elements that `_read_elements` reads in one step."""
 
 
 class SlotArray(NDArrayOperatorsMixin):
-    """One field as an array of (slots, environments, *shape) that exists only while it is read.
+    """One field of a buffer, read like an array of (slots, environments, *shape).
 
     Args:
         name: Name of the field, for errors.
         shape: Shape of the whole array. The first `row_axes` axes count rows.
         dtype: Dtype of the elements.
-        find_ids: Returns the transition ids of flat positions over the row axes, and -1 where there is none.
+        find_ids: Returns the transition ids of flat positions over the row axes, and -1 for a position without one.
         read: Returns the rows of ids.
-        max_rows: Maximum number of ids that are read in one call, which bounds the memory that reading takes.
-        write: Takes ids and their new rows. None if the field cannot be written to.
-        row_axes: 2 for slots and environments, 1 where both are in one axis.
+        max_rows: Maximum number of ids that one call of `read` gets, which bounds the memory that reading takes.
+        write: Writes new rows of ids. None if the field cannot be written to.
+        row_axes: Number of leading axes that count rows: 2 for slots and environments, 1 if both are in one axis.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SlotArray(NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a plain array would take. `report()` returns the bytes that are held."""
+        """Bytes that a plain array would take. The buffer's `report()` has the bytes that it really takes."""
         return self.size * self.itemsize
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class SlotArray(NDArrayOperatorsMixin):
             part is None or part is ... or _is_basic(part) for part in parts
         ):
             return self._read_with_new_axes(parts)
-        split = self._split(parts)
+        split = self._split_key(parts)
         if split is None:
             return self._read_elements(key)
         outer, inner, is_view = split
@@ -156,40 +156,40 @@ class SlotArray(NDArrayOperatorsMixin):
         return whole
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **settings: Any) -> Any:
-        given = [np.asarray(one) if isinstance(one, SlotArray) else one for one in inputs]
+        plain = [np.asarray(value) if isinstance(value, SlotArray) else value for value in inputs]
         call = getattr(ufunc, method)
-        if not any(isinstance(one, SlotArray) for one in out):
+        if not any(isinstance(value, SlotArray) for value in out):
             if out:
                 settings["out"] = out
-            return call(*given, **settings)
+            return call(*plain, **settings)
         target: SlotArray = out[0]
-        target[...] = call(*given, **settings)
+        target[...] = call(*plain, **settings)
         return target
 
     def __getattr__(self, name: str) -> Any:
-        found = None if name.startswith("__") else getattr(np.ndarray, name, None)
-        if found is None:
+        attribute = None if name.startswith("__") else getattr(np.ndarray, name, None)
+        if attribute is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if callable(found):
+        if callable(attribute):
             return partial(self._call, name)
         return getattr(np.asarray(self), name)
 
     def __dlpack__(self, **settings: Any) -> Any:
-        """Pass the plain array to torch, which would read this one row by row."""
+        """Export the plain array. Without this method, torch would read the field row by row."""
         return np.array(self).__dlpack__(**settings)
 
     def __dlpack_device__(self) -> Any:
         return np.empty(0).__dlpack_device__()
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as the plain array."""
+        """Return the plain array as the result of copying and unpickling."""
         return np.asarray, (np.array(self),)
 
     def __repr__(self) -> str:
         return f"SlotArray({self.name}, shape={self.shape}, dtype={self.dtype})"
 
     def _call(self, name: str, *args: Any, **settings: Any) -> Any:
-        """Call a method of the plain array. Exact reductions are computed piece by piece, to save memory."""
+        """Call a method of the plain array. Compute exact reductions piece by piece, to save memory."""
         given = {key: value for key, value in settings.items() if value is not None}
         is_integer_sum = self.dtype.kind in "biu" and name in {"sum", "mean"}
         if (name in _COMBINE or is_integer_sum) and not args and not given and self.size:
@@ -215,7 +215,7 @@ class SlotArray(NDArrayOperatorsMixin):
         return np.arange(prod(rows)).reshape(rows)
 
     def _select_positions(self, outer: tuple[Any, ...]) -> Any:
-        """Return the flat positions that keys of the row axes select."""
+        """Return the flat positions that `outer`, the parts of a key for the row axes, selects."""
         if not all(isinstance(part, slice | int | np.integer) for part in outer):
             return self._number_rows()[outer]
         selected: Any = np.int64(0)
@@ -224,10 +224,10 @@ class SlotArray(NDArrayOperatorsMixin):
             selected = np.add.outer(selected * count, np.array(along, np.int64))
         return selected
 
-    def _split(self, key: tuple[Any, ...]) -> Split | None:
+    def _split_key(self, key: tuple[Any, ...]) -> KeyParts | None:
         """Split a key into a selection of rows and a selection inside of rows.
 
-        Return None if the two selections cannot be made one after the other.
+        Return None if the second selection cannot be applied to the result of the first one.
         """
         parts = self._expand_key(key)
         if parts is None:
@@ -239,14 +239,14 @@ class SlotArray(NDArrayOperatorsMixin):
             outer.append(part)
             axes += _count_axes(part)
         has_arrays = not all(_is_basic(part) for part in outer)
-        # In this case NumPy may move the axes of arrays to the front, before a slice that precedes them.
+        # If an integer follows an array, NumPy may move the array's axes to the front, before a slice that precedes it.
         may_move = has_arrays and isinstance(outer[0], slice) and not all(isinstance(part, slice) for part in parts)
         if axes > self._row_axes or may_move or not all(_is_basic(part) for part in parts):
             return None
         return tuple(outer), tuple(parts), not has_arrays
 
     def _expand_key(self, parts: tuple[Any, ...]) -> list[Any] | None:
-        """Return a key with one part for every axis. Return None if only NumPy can tell which axes are meant."""
+        """Return a key with parts for all axes, and no ellipsis. Return None if only NumPy can interpret the key."""
         if any(part is None or _count_axes(part) == 0 for part in parts if part is not ...):
             return None
         missing = self.ndim - sum(_count_axes(part) for part in parts if part is not ...)
@@ -257,7 +257,7 @@ class SlotArray(NDArrayOperatorsMixin):
         return [*parts[:at], *[slice(None)] * missing, *parts[at + 1 :]]
 
     def _read_with_new_axes(self, parts: tuple[Any, ...]) -> NDArray[Any]:
-        """Read under a key with new axes, which change nothing about the rows that are gathered."""
+        """Read with a key that also inserts new axes. Read without them, and insert them afterwards."""
         rest = tuple(part for part in parts if part is not None)
         along = tuple(slice(None) if isinstance(part, slice) else part for part in parts if not _is_integer(part))
         widened: NDArray[Any] = np.asarray(self[rest])[along]
@@ -265,18 +265,18 @@ class SlotArray(NDArrayOperatorsMixin):
         return widened
 
     def _read_elements(self, key: Any) -> Any:
-        """Read element by element, for keys that mix rows and their insides. NumPy selects the elements."""
+        """Read element by element. NumPy applies the key to arrays of row numbers and of positions inside rows."""
         inner = self.shape[self._row_axes :]
         row_numbers = self._number_rows().reshape(*self.shape[: self._row_axes], *[1] * len(inner))
         rows = np.asarray(np.broadcast_to(row_numbers, self.shape)[key])
         places = np.asarray(np.broadcast_to(np.arange(prod(inner)).reshape(inner), self.shape)[key])
-        found: NDArray[Any] = np.empty(np.shape(rows), self.dtype)
-        flat = found.reshape(-1)
+        elements: NDArray[Any] = np.empty(np.shape(rows), self.dtype)
+        flat = elements.reshape(-1)
         for begin in range(0, flat.size, _MAX_ELEMENTS):
             some = slice(begin, begin + _MAX_ELEMENTS)
             wanted, which = np.unique(rows.flat[some], return_inverse=True)
             flat[some] = self._read_rows(wanted).reshape(len(wanted), -1)[which, places.flat[some]]
-        return found[()]
+        return elements[()]
 
     def _read_rows(self, positions: Any) -> NDArray[Any]:
         """Gather the rows at an array of positions of any shape. Positions without a transition are zeros."""
@@ -300,7 +300,7 @@ def _is_basic(part: Any) -> bool:
 
 
 def _count_axes(part: Any) -> int:
-    """Return the number of axes that a part of a key selects from, or 0 if only NumPy can tell."""
+    """Return the number of axes that a part of a key indexes, or 0 if only NumPy can tell."""
     if part is None or isinstance(part, bool | np.bool_) or (isinstance(part, np.ndarray) and part.ndim == 0):
         return 0
     if _is_basic(part):
@@ -313,10 +313,10 @@ def _count_axes(part: Any) -> int:
 
 
 class SlotField:
-    """An attribute that shows one field of a buffer as a SlotArray, or as a dict of them.
+    """Descriptor that exposes one field of a buffer as a SlotArray, or as a dict of SlotArrays.
 
-    The buffer has a method `view_field(name)` that makes the array whenever the attribute is read. Assigning to the
-    attribute writes to the array.
+    The buffer's method `view_field(name)` makes the array whenever the attribute is read. Assigning to the attribute
+    writes to the array.
     """
 
     def __set_name__(self, _: type, name: str) -> None:

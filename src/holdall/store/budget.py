@@ -1,8 +1,8 @@
 """Budget: how much RAM a memory may use, and for which purpose.
 
 A hard limit covers everything that a memory holds in RAM. Part of it is set aside for the open segment, for blocks in
-transit, and for batches. Without a limit, only uncompressed blocks are limited, by the RAM that this machine has
-available when the first segment is full.
+transit, and for batches. The budget "auto" has no hard limit. It limits uncompressed blocks, and with a disk tier all
+blocks in RAM, to shares of the RAM that this machine has available when the first segment is full.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from holdall.errors import ArgumentError
 from holdall.machine import available_bytes
 from holdall.schema import Schema
+from holdall.store.columns import estimate_reward_bytes
 from holdall.store.tuning import Tuning
 from holdall.units import format_bytes, parse_bytes
 
 _MIN_TICKS_PER_SEGMENT = 2
 """Ticks that fit into the smallest segment, even if none of their observations repeats another one."""
-_REWARD_BYTES = 8
-"""Assumed bytes of one number of a reward. Its dtype is not known before the first step."""
 _FLAG_BYTES = 1
 
 
@@ -135,10 +134,7 @@ def count_tick_bytes(schema: Schema) -> int:
     """Return the bytes of one tick if none of its observations repeats another one."""
     obs_bytes = sum(leaf.nbytes for leaf in schema.observation.leaves)
     row_bytes = sum(leaf.nbytes for leaf in (*schema.action.leaves, *schema.extras.leaves))
-    reward_bytes = _REWARD_BYTES
-    for length in schema.reward_shape:
-        reward_bytes *= length
-    return schema.num_envs * (2 * obs_bytes + row_bytes + reward_bytes + _FLAG_BYTES)
+    return schema.num_envs * (2 * obs_bytes + row_bytes + estimate_reward_bytes(schema) + _FLAG_BYTES)
 
 
 def _measure_available(tuning: Tuning) -> int:

@@ -1,4 +1,4 @@
-"""ClosedStore: what a closed memory has in place of its store."""
+"""ClosedStore: the object that replaces the store of a closed memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class ClosedStore:
         self._reason = reason
 
     def set_pressure_check(self, check: Any) -> None:
-        """Do nothing: a closed memory does not grow, but is registered until it is freed."""
+        """Do nothing. A closed memory gets pressure checks until it is freed, but it does not grow."""
 
     def close(self) -> None:
-        """Do nothing: a memory may be closed twice."""
+        """Do nothing, because a memory may be closed twice."""
 
     def __getattr__(self, name: str) -> Any:
         raise ClosedError(self._reason)

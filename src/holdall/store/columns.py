@@ -22,6 +22,10 @@ NativeGroup = tuple[int, tuple[str, ...] | None]
 
 _UNKNOWN_TYPE = -1
 """The type number of rewards before the first reward, which sets their dtype."""
+_ASSUMED_REWARD_ITEM_BYTES = 8
+"""Bytes of one number of a reward before the first reward."""
+_ASSUMED_LOG_BYTES = 4
+"""Bytes of log that one observation takes if it is stored as slices."""
 
 
 class Columns:
@@ -75,7 +79,7 @@ class Columns:
         self.batch_outputs = self.first_step_outputs + self.last_step_outputs
 
     def native(self) -> tuple[NativeColumn, ...]:
-        """Return role, type number and shape of every column. The type number of the reward says that it is unknown."""
+        """Return role, type number and shape of every column. The type of the reward is `_UNKNOWN_TYPE`."""
         schema = self._schema
         return (
             *[_native_column(ROLE_OBSERVATION, leaf) for leaf in schema.observation.leaves],
@@ -100,16 +104,24 @@ class Columns:
             return 1
         if column == self.reward:
             return None if reward_dtype is None else prod(schema.reward_shape) * reward_dtype.itemsize
-        leaves = (*schema.observation.leaves, *schema.action.leaves, None, *schema.extras.leaves)
-        leaf = leaves[column]
-        return None if leaf is None else leaf.nbytes
+        if column > self.reward:
+            return schema.extras.leaves[column - self.first_extra].nbytes
+        return (*schema.observation.leaves, *schema.action.leaves)[column].nbytes
 
-    def row_bytes(self, sliced: set[int], reward_bytes: int) -> int:
-        """Return the bytes that one transition takes if the observation leaves in `sliced` take four bytes each."""
+    def estimate_row_bytes(self, sliced: set[int]) -> int:
+        """Return about how many bytes of rows and logs one transition takes.
+
+        Observation leaves in `sliced` are stored as slices, and take only bytes of their log.
+        """
         leaves = enumerate(self._schema.observation.leaves)
-        obs_bytes = sum(4 if i in sliced else leaf.nbytes for i, leaf in leaves)
+        obs_bytes = sum(_ASSUMED_LOG_BYTES if i in sliced else leaf.nbytes for i, leaf in leaves)
         others = (*self._schema.action.leaves, *self._schema.extras.leaves)
-        return obs_bytes + sum(leaf.nbytes for leaf in others) + reward_bytes + 1
+        return obs_bytes + sum(leaf.nbytes for leaf in others) + estimate_reward_bytes(self._schema) + 1
+
+
+def estimate_reward_bytes(schema: Schema) -> int:
+    """Return the assumed bytes of one lane's reward. Its dtype is not known before the first step."""
+    return _ASSUMED_REWARD_ITEM_BYTES * prod(schema.reward_shape)
 
 
 def _require_storable(schema: Schema) -> None:

@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy.ma  # noqa: F401
 
 from holdall._native import Block, Coded, Raw
-from holdall.background import end_before_python
+from holdall.background import end_at_exit
 from holdall.store.tuning import Tuning
 
 _LOG = logging.getLogger("holdall")
 
 
 class Job(NamedTuple):
-    """Work on one block."""
+    """A new form to make for one block."""
 
     block: Block
     make_form: Callable[[Block, bool], Coded]  # The second argument: whether a fast codec is needed.
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The end of a job."""
+    """The outcome of a job."""
 
     block: Block
     is_spill: bool
@@ -64,7 +64,6 @@ class Compactor:
     Attributes:
         max_queued_bytes: Bytes of queued blocks above which `wait_for_room` waits.
         can_hurry: Whether blocks may be compressed with a fast codec, which makes them larger.
-        failure: Why a job failed. Empty after a later job of the same kind succeeded.
     """
 
     def __init__(self, tuning: Tuning, max_queued_bytes: int) -> None:
@@ -79,7 +78,7 @@ class Compactor:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiters: deque[threading.Lock] = deque()  # A locked lock of each waiting thread.
         self._worker: threading.Thread | None = None
-        self._is_working = threading.Lock()  # Held by the worker, so that only one worker runs at a time.
+        self._worker_lock = threading.Lock()  # Held by the worker, so that only one worker runs at a time.
         self._is_draining = False  # Whether a thread waits for all jobs, so that no job has to hurry.
         self._is_closed = False
 
@@ -194,17 +193,17 @@ class Compactor:
         worker = self._worker
         if (worker is None or not worker.is_alive()) and not self._is_closed:
             worker = threading.Thread(target=self._work, name="holdall compactor", daemon=True)
-            end_before_python(worker, functools.partial(_stop, weakref.ref(self)))
+            end_at_exit(worker, functools.partial(_stop, weakref.ref(self)))
             self._worker = worker
             worker.start()
         self._wake.put(None)
 
     def _work(self) -> None:
-        with self._is_working:
+        with self._worker_lock:
             while not self._is_closed:
                 job = self._next_job()
                 if job is None:
-                    self._offered.clear()  # These forms were offered just after the jobs of their blocks had ended.
+                    self._offered.clear()  # No job is left that could use these forms.
                     self._wake.get()
                     continue
                 self._run(job)
@@ -218,6 +217,7 @@ class Compactor:
                 return next(iter(self._jobs.values()), None)
 
     def _is_behind(self) -> bool:
+        """Return whether the worker should use fast codecs, because more than half of the allowed bytes are queued."""
         if self._is_draining or not self.can_hurry:
             return False
         return 2 * self._count_queued_bytes() > self.max_queued_bytes
@@ -238,7 +238,7 @@ class Compactor:
         self._results.append(Result(job.block, job.is_spill, None))
 
     def _log_failure(self, result: Result) -> None:
-        """Log a failure, unless one of its kind was logged lately: a full disk may refuse blocks for hours."""
+        """Log a failure, unless one of the same kind was logged lately. A full disk may refuse blocks for hours."""
         error = result.error
         kind = (result.is_spill, type(error), getattr(error, "errno", None))
         now_s = time.monotonic()
@@ -250,7 +250,7 @@ class Compactor:
 
 
 def _stop(reference: weakref.ref[Compactor]) -> None:
-    """Stop a compactor when the program ends, unless it is gone."""
+    """Stop a compactor at the end of the program, if it still exists."""
     compactor = reference()
     if compactor is not None:
         compactor.stop()

@@ -1,4 +1,4 @@
-"""EarlyDrops: why transitions were evicted before the capacity was reached, and the warnings about it."""
+"""EarlyDrops: warnings about transitions that were evicted before the capacity was reached."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _LOG = logging.getLogger("holdall")
 
 
 class EarlyDrops:
-    """Warnings about early drops.
+    """Warnings about transitions that were dropped early.
 
-    The first drop is logged. Later warnings follow when `warning_factor` times as many transitions were dropped.
+    The first drop is logged. Each later warning is logged when the number of dropped transitions is `warning_factor`
+    times that of the last warning.
 
     Attributes:
         reason: Why transitions were last dropped early, and what to do. Empty before the first drop.
@@ -22,7 +23,7 @@ class EarlyDrops:
         self._next_warning = 1
 
     def warn(self, transitions: int) -> None:
-        """Log that `transitions` transitions were dropped in all, unless the last warning is recent enough."""
+        """Log that `transitions` were dropped in all, if a warning is due."""
         if transitions < self._next_warning:
             return
         self._next_warning = self._warning_factor * transitions

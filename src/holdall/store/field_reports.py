@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -46,29 +45,29 @@ def report_fields(
         segment_ticks: Ticks for which the open segment has reserved memory. Only its written ticks are counted.
         describe: Returns how an observation leaf is stored.
     """
-    held = (catalog.next_tick - catalog.first_tick) * catalog.lanes
-    counted = _count_columns(catalog, columns, segment_ticks)
+    entries = (catalog.next_tick - catalog.first_tick) * catalog.lanes
+    totals = _add_up_columns(catalog, columns, segment_ticks)
     reports = []
     for column, leaf in enumerate(schema.observation.leaves):
-        plain_bytes = 2 * held * leaf.nbytes
+        plain_bytes = 2 * entries * leaf.nbytes
         name = field_name("obs", leaf.name)
-        reports.append(_report_observation(counted[column], name, plain_bytes, describe(column)))
-    newest = catalog.segments[-2:][0]
+        reports.append(_report_observation(totals[column], name, plain_bytes, describe(column)))
+    # The open segment is the last one. It counts only if no segment was closed.
+    newest_closed = catalog.segments[-2:][0]
     names = [field_name("action", leaf.name) for leaf in schema.action.leaves]
     names += ["reward", *[field_name("extras", leaf.name) for leaf in schema.extras.leaves], "flags"]
     for column, name in enumerate(names, len(schema.observation.leaves)):
-        plain_bytes = held * _count_plain_bytes(schema, columns, reward_dtype, column)
-        reports.append(
-            FieldReport(name, 0, 0, counted[column].row_bytes, plain_bytes, _FINDINGS[newest.parts[column].kind])
-        )
+        plain_bytes = entries * _count_plain_bytes(columns, reward_dtype, column)
+        finding = _FINDINGS[newest_closed.parts[column].kind]
+        reports.append(FieldReport(name, 0, 0, totals[column].row_bytes, plain_bytes, finding))
     return reports
 
 
-def _count_columns(catalog: Catalog, columns: Columns, segment_ticks: int) -> list[_ColumnBytes]:
-    counted = [_ColumnBytes() for _ in range(columns.flags + 1)]
+def _add_up_columns(catalog: Catalog, columns: Columns, segment_ticks: int) -> list[_ColumnBytes]:
+    totals = [_ColumnBytes() for _ in range(columns.flags + 1)]
     open_segment = catalog.last_segment
     for segment in catalog.segments:
-        for column, part in zip(counted, segment.parts, strict=True):
+        for column, part in zip(totals, segment.parts, strict=True):
             nbytes = part.nbytes
             if segment is open_segment:
                 nbytes = nbytes * segment.ticks // segment_ticks
@@ -77,14 +76,14 @@ def _count_columns(catalog: Catalog, columns: Columns, segment_ticks: int) -> li
             else:
                 column.log_bytes += nbytes
                 column.blocks[part.block] = None
-    return counted
+    return totals
 
 
-def _report_observation(counted: _ColumnBytes, name: str, plain_bytes: int, finding: str) -> FieldReport:
+def _report_observation(total: _ColumnBytes, name: str, plain_bytes: int, finding: str) -> FieldReport:
     slice_bytes = 0
     compressed_bytes = 0
     disk_bytes = 0
-    for block in counted.blocks:
+    for block in total.blocks:
         form = block.form
         if isinstance(form, Coded):
             slice_bytes += form.nbytes
@@ -95,8 +94,8 @@ def _report_observation(counted: _ColumnBytes, name: str, plain_bytes: int, find
     return FieldReport(
         name=name,
         slice_bytes=slice_bytes,
-        log_bytes=counted.log_bytes,
-        row_bytes=counted.row_bytes,
+        log_bytes=total.log_bytes,
+        row_bytes=total.row_bytes,
         plain_bytes=plain_bytes,
         finding=finding,
         compressed_bytes=compressed_bytes,
@@ -104,12 +103,8 @@ def _report_observation(counted: _ColumnBytes, name: str, plain_bytes: int, find
     )
 
 
-def _count_plain_bytes(schema: Schema, columns: Columns, reward_dtype: np.dtype[Any] | None, column: int) -> int:
-    """Return the bytes of one row of a column that is not an observation."""
+def _count_plain_bytes(columns: Columns, reward_dtype: np.dtype[Any] | None, column: int) -> int:
+    """Return the bytes of one row of a column in the plain layout. Not for observations."""
     if column == columns.flags:
         return _PLAIN_FLAG_BYTES
-    if column == columns.reward:
-        return 0 if reward_dtype is None else prod(schema.reward_shape) * reward_dtype.itemsize
-    if column < columns.reward:
-        return schema.action.leaves[column - len(schema.observation.leaves)].nbytes
-    return schema.extras.leaves[column - columns.first_extra].nbytes
+    return columns.leaf_bytes(column, reward_dtype) or 0  # None: there are no rewards yet.

@@ -6,8 +6,8 @@ Everything is stored as records (see records.py) of three kinds:
     block        codec, offsets, checksums, palette, places, units    the compressed slices of one field
     segment      ticks, lanes, and the arrays of its parts            refers to blocks by number
 
-A checkpoint stores the three kinds apart, and its manifest says where they are. The network sends `pack_segment`: the
-dictionaries and blocks that a segment needs, and then the segment. Uncompressed blocks are compressed first.
+A checkpoint stores the three kinds apart, and its manifest says where they are. Over the network, `pack_segment` sends
+the dictionaries and blocks that a segment needs, and then the segment. Uncompressed blocks are compressed first.
 
 Guarantee: reading returns bit for bit what was written, or raises DamageError. Every number is checked before
 it is used, here or in the constructors of the native objects.
@@ -16,7 +16,7 @@ it is used, here or in the constructors of the native objects.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -73,12 +73,15 @@ def encode_block(_column: int, block: Block) -> Coded:
     return coded
 
 
-def code_form(column: int, block: Block, encode: EncodeBlock = encode_block) -> Coded:
-    """Return the slices of a block compressed and in memory, whatever form the block has."""
+def code_form(column: int, block: Block, encode_raw: EncodeBlock = encode_block) -> Coded:
+    """Return the slices of a block compressed and in memory, whatever form the block has.
+
+    `encode_raw` compresses the block if it is not compressed yet.
+    """
     form = block.form
     if not isinstance(form, Coded):
         try:
-            return encode(column, block)
+            return encode_raw(column, block)
         except ValueError:
             # If the compactor compressed the block meanwhile, its new form is the result.
             form = block.form
@@ -89,18 +92,18 @@ def code_form(column: int, block: Block, encode: EncodeBlock = encode_block) -> 
 
 @runtime_checkable
 class FetchedFile(Protocol):
-    """A file of which parts must be fetched before they are read, such as one in an object store."""
+    """A file whose ranges must be fetched before they can be read, such as a file in an object store."""
 
-    def bring(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+    def fetch(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Fetch ranges of the file."""
 
 
 def _load_form(form: Coded) -> Coded:
-    """Return compressed slices in memory."""
+    """Return the same slices with their data in memory. Raise DamageError if the file cannot be read."""
     location = form.location
     if location is not None and isinstance(form.file, FetchedFile):
         _, start, nbytes = location
-        form.file.bring(np.array([start], np.int64), np.array([start + nbytes], np.int64))
+        form.file.fetch(np.array([start], np.int64), np.array([start + nbytes], np.int64))
     try:
         return form.in_memory()
     except ValueError as error:
@@ -151,7 +154,7 @@ def pack_block(coded: Coded) -> list[Buffer]:
     if coded.data is None:
         raise ValueError("The slices are in a file. Call in_memory() first.")
     codec = coded.codec
-    words = {
+    head = {
         "slices": coded.slice_count,
         "codec": _describe_codec(codec),
         "dictionary": None if codec.dictionary is None else name_dictionary(codec.dictionary),
@@ -164,7 +167,7 @@ def pack_block(coded: Coded) -> list[Buffer]:
     if coded.places is not None:
         arrays["places"] = coded.places
     arrays["units"] = coded.data
-    return pack_record(BLOCK, words, arrays, is_compressed=False, unchecked=frozenset({"units"}))
+    return pack_record(BLOCK, head, arrays, is_compressed=False, unchecked=frozenset({"units"}))
 
 
 def read_block(
@@ -214,15 +217,15 @@ def _describe_codec(codec: Codec) -> dict[str, int]:
 
 def _read_codec(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Return the codec of a block's head. Raise KeyError, TypeError, ValueError or DamageError if it makes no sense."""
-    words = head["codec"]
+    numbers = head["codec"]
     values: dict[str, Any] = {}
     for field in fields(Codec):
         if field.name == "dictionary":
             continue
         kind = int if field.default is MISSING else type(field.default)
-        values[field.name] = kind(read_count(words[field.name], _MAX_NUMBER))
-    if len(words) != len(values) or values["group"] < 1:
-        raise ValueError(f"{words!r} is not a codec")
+        values[field.name] = kind(read_count(numbers[field.name], _MAX_NUMBER))
+    if len(numbers) != len(values) or values["group"] < 1:
+        raise ValueError(f"{numbers!r} is not a codec")
     name = head["dictionary"]
     if name is not None and name not in dictionaries:
         raise DamageError(f"The dictionary {name!r} of a block is missing.")
@@ -245,32 +248,32 @@ def pack_parts(segment: Segment, columns: Collection[int] | None = None) -> list
     """Return a segment without its blocks as a record. If `columns` is given, write only the parts of these columns."""
     numbers = {block.serial: number for number, block in enumerate(list_blocks(segment))}
     runs: dict[int, tuple[int, PackedRun]] = {}  # By id: number of the run, and the run to keep the id valid.
-    described = []
+    entries = []
     arrays: dict[str, Buffer | NDArray[Any]] = {}
     for column, part in enumerate(segment.parts):
         if columns is not None and column not in columns:
             continue
-        words: dict[str, Any] = {"column": column, "kind": part.kind}
+        entry: dict[str, Any] = {"column": column, "kind": part.kind}
         contents = part.arrays()
         if part.packed is not None:
             run, leaf = part.packed
             number, _ = runs.setdefault(id(run), (len(runs), run))
-            words["run"] = number
-            words["leaf"] = leaf
+            entry["run"] = number
+            entry["leaf"] = leaf
             arrays.setdefault(f"run.{number}", contents.pop("run"))
             del contents["leaf"]
         if part.block is not None:
-            words["block"] = numbers[part.block.serial]
-            words["layout"] = part.layout
-            words["log_bytes"] = contents["log"].itemsize
+            entry["block"] = numbers[part.block.serial]
+            entry["layout"] = part.layout
+            entry["log_bytes"] = contents["log"].itemsize
         arrays |= {f"{column}.{name}": array for name, array in contents.items()}
-        described.append(words)
+        entries.append(entry)
     head = {
         "first_tick": segment.first_tick,
         "ticks": segment.ticks,
         "lanes": segment.lanes,
         "blocks": len(numbers),
-        "parts": described,
+        "parts": entries,
     }
     return pack_record(SEGMENT, head, arrays)
 
@@ -304,18 +307,18 @@ def read_parts(
         lanes = read_count(head["lanes"], _MAX_NUMBER)
         if read_count(head["blocks"]) != len(blocks):
             raise ValueError(f"it needs {head['blocks']} blocks instead of {len(blocks)}")
-        reading = _PartsReading(record, read, columns, blocks, ticks, lanes, reward_dtype)
+        reader = _PartsReader(record, read, columns, blocks, ticks, lanes, reward_dtype)
         parts: dict[int, Part] = {}
-        for words in head["parts"]:
-            column = read_count(words["column"], columns.flags)
+        for entry in head["parts"]:
+            column = read_count(entry["column"], columns.flags)
             if column in parts:
                 raise ValueError(f"column {column} occurs twice")
-            parts[column] = reading.read_part(column, words)
+            parts[column] = reader.read_part(column, entry)
         return StoredParts(read_count(head["first_tick"]), ticks, lanes, parts)
 
 
-class _PartsReading:
-    """The state of reading the parts of one segment record."""
+class _PartsReader:
+    """Reads the parts of one segment record."""
 
     def __init__(
         self,
@@ -337,20 +340,20 @@ class _PartsReading:
         self._reward_dtype = reward_dtype
         self._runs: dict[int, PackedRun] = {}
 
-    def read_part(self, column: int, words: Mapping[str, Any]) -> Part:
-        """Return one part. Raise DamageError or ValueError if it does not fit."""
-        kind = words["kind"]
+    def read_part(self, column: int, entry: Mapping[str, Any]) -> Part:
+        """Return the part that `entry` describes. Raise DamageError or ValueError if it does not fit the record."""
+        kind = entry["kind"]
         if (kind in ROW_KINDS) != (column >= self._columns.observations):
             raise ValueError(f"column {column} cannot be stored as {kind!r}")
         row_bytes = self._find_row_bytes(column)
         layout: Any = (kind,) if kind in ("shared", "paired") else None
         block = None
         if kind == "sliced":
-            layout = _read_layout(words["layout"])
-            block = self._blocks[read_count(words["block"], len(self._blocks) - 1)]
-            arrays = self._read_log(column, words["log_bytes"], layout[1])
+            layout = _read_layout(entry["layout"])
+            block = self._blocks[read_count(entry["block"], len(self._blocks) - 1)]
+            arrays = self._read_log(column, entry["log_bytes"], layout[1])
         elif kind == "packed":
-            arrays = {"run": self._read_run(read_count(words["run"])), "leaf": np.array([words["leaf"]], np.uint32)}
+            arrays = {"run": self._read_run(read_count(entry["run"])), "leaf": np.array([entry["leaf"]], np.uint32)}
         else:
             arrays = {"rows": self._read_rows(column, kind, row_bytes)}
         if kind in ("shared", "packed") and f"{column}.exception_rows" in self._record.arrays:
@@ -361,7 +364,7 @@ class _PartsReading:
         row_bytes = self._columns.leaf_bytes(column, self._reward_dtype)
         if row_bytes is not None:
             return row_bytes
-        # The dtype of rewards is not known, so the length of the rows tells how many bytes each one has.
+        # The dtype of rewards is not known, so the bytes of a row follow from the length of the array.
         array = self._record.find(f"{column}.rows")
         nbytes = array.nbytes if array.raw_bytes is None else array.raw_bytes
         return nbytes // max(1, self._transitions)
@@ -398,11 +401,11 @@ class _PartsReading:
         return self._runs[number]
 
 
-def _read_layout(words: Any) -> tuple[str, int, int, int, int]:
-    """Return the layout of a sliced part. Raise ValueError if it is not one."""
-    name, count, outer, run_bytes, shift = words
+def _read_layout(values: Any) -> tuple[str, int, int, int, int]:
+    """Return the layout of a sliced part. Raise ValueError if `values` is not one."""
+    name, count, outer, run_bytes, shift = values
     if name != "sliced":
-        raise ValueError(f"{words!r} is not the layout of a sliced part")
+        raise ValueError(f"{values!r} is not the layout of a sliced part")
     numbers = [read_count(number, _MAX_NUMBER) for number in (count, outer, run_bytes, shift)]
     return (name, numbers[0], numbers[1], numbers[2], numbers[3])
 
@@ -410,18 +413,16 @@ def _read_layout(words: Any) -> tuple[str, int, int, int, int]:
 # ---------------------------------------------------------------- whole segments
 
 
-def pack_segment(segment: Segment, *, encode: EncodeBlock = encode_block, known: Collection[str] = ()) -> bytes:
+def pack_segment(segment: Segment, *, encode_raw: EncodeBlock = encode_block) -> bytes:
     """Return a closed segment with everything that it refers to.
 
-    Args:
-        encode: Compresses blocks that are not compressed yet.
-        known: Names of dictionaries that the reader has already. They are not included.
+    `encode_raw` compresses blocks that are not compressed yet.
     """
     buffers: list[Buffer] = []
-    written = set(known)
+    written: set[str] = set()  # Names of dictionaries.
     columns = {part.block.serial: column for column, part in enumerate(segment.parts) if part.block is not None}
     for block in list_blocks(segment):
-        coded = code_form(columns[block.serial], block, encode)
+        coded = code_form(columns[block.serial], block, encode_raw)
         dictionary = coded.codec.dictionary
         if dictionary is not None and name_dictionary(dictionary) not in written:
             written.add(name_dictionary(dictionary))
@@ -435,17 +436,14 @@ def unpack_segment(
     data: bytes | memoryview,
     columns: Columns,
     *,
-    dictionaries: MutableMapping[str, Dictionary] | None = None,
     reward_dtype: np.dtype[Any] | None = None,
 ) -> Segment:
     """Return the segment that `pack_segment` packed. Raise DamageError if `data` is damaged or of another kind.
 
-    Args:
-        dictionaries: Dictionaries by name that `data` may refer to. Those that `data` includes are added.
-        reward_dtype: Dtype that rewards must have. None: any that fits.
+    `reward_dtype` is the dtype that rewards must have. None: any that fits.
     """
     read = reader_of(data)
-    known: MutableMapping[str, Dictionary] = {} if dictionaries is None else dictionaries
+    dictionaries: dict[str, Dictionary] = {}
     blocks: list[Block] = []
     records = split_records(data)
     if not records or records[-1].kind != SEGMENT:
@@ -453,9 +451,9 @@ def unpack_segment(
     for record in records[:-1]:
         if record.kind == DICTIONARY:
             name, dictionary = read_dictionary(record, read)
-            known[name] = dictionary
+            dictionaries[name] = dictionary
         else:
-            blocks.append(read_block(record, read, known))
+            blocks.append(read_block(record, read, dictionaries))
     return build_segment(read_parts(records[-1], read, columns, blocks, reward_dtype), columns)
 
 
@@ -537,9 +535,10 @@ def _part_to_arrays(part: Part, blocks: Mapping[int, int], runs: list[PackedRun]
     run_number = None
     if part.packed is not None:
         run, _ = part.packed
-        if not any(each is run for each in runs):
+        run_number = next((number for number, each in enumerate(runs) if each is run), None)
+        if run_number is None:
+            run_number = len(runs)
             runs.append(run)
-        run_number = next(number for number, each in enumerate(runs) if each is run)
         del arrays["run"]
     block_number = None if part.block is None else blocks[part.block.serial]
     return part.kind, part.row_bytes, arrays, part.layout, block_number, run_number

@@ -1,7 +1,7 @@
 """Inventory: the sizes of all closed segments in a catalog, kept up to date from one segment to the next.
 
-Describing every segment takes time in proportion to their number. `Inventory.update` describes only the segments and
-blocks that changed since the last call. An inventory can be made again from the catalog at any time.
+Describing all segments takes time in proportion to their number, so `Inventory.update` describes only the segments and
+blocks that changed since the last call. A new inventory can be made from the catalog at any time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Inventory:
 
     def __init__(self) -> None:
         self.holdings: Holdings[Block] = Holdings()
-        self._next_tick = 0  # Tick after the newest segment that is described.
+        self._next_tick = 0  # Tick after the newest segment in `holdings`.
         self._layouts: dict[Block, tuple[int, Layout]] = {}  # Observation leaf and layout of each block.
-        self._open_blocks: set[Block] = set()
+        self._open_blocks: set[Block] = set()  # Blocks of closed segments that the open segment still adds slices to.
 
     def update(self, catalog: Catalog, results: Iterable[Result] = ()) -> list[Block]:
         """Describe what changed since the last call. Return the blocks that were evicted.
@@ -54,7 +54,7 @@ class Inventory:
         return evicted
 
     def mark(self, block: Block, form: Form) -> None:
-        """Record the new form of a block for which the compactor gets a job."""
+        """Record that the compactor gets a job for a block: `form` is COMPRESSING or MOVING."""
         self.holdings.change_block(block, replace(self.holdings[block], form=form))
 
     def layout_of(self, block: Block) -> tuple[int, Layout]:
@@ -64,14 +64,14 @@ class Inventory:
     def _add_segment(self, segment: Segment) -> None:
         states: dict[Block, BlockState] = {}
         rows_bytes = 0
-        for number, part in enumerate(segment.parts):
+        for column, part in enumerate(segment.parts):
             rows_bytes += part.nbytes
             block = part.block
             if block is None:
                 continue
             layout: Any = part.layout
-            self._layouts[block] = (number, layout)
-            states[block] = describe_block(block, number)
+            self._layouts[block] = (column, layout)
+            states[block] = describe_block(block, column)
             if block.is_open:
                 self._open_blocks.add(block)
         self._next_tick = segment.first_tick + segment.ticks

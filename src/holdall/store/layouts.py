@@ -1,8 +1,8 @@
 """How the observations of the next segment are laid out, and the search for better layouts.
 
 Small observations are stored as shared rows: the next observation is the row of the following tick. Large ones are cut
-into slices along a window. `LayoutSearch` shows ticks to one `WindowDetector` per field, and reviews the layouts when a
-segment is closed.
+into slices along a window. `LayoutSearch` shows ticks to one `WindowDetector` per observation leaf, and reviews the
+layouts when a segment is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAIRED: Layout = ("paired",)
 _MAX_EXCEPTION_SHARE = 0.5
 """Above this share of next observations that are stored separately, it is cheaper to store all of them."""
 _MAX_BROKEN_SHARE = 0.5
-"""Above this share of transitions that do not follow the window, another window is searched for."""
+"""Above this share of transitions that do not fit the window, another window is searched for."""
 
 
 class LayoutSearch:
@@ -35,7 +35,7 @@ class LayoutSearch:
         layouts: Layout of each observation leaf in the next segment.
         windows: Window of each observation leaf in the next segment.
         is_searching: Whether a search is active, so that `look` must get the ticks.
-        has_new_window: Whether a window was found that no segment uses yet.
+        has_new_window: Whether a window was found that the next call of `adapt` will use.
     """
 
     def __init__(self, schema: Schema, tuning: Tuning, row_layout: Layout = SHARED) -> None:
@@ -49,11 +49,10 @@ class LayoutSearch:
         self._detectors = {
             i: WindowDetector(leaf, tuning) for i, leaf in enumerate(leaves) if leaf.nbytes > tuning.tiny_field_bytes
         }
-        self.has_new_window = False
-        self._update()
+        self._update_status()
 
     @property
-    def sliced_leaves(self) -> tuple[int, ...]:
+    def sliceable_leaves(self) -> tuple[int, ...]:
         """Numbers of the observation leaves that may be cut into slices."""
         return tuple(self._detectors)
 
@@ -68,14 +67,14 @@ class LayoutSearch:
         for i, detector in self._detectors.items():
             shape = (self._schema.num_envs, *self._schema.observation.leaves[i].shape)
             detector.look(obs_leaves[i].reshape(shape), next_obs_leaves[i].reshape(shape))
-        self._update()
+        self._update_status()
         return self.has_new_window
 
     def adapt(self, closed: Segment) -> None:
         """Choose the layouts of the segment that follows `closed`. A call that was interrupted can be repeated.
 
-        New windows are used. A layout that did not fit most of the transitions of `closed` is given up, or another
-        window is searched for.
+        Windows that were found are used from now on. If shared rows did not fit most transitions of `closed`, pairs of
+        rows replace them. If a window did not fit most of them, another window is searched for.
         """
         transitions = closed.ticks * closed.lanes
         for i, part in enumerate(closed.parts[: len(self.layouts)]):
@@ -90,7 +89,7 @@ class LayoutSearch:
                 self.windows[i] = detector.window
             elif self.windows[i].count == 1 or part.broken > _MAX_BROKEN_SHARE * transitions:
                 detector.end_segment()
-        self._update()
+        self._update_status()
 
     def restore(self, layouts: tuple[Layout, ...], windows: tuple[Window, ...]) -> None:
         """Continue with the layouts and windows of a snapshot. Fields with a window are not searched again."""
@@ -99,9 +98,10 @@ class LayoutSearch:
         for i, detector in self._detectors.items():
             if self.windows[i].count > 1:
                 detector.is_searching = False
-        self._update()
+        self._update_status()
 
-    def _update(self) -> None:
+    def _update_status(self) -> None:
+        """Set `is_searching` and `has_new_window`, which would take too long to compute for every tick."""
         self.is_searching = any(detector.is_searching for detector in self._detectors.values())
         self.has_new_window = any(
             detector.window is not None and detector.window != self.windows[i]

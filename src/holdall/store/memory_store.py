@@ -117,7 +117,10 @@ class MemoryStore(Protocol):
         """Return new rows of an extra as `rewrite` takes them, or raise ArgumentError."""
 
     def rewrite(self, ids: Ids, rows: Mapping[int, Any], /) -> None:
-        """Overwrite rows of extras. `rows` maps the number of an extra to its rows. The last row of an id counts."""
+        """Overwrite rows of extras. `rows` maps the number of an extra to its rows.
+
+        If an id occurs twice, its last row counts.
+        """
 
     def set_flags(self, ids: Ids, terminated: Flags, truncated: Flags) -> None:
         """Overwrite `terminated` and `truncated`. If an id occurs twice, its last flags count."""
@@ -199,10 +202,10 @@ class MemoryStore(Protocol):
         """Return the bytes of every field."""
 
     def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Register a function that is called each time the store has grown by a segment."""
+        """Replace the function that is called each time the store has grown by a segment. None: no function."""
 
     def relieve(self, nbytes: int) -> None:
-        """Reduce the bytes in RAM by `nbytes`, as far as this evicts nothing."""
+        """Reduce the bytes in RAM by up to `nbytes`, without evicting transitions."""
 
     def wait_idle(self) -> None:
         """Wait until the work in the background is done."""

@@ -18,17 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_WORDS = 4096
-"""Maximum words of a row for which a plan is searched."""
 MAX_PACKED_LEAF_BYTES = 4096
 """Maximum bytes of a leaf in a packed run."""
-MAX_LEAVES = 256
-"""Maximum number of leaves in a packed run."""
 
+_MAX_LEAVES = 256
+"""Maximum number of leaves in a packed run."""
+_MAX_ROW_WORDS = 4096
+"""Maximum words of a row for which a plan is searched."""
 _MAX_SAMPLE_WORDS = 1 << 19
 """Maximum words of the sample that are examined. Further rows are ignored."""
 _MAX_SAMPLE_ROWS = 4096
@@ -41,17 +42,28 @@ _MIN_HISTORY_AGREEMENT = 0.8
 """Share of the pairs that must agree with a history. Pairs at the ends of episodes do not agree."""
 _MIN_HISTORY_CHANGES = 0.5
 """Share of the rows in which a word must change to be part of a history."""
-_MAX_DISTINCT = 0.75
-"""Number of different values per row above which a word is dense."""
-_CURSOR_BYTES = 6
-"""Cost of a further group per row, in bytes. It covers the cursor, and the time to follow the cursor."""
-_MAX_COST = 0.9
-"""Share of the dense bytes that a group of repeating words may cost."""
+_MAX_DISTINCT_SHARE = 0.75
+"""Number of different values, divided by the number of rows, above which a word is dense."""
+_CURSOR_COST_BYTES = 6
+"""Cost per row of one more group. It covers the bytes of the cursor, and the time to follow the cursor."""
+_MAX_COST_SHARE = 0.9
+"""Maximum cost of a group of repeating words, divided by the bytes of the same words in dense form."""
 _MAX_REPEATING_GROUPS = 32
 """Maximum number of groups of repeating words."""
 
 Words = NDArray[np.uint64]
-Piece = tuple[int, int, int, int, int, int, bool]
+
+
+class PlanPiece(NamedTuple):
+    """Stretches of equal length that are adjacent in a leaf, and at regular distances in the frames of one group."""
+
+    group: int
+    leaf_offset: int  # Offset of the first stretch in the leaf.
+    stretch_bytes: int
+    stretch_count: int
+    frame_offset: int  # Offset of the first stretch, counted from the row's first frame.
+    step: int  # Distance between the starts of two stretches in the frames.
+    is_copy: bool  # Whether the words are copies, which are read from the bytes of earlier words.
 
 
 @dataclass(frozen=True)
@@ -61,12 +73,12 @@ class PackingPlan:
     Attributes:
         leaf_bytes: Bytes of a row of each leaf.
         groups: (frame_bytes, window, is_dense) of each group.
-        pieces: (group, offset, bytes, count, at, step, is_copy) of each piece of each leaf.
+        pieces: The pieces of each leaf.
     """
 
     leaf_bytes: tuple[int, ...]
     groups: tuple[tuple[int, int, bool], ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[PlanPiece, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class _Group:
     """Words that share a log.
 
     Attributes:
-        chains: Sequences of words, oldest value first. All have one word for each frame of a row.
+        chains: Sequences of words, oldest value first. Every chain has one word for each frame of a row.
         is_dense: Whether the words are stored in the records, and not in a log.
     """
 
@@ -114,7 +126,7 @@ def find_plan(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) ->
         leaves: Rows of each leaf, (rows, leaf bytes). All rows of the first lane precede those of the next lane.
         item_bytes: Bytes of an item of each leaf.
     """
-    row = _check_leaves(leaves, item_bytes)
+    row = _describe_row(leaves, item_bytes)
     if row is None:
         return None
     rows = min(len(leaves[0]), _MAX_SAMPLE_ROWS, max(2, _MAX_SAMPLE_WORDS // row.word_count))
@@ -123,15 +135,18 @@ def find_plan(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) ->
     varying = np.flatnonzero(~is_constant).tolist()
     copies = _find_copies(words, row, varying)
     originals = [word for word in varying if word not in copies]
-    chains = [chain for leaf in range(len(leaves)) for chain in _find_histories(words, row.words_of(leaf), originals)]
-    chained = {word for chain in chains for word in chain}
-    repeating = _group_repeating(words, row, [word for word in originals if word not in chained])
-    grouped = chained.union(*repeating)
-    dense = [word for word in originals if word not in grouped]
+    histories: list[tuple[int, ...]] = []
+    for leaf in range(len(leaves)):
+        histories += _find_histories(words, row.words_of(leaf), originals)
+    history_words = {word for chain in histories for word in chain}
+    repeating = _group_repeating(words, row, [word for word in originals if word not in history_words])
+    grouped_words = history_words.union(*repeating)
+    dense = [word for word in originals if word not in grouped_words]
     if len(dense) == row.word_count:
         return None
     groups = [_Group(_make_chains(np.flatnonzero(is_constant).tolist()))]
-    groups += [_Group(tuple(some)) for _, some in groupby(sorted(chains, key=len), key=len)]
+    # All chains of a group must have the same length.
+    groups += [_Group(tuple(chains)) for _, chains in groupby(sorted(histories, key=len), key=len)]
     groups += [_Group(_make_chains(sorted(members))) for members in repeating]
     groups.append(_Group(_make_chains(dense), is_dense=True))
     return _make_plan(row, [group for group in groups if group.chains], copies)
@@ -143,15 +158,15 @@ def _choose_word_bytes(item_bytes: int) -> int:
     return 8 if item_bytes % 8 == 0 else 1
 
 
-def _check_leaves(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) -> _Row | None:
+def _describe_row(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) -> _Row | None:
     """Return the words of a row, or None if there are too few rows or too many words to search for a plan."""
-    if not 0 < len(leaves) <= MAX_LEAVES or len(leaves[0]) < 2:
+    if not 0 < len(leaves) <= _MAX_LEAVES or len(leaves[0]) < 2:
         return None
     leaf_bytes = [array.shape[1] for array in leaves]
     if max(leaf_bytes) > MAX_PACKED_LEAF_BYTES or min(leaf_bytes) == 0:
         return None
     row = _Row(leaf_bytes, item_bytes)
-    return row if row.word_count <= MAX_WORDS else None
+    return row if row.word_count <= _MAX_ROW_WORDS else None
 
 
 def _make_chains(words: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -165,8 +180,8 @@ def _make_chains(words: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def _find_copies(words: Words, row: _Row, varying: list[int]) -> dict[int, int]:
     """Return the copies, each with the earlier word that it equals.
 
-    A few rows may differ, because a row that differs can be stored whole. So two words are compared in all rows if they
-    are equal in one quarter of the sample.
+    The two words may differ in a few rows, because such rows can be stored whole. Two words that are equal in one
+    quarter of the sample are candidates, and are compared in all rows.
     """
     quarters = np.array_split(words, min(4, words.shape[1]), axis=1)
     row_bytes = sum(row.leaf_bytes)
@@ -188,19 +203,19 @@ def _find_copies(words: Words, row: _Row, varying: list[int]) -> dict[int, int]:
 # ---------------------------------------------------------------- histories
 
 
-def _find_histories(words: Words, own: range, originals: list[int]) -> list[tuple[int, ...]]:
+def _find_histories(words: Words, leaf_words: range, originals: list[int]) -> list[tuple[int, ...]]:
     """Return the chains of words of a leaf in which each word shows what the next word showed one row before."""
-    is_candidate = np.isin(np.arange(own.start, own.stop), originals)
-    values = words[own.start : own.stop]
+    is_candidate = np.isin(np.arange(leaf_words.start, leaf_words.stop), originals)
+    values = words[leaf_words.start : leaf_words.stop]
     is_candidate &= (values[:, 1:] != values[:, :-1]).mean(axis=1) > _MIN_HISTORY_CHANGES
-    if len(own) > _MAX_HISTORY_WORDS or is_candidate.sum() < 2:
+    if len(leaf_words) > _MAX_HISTORY_WORDS or is_candidate.sum() < 2:
         return []
     pairs = np.unique(np.linspace(0, values.shape[1] - 2, _HISTORY_PAIRS).astype(int))
     before = values[:, pairs]
     after = values[:, pairs + 1]
     newer_to_the_right = _find_newer(before, after, is_candidate)
     mirrored = _find_newer(before[::-1], after[::-1], is_candidate[::-1])
-    last = len(own) - 1
+    last = len(leaf_words) - 1
     newer_to_the_left = {last - word: last - newer for word, newer in mirrored.items()}
     newer_by_word = max(newer_to_the_right, newer_to_the_left, key=len)
     older_by_word = {newer: word for word, newer in newer_by_word.items()}
@@ -209,7 +224,7 @@ def _find_histories(words: Words, own: range, originals: list[int]) -> list[tupl
         chain = [newest]
         while chain[-1] in older_by_word:
             chain.append(older_by_word[chain[-1]])
-        chains.append(tuple(own.start + word for word in reversed(chain)))
+        chains.append(tuple(leaf_words.start + word for word in reversed(chain)))
     return chains
 
 
@@ -231,13 +246,13 @@ def _find_newer(before: Words, after: Words, is_candidate: NDArray[np.bool_]) ->
 
 
 class _RepeatingGroup:
-    """Words whose combinations of values are stored once each.
+    """Words of which every combination of values is stored once.
 
     Attributes:
-        labels: Number of the combination in each row of the sample.
+        labels: Number of the combination that each row of the sample has.
         frame_count: Number of different combinations.
         frame_bytes: Bytes of one combination.
-        cost: Bytes of the log and the cursors for the sample.
+        cost_bytes: Cost of the log and the cursors for the sample.
     """
 
     def __init__(self, words: list[int], labels: NDArray[np.intp], frame_count: int, row: _Row) -> None:
@@ -245,7 +260,7 @@ class _RepeatingGroup:
         self.labels = labels
         self.frame_count = frame_count
         self.frame_bytes = sum(row.word_bytes[word] for word in words)
-        self.cost = frame_count * self.frame_bytes + _CURSOR_BYTES * len(labels)
+        self.cost_bytes = frame_count * self.frame_bytes + _CURSOR_COST_BYTES * len(labels)
 
     def join(self, other: _RepeatingGroup, row: _Row) -> _RepeatingGroup:
         """Return a group with the words of both."""
@@ -260,27 +275,27 @@ def _group_repeating(words: Words, row: _Row, candidates: list[int]) -> list[lis
     singles = []
     for word in candidates:
         values, labels = np.unique(words[word], return_inverse=True)
-        if len(values) <= _MAX_DISTINCT * rows:
+        if len(values) <= _MAX_DISTINCT_SHARE * rows:
             singles.append(_RepeatingGroup([word], labels, len(values), row))
     groups: list[_RepeatingGroup] = []
-    # Words with few values start groups, so that a word with many values does not decide which words join its group.
+    # Words with few values are first, so that they form the groups, and words with many values join them.
     for single in sorted(singles, key=lambda each: each.frame_count):
         joined = [group.join(single, row) for group in groups]
-        increases = [new.cost - old.cost for new, old in zip(joined, groups, strict=True)]
+        increases = [new.cost_bytes - old.cost_bytes for new, old in zip(joined, groups, strict=True)]
         best = min(range(len(groups)), key=increases.__getitem__, default=-1)
-        dense_cost = rows * single.frame_bytes
-        if best >= 0 and increases[best] <= min(single.cost, dense_cost):
+        dense_bytes = rows * single.frame_bytes
+        if best >= 0 and increases[best] <= min(single.cost_bytes, dense_bytes):
             groups[best] = joined[best]
         elif len(groups) < _MAX_REPEATING_GROUPS:
             groups.append(single)
-    return [group.words for group in groups if group.cost < _MAX_COST * rows * group.frame_bytes]
+    return [group.words for group in groups if group.cost_bytes < _MAX_COST_SHARE * rows * group.frame_bytes]
 
 
 # ---------------------------------------------------------------- the tables of a plan
 
 
 def _make_plan(row: _Row, groups: Sequence[_Group], copies: dict[int, int]) -> PackingPlan:
-    places: dict[int, tuple[int, int]] = {}  # By word: its group, and its offset from the row's first frame.
+    places: dict[int, tuple[int, int]] = {}  # By word: group, and offset from the row's first frame.
     tables = []
     for number, group in enumerate(groups):
         window = len(group.chains[0])
@@ -295,37 +310,42 @@ def _make_plan(row: _Row, groups: Sequence[_Group], copies: dict[int, int]) -> P
     return PackingPlan(row.leaf_bytes, tuple(tables), pieces)
 
 
-def _make_pieces(row: _Row, leaf: int, places: dict[int, tuple[int, int]], copies: dict[int, int]) -> tuple[Piece, ...]:
+def _make_pieces(
+    row: _Row, leaf: int, places: dict[int, tuple[int, int]], copies: dict[int, int]
+) -> tuple[PlanPiece, ...]:
     """Return the pieces of a leaf, as few as possible."""
-    stretches: list[Piece] = []
-    offset = 0
+    stretches: list[PlanPiece] = []
+    leaf_offset = 0
     for word in row.words_of(leaf):
-        group, at = places[copies.get(word, word)]
-        piece = (group, offset, row.word_bytes[word], 1, at, 0, word in copies)
-        offset += row.word_bytes[word]
-        _append_stretch(stretches, piece)
-    pieces: list[Piece] = []
-    for piece in stretches:
-        _append_piece(pieces, piece)
+        group, frame_offset = places[copies.get(word, word)]
+        size = row.word_bytes[word]
+        _append_stretch(stretches, PlanPiece(group, leaf_offset, size, 1, frame_offset, 0, word in copies))
+        leaf_offset += size
+    pieces: list[PlanPiece] = []
+    for stretch in stretches:
+        _append_piece(pieces, stretch)
     return tuple(pieces)
 
 
-def _append_stretch(stretches: list[Piece], new: Piece) -> None:
-    """Append a stretch, or extend the last one if the new one follows it in the frame."""
+def _append_stretch(stretches: list[PlanPiece], new: PlanPiece) -> None:
+    """Append a piece of one stretch, or extend the last stretch if the new one follows it in the frame."""
     if stretches:
-        group, offset, size, count, at, step, is_copy = stretches[-1]
-        if (group, at + size, is_copy) == (new[0], new[4], new[6]):
-            stretches[-1] = (group, offset, size + new[2], count, at, step, is_copy)
+        last = stretches[-1]
+        last_end = last.frame_offset + last.stretch_bytes
+        if (last.group, last_end, last.is_copy) == (new.group, new.frame_offset, new.is_copy):
+            stretches[-1] = last._replace(stretch_bytes=last.stretch_bytes + new.stretch_bytes)
             return
     stretches.append(new)
 
 
-def _append_piece(pieces: list[Piece], new: Piece) -> None:
-    """Append a piece, or add its stretch to the last piece if the distance between the stretches is regular."""
+def _append_piece(pieces: list[PlanPiece], new: PlanPiece) -> None:
+    """Append a piece of one stretch, or add the stretch to the last piece if the distances are regular."""
     if pieces:
-        group, offset, size, count, at, step, is_copy = pieces[-1]
-        new_step = new[4] - (at + (count - 1) * step)
-        if (group, size, is_copy) == (new[0], new[2], new[6]) and (count == 1 or new_step == step):
-            pieces[-1] = (group, offset, size, count + 1, at, new_step, is_copy)
+        last = pieces[-1]
+        last_stretch_offset = last.frame_offset + (last.stretch_count - 1) * last.step
+        step = new.frame_offset - last_stretch_offset
+        is_alike = (last.group, last.stretch_bytes, last.is_copy) == (new.group, new.stretch_bytes, new.is_copy)
+        if is_alike and (last.stretch_count == 1 or step == last.step):
+            pieces[-1] = last._replace(stretch_count=last.stretch_count + 1, step=step)
             return
     pieces.append(new)

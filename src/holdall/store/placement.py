@@ -2,12 +2,12 @@
 
 `Holdings` are the sizes of everything that is held. `plan` is a pure function of the holdings and of the budget. It has
 no state, no threads and no clock, so its tests are tables of inputs and outputs. The store calls it after every closed
-segment and carries the plan out. A plan looks only at the blocks that it names and at sums, so it costs the same for
-ten segments and for ten thousand.
+segment and carries the plan out. `plan` looks only at sums and at the blocks and segments that it chooses, so it takes
+the same time for ten segments and for ten thousand.
 
 A plan is safe to repeat, because the compactor ignores blocks that it already works on. Evictions depend only on known
-sizes: a block that is about to be compressed counts as zero bytes until its compressed size is known.
-`Budget.reserved_bytes` covers the block in the meantime.
+sizes. A block that is about to be compressed counts as zero bytes until its compressed size is known. Until then,
+`Budget.reserved_bytes` covers the block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Form(Enum):
-    """Where the bytes of a block are, and whether they are compressed."""
+    """Where the bytes of a block are, whether they are compressed, and whether the compactor works on them."""
 
     OPEN = "open"  # In memory. Slices may still be added, and `Budget.reserved_bytes` covers the block.
     RAW = "raw"  # In memory, uncompressed.
@@ -56,7 +56,7 @@ class BlockState:
 
     @property
     def coded_bytes(self) -> int:
-        """Bytes of the compressed block, in memory and on disk."""
+        """Bytes of a compressed block, in memory and on disk."""
         return self.memory_bytes + self.disk_bytes
 
 
@@ -214,26 +214,27 @@ def plan(
     Blocks are compressed before they are moved to disk, and moved to disk before ticks are evicted.
 
     Args:
-        disk_room_bytes: Free bytes of the disk, with those that blocks being moved will take. None: no known limit.
+        disk_room_bytes: Free bytes of the disk. Blocks that are being moved will take some of them. None: no known
+            limit.
         can_evict: Whether ticks may be evicted.
     """
-    limit_room = None if budget.max_bytes is None else max(budget.max_bytes - budget.reserved_bytes, 0)
-    rooms = [room for room in (limit_room, budget.max_resident_bytes) if room is not None]
-    room = min(rooms, default=None)
-    to_compress = _choose_to_compress(holdings, budget, room)
+    hard_limit_bytes = None if budget.max_bytes is None else max(budget.max_bytes - budget.reserved_bytes, 0)
+    limits = [limit for limit in (hard_limit_bytes, budget.max_resident_bytes) if limit is not None]
+    room_bytes = min(limits, default=None)
+    to_compress = _choose_to_compress(holdings, budget, room_bytes)
     disk_room = disk_room_bytes if budget.can_spill else 0
     if disk_room is not None:
         disk_room = max(disk_room - holdings.block_bytes[Form.MOVING], 0)
     eviction = _Eviction(None, 0, 0)
-    if limit_room is not None and can_evict:
-        eviction = _choose_eviction(holdings, to_compress, limit_room, disk_room)
+    if hard_limit_bytes is not None and can_evict:
+        eviction = _choose_eviction(holdings, to_compress, hard_limit_bytes, disk_room)
     evict_before = eviction.before_tick
     if evict_before is not None:
         to_compress = [key for key in to_compress if holdings.end_tick(key) > evict_before]
     to_spill: list[Key] = []
-    if room is not None and budget.can_spill:
+    if room_bytes is not None and budget.can_spill:
         saved_bytes = (1.0 - holdings.ratio) * sum(holdings[key].raw_bytes for key in to_compress)
-        excess_bytes = holdings.expected_bytes - eviction.freed_bytes - int(saved_bytes) - room
+        excess_bytes = holdings.expected_bytes - eviction.freed_bytes - int(saved_bytes) - room_bytes
         if disk_room is not None:
             disk_room += eviction.freed_disk_bytes
         to_spill = _choose_to_spill(holdings, evict_before, excess_bytes, disk_room)
@@ -241,9 +242,9 @@ def plan(
 
 
 def has_room_for_speed(holdings: Holdings[Key], budget: Budget) -> bool:
-    """Return whether blocks may be compressed fast and less well.
+    """Return whether there is room for blocks that a fast codec makes larger.
 
-    True without a limit, or while the memory is far below its limit.
+    True without a limit. With a limit, the raw blocks and the free bytes must make up two segments.
     """
     if budget.max_bytes is None:
         return True
@@ -252,17 +253,20 @@ def has_room_for_speed(holdings: Holdings[Key], budget: Budget) -> bool:
 
 
 def count_ticks_that_fit(holdings: Holdings[Key], budget: Budget) -> int | None:
-    """Return how many ticks like the held ones fit into the limit. None if that is unknown or there is no limit."""
+    """Return how many ticks like the held ones fit into the limit.
+
+    None if there is no limit, if no tick is held, or if a field has no compressed block yet.
+    """
     if budget.max_bytes is None or holdings.ticks == 0 or holdings.unmeasured_fields:
         return None
     tick_bytes = (holdings.rows_bytes + holdings.ratio * holdings.raw_bytes) / holdings.ticks
     return int((budget.max_bytes - budget.reserved_bytes) / max(tick_bytes, 1e-9))
 
 
-def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room: int | None) -> list[Key]:
+def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room_bytes: int | None) -> list[Key]:
     """Return the raw blocks to compress, oldest first.
 
-    They bring the uncompressed bytes within `budget.max_raw_bytes`, and the bytes in memory within `room` if possible.
+    Afterwards, at most `budget.max_raw_bytes` are uncompressed, and at most `room_bytes` are in memory if possible.
 
     With a limit, the first block of every field is compressed at once, because its compressed size tells how many
     transitions fit.
@@ -276,7 +280,7 @@ def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room: int | Non
         unmeasured = holdings.unmeasured_fields - compressing
     chosen = []
     for key in holdings.blocks(Form.RAW):
-        is_too_large = room is not None and expected_bytes > room
+        is_too_large = room_bytes is not None and expected_bytes > room_bytes
         is_too_raw = raw_bytes > budget.max_raw_bytes
         state = holdings[key]
         if not (is_too_large or is_too_raw or unmeasured):
@@ -312,34 +316,33 @@ def _choose_to_spill(
 
 @dataclass(frozen=True, slots=True)
 class _Eviction:
-    before_tick: int | None  # First tick that stays. None: every tick stays.
+    before_tick: int | None  # First tick that is kept. None: no eviction.
     freed_bytes: int  # Bytes of RAM.
     freed_disk_bytes: int
 
 
 def _choose_eviction(
-    holdings: Holdings[Key], compressing: Collection[Key], room: int, disk_room_bytes: int | None
+    holdings: Holdings[Key], to_compress: Collection[Key], room_bytes: int, disk_room_bytes: int | None
 ) -> _Eviction:
-    """Return the smallest eviction after which the rest fits into memory and on the disk."""
-    uncounted = set(compressing)
-    excess_bytes = holdings.known_bytes - sum(holdings[key].raw_bytes for key in uncounted) - room
+    """Return the smallest eviction after which all other ticks fit into memory and on the disk.
+
+    Blocks in `to_compress` count as zero bytes, as those that the compactor has a job for.
+    """
+    uncounted = set(to_compress)
+    excess_bytes = holdings.known_bytes - sum(holdings[key].raw_bytes for key in uncounted) - room_bytes
     coded_bytes = holdings.block_bytes[Form.CODED]
     next_spill_bytes = next((holdings[key].memory_bytes for key in holdings.blocks(Form.CODED)), 0)
     freed_bytes = 0
     freed_disk_bytes = 0
     before_tick: int | None = None
     evicted_by_file: Counter[int] = Counter()
-
-    def has_room() -> bool:
-        spilled_bytes = coded_bytes
+    for segment in holdings.segments:
+        spillable_bytes = coded_bytes
         if disk_room_bytes is not None:
             disk_room = disk_room_bytes + freed_disk_bytes
             # A block is moved whole, so room for a part of a block is useless.
-            spilled_bytes = min(coded_bytes, disk_room) if disk_room >= next_spill_bytes else 0
-        return excess_bytes <= spilled_bytes
-
-    for segment in holdings.segments:
-        if has_room():
+            spillable_bytes = min(coded_bytes, disk_room) if disk_room >= next_spill_bytes else 0
+        if excess_bytes <= spillable_bytes:
             break
         before_tick = segment.end_tick
         excess_bytes -= segment.rows_bytes
@@ -348,12 +351,14 @@ def _choose_eviction(
             state = holdings[key]
             if holdings.end_tick(key) != segment.end_tick or state.form is Form.OPEN:
                 continue
-            is_counted = key not in uncounted and state.form not in (Form.COMPRESSING, Form.MOVING)
             freed_bytes += state.memory_bytes
-            excess_bytes -= state.memory_bytes if is_counted else 0
-            coded_bytes -= state.memory_bytes if state.form is Form.CODED else 0
+            if key not in uncounted and state.form not in (Form.COMPRESSING, Form.MOVING):
+                excess_bytes -= state.memory_bytes
+            if state.form is Form.CODED:
+                coded_bytes -= state.memory_bytes
             if state.file is not None:
                 evicted_by_file[state.file] += 1
                 blocks, nbytes = holdings.file_size(state.file)
-                freed_disk_bytes += nbytes if evicted_by_file[state.file] == blocks else 0
+                if evicted_by_file[state.file] == blocks:
+                    freed_disk_bytes += nbytes
     return _Eviction(before_tick, freed_bytes, freed_disk_bytes)

@@ -8,7 +8,7 @@ import weakref
 from math import inf
 
 from holdall._native import Reader
-from holdall.background import end_before_python
+from holdall.background import end_at_exit
 
 
 class ReaderThreads:
@@ -17,18 +17,18 @@ class ReaderThreads:
     All methods may be called from any thread.
 
     Attributes:
-        count: Helpers that were started. Infinite if no more may start.
+        count: Number of helpers that were started, or infinity if no more may be started.
     """
 
     def __init__(self, reader: Reader, max_threads: int) -> None:
         self._reader = reader
         self._max_helpers = max_threads - 1
-        # Without this, waiting helpers would keep the reader alive for ever.
+        # Helpers that wait for work keep the reader alive, so they are ended when this object is freed.
         self._dismiss = weakref.finalize(self, _dismiss_helpers, reader, os.getpid())
         self.count: float = 0 if max_threads > 1 else inf
 
     def start(self) -> None:
-        """Start as many helpers as the reader's batches could use."""
+        """Start helpers until there are as many as the reader's batches could use."""
         started = self.count
         if started == inf:
             return
@@ -36,7 +36,7 @@ class ReaderThreads:
         self.count = wanted if wanted < self._max_helpers else inf
         for _ in range(wanted - int(started)):
             helper = threading.Thread(target=self._reader.help, name="holdall reader", daemon=True)
-            end_before_python(helper, self._reader.dismiss)
+            end_at_exit(helper, self._reader.dismiss)
             helper.start()
 
     def dismiss(self) -> None:
@@ -45,7 +45,11 @@ class ReaderThreads:
         self._dismiss()
 
 
-def _dismiss_helpers(reader: Reader, process: int) -> None:
-    """End the helpers of a reader. A forked child has none, and a helper of its parent may have held the lock."""
-    if process == os.getpid():
+def _dismiss_helpers(reader: Reader, process_id: int) -> None:
+    """End the helpers of a reader.
+
+    Do nothing in a forked child. It has no helpers, and waiting for the reader's lock might never end, because a thread
+    of the parent may have held the lock during the fork.
+    """
+    if process_id == os.getpid():
         reader.dismiss()

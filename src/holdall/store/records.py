@@ -38,13 +38,16 @@ _CHECK = struct.Struct("<II")
 _MIN_SAVING = 0.1
 """Share of an array that compression must save. Otherwise the array is stored uncompressed."""
 _MIN_COMPRESSED_BYTES = 256
+"""Smaller arrays are stored uncompressed."""
 
-# Estimates of the memory that parsed JSON takes, to refuse a small text that would take gigabytes.
+# JSON is refused if the parsed values would take far more memory than the text. These are estimates of that memory.
 _LIST_BYTES = 64
 _DICT_BYTES = 240
 _VALUE_BYTES = 48
 _ALWAYS_PARSED_BYTES = 64 * 2**20
+"""Bytes of parsed values that are never too many."""
 _MAX_EXPANSION = 8
+"""Further bytes of parsed values that are allowed for each byte of text."""
 
 Buffer = bytes | memoryview
 Read = Callable[[int, int], bytes]
@@ -63,14 +66,14 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A checked head, and the places of the arrays, which are read when they are needed."""
+    """A checked head, and the places of the arrays. An array is read from the file when it is needed."""
 
     start: int
     nbytes: int
     head_bytes: int  # Bytes of preamble and head.
     kind: str
     head: dict[str, Any]
-    arrays: dict[str, StoredArray]
+    arrays: dict[str, StoredArray]  # By name.
     source: str = ""  # Name of the file, for errors.
 
     @property
@@ -80,10 +83,10 @@ class Record:
 
     def find(self, name: str) -> StoredArray:
         """Return the place of an array. Raise DamageError if the record does not have it."""
-        found = self.arrays.get(name)
-        if found is None:
+        array = self.arrays.get(name)
+        if array is None:
             raise DamageError(f"The {self.kind} record {self.place} has no array {name!r}.")
-        return found
+        return array
 
     def read_bytes(self, name: str, read: Read, max_bytes: int) -> bytes:
         """Read, check and decompress an array of at most `max_bytes` bytes."""
@@ -146,31 +149,31 @@ def pack_record(
 
     Args:
         fields: Further fields of the head. Only types that JSON has.
-        is_compressed: Whether arrays are compressed, where that saves a tenth or more.
+        is_compressed: Whether arrays are compressed if that saves a tenth of their bytes or more.
         unchecked: Names of arrays that have checksums of their own. They are not compressed.
     """
-    described = []
+    entries = []
     buffers: list[Buffer] = []
     body_bytes = 0
     raw_bytes = 0
     for name, given in arrays.items():
         raw = _view_bytes(given)
         content: Buffer = raw
-        words: dict[str, Any] = {"name": name}
+        entry: dict[str, Any] = {"name": name}
         if name not in unchecked:
             if is_compressed:
                 content = _compress(raw)
             if content is not raw:
-                words["raw_bytes"] = raw.nbytes
-            words["crc32"] = zlib.crc32(content)
-        words["bytes"] = memoryview(content).nbytes
-        described.append(words)
+                entry["raw_bytes"] = raw.nbytes
+            entry["crc32"] = zlib.crc32(content)
+        entry["bytes"] = memoryview(content).nbytes
+        entries.append(entry)
         buffers.append(content)
-        body_bytes += words["bytes"]
+        body_bytes += entry["bytes"]
         raw_bytes += raw.nbytes
     if raw_bytes > MAX_RECORD_BYTES:
         raise CheckpointError(f"A {kind} record of {raw_bytes} bytes is too large. The limit is {MAX_RECORD_BYTES}.")
-    head = dump_json({**fields, "kind": kind, "arrays": described})
+    head = dump_json({**fields, "kind": kind, "arrays": entries})
     if len(head) > MAX_HEAD_BYTES:
         raise CheckpointError(f"The head of a {kind} record has {len(head)} bytes. The limit is {MAX_HEAD_BYTES}.")
     start = _PREAMBLE.pack(MAGIC, len(head), zlib.crc32(head), body_bytes)
@@ -239,7 +242,7 @@ def reader_of(data: bytes | bytearray | memoryview) -> Read:
 
 def parse_json(text: bytes) -> Any:
     """Parse JSON. Raise DamageError if that would take far more memory than the text."""
-    if not _is_modest(text):
+    if not _fits_memory(text):
         raise DamageError(f"{len(text)} bytes of JSON hold more values than holdall writes.")
     return json.loads(text)
 
@@ -247,12 +250,13 @@ def parse_json(text: bytes) -> Any:
 def dump_json(value: Any) -> bytes:
     """Return JSON with sorted keys and without spaces. Raise CheckpointError if `parse_json` would refuse it."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    if not _is_modest(text):
+    if not _fits_memory(text):
         raise CheckpointError(f"{len(text)} bytes of JSON hold too many values. Keep numbers in arrays.")
     return text
 
 
-def _is_modest(text: bytes) -> bool:
+def _fits_memory(text: bytes) -> bool:
+    """Return whether the parsed values of a JSON text take a reasonable amount of memory."""
     parsed_bytes = _LIST_BYTES * text.count(b"[") + _DICT_BYTES * text.count(b"{") + _VALUE_BYTES * text.count(b",")
     return parsed_bytes <= _ALWAYS_PARSED_BYTES + _MAX_EXPANSION * len(text)
 
@@ -271,16 +275,16 @@ def _compress(raw: memoryview) -> Buffer:
     return compressed if len(compressed) <= (1 - _MIN_SAVING) * raw.nbytes else raw
 
 
-def _locate_arrays(described: Any, start: int, body_bytes: int) -> dict[str, StoredArray]:
+def _locate_arrays(entries: Any, start: int, body_bytes: int) -> dict[str, StoredArray]:
     """Return the places of all arrays. Raise ValueError unless they fill the record exactly."""
     arrays: dict[str, StoredArray] = {}
     end = start + body_bytes
     total_bytes = 0
-    for words in described:
-        name = words["name"]
-        nbytes = words["bytes"]
-        crc32 = words.get("crc32")
-        raw_bytes = words.get("raw_bytes")
+    for entry in entries:
+        name = entry["name"]
+        nbytes = entry["bytes"]
+        crc32 = entry.get("crc32")
+        raw_bytes = entry.get("raw_bytes")
         if not isinstance(name, str) or name in arrays:
             raise ValueError(f"{name!r} is not a name, or occurs twice")
         for number in (nbytes, *[each for each in (crc32, raw_bytes) if each is not None]):

@@ -1,7 +1,7 @@
 """StoreState: everything that a store holds at one moment.
 
-A state shares its memory with the store that it was taken from, so taking one costs milliseconds. It never changes:
-its segments are closed, and the store copies a part before it rewrites rows of it.
+A state shares its memory with its store, so making a state takes milliseconds. A state never changes: its segments are
+closed, and the store copies a part of a segment before it rewrites rows of the part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `SpillFolder.store` appends the data of a block to a file and returns the block's slices, which are read from that file
 from then on. Every process writes to a folder of its own, which it locks. A file is deleted when no block needs it any
-more, and the folder is deleted when it is closed or its process ends. A killed process cannot delete its folder. The
-next `SpillFolder` in the same directory deletes it then.
+more, and the folder is deleted when it is closed or its process ends. A killed process leaves its folder on the disk.
+The next `SpillFolder` in the same directory deletes that folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SpillFile:
         path: Path of the file.
         number: Number of the file, unique within its `SpillFolder`.
         descriptor: Descriptor for reading and writing.
-        nbytes: Bytes that are written. Bytes after them belong to a write that is not finished.
+        nbytes: Bytes of finished writes. Further bytes of the file belong to a write that is not finished.
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -56,9 +56,9 @@ class SpillFile:
                 os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def append(self, data: memoryview, write_bytes: int) -> int:
-        """Write `data` at the end, at most `write_bytes` per call of the system. Return the position of its first byte.
+        """Write `data` at the end, at most `write_bytes` per system call. Return the position of its first byte.
 
-        If writing fails, the file has its old length afterwards.
+        If writing fails, the file gets its old length back.
         """
         start = self.nbytes
         written = 0
@@ -74,7 +74,7 @@ class SpillFile:
         return start
 
     def delete(self) -> None:
-        """Close and delete the file. Only for files that no block refers to."""
+        """Close and delete the file. Call this only if no block refers to the file."""
         self._delete()
 
 
@@ -111,7 +111,8 @@ class SpillFolder:
     def store(self, coded: Coded) -> Coded:
         """Write the data of `coded` to disk. Return the same slices with their data in a file.
 
-        Raise OSError if the disk is full or fails, and ClosedError after `close`. Nothing is left on disk then.
+        Raise OSError if the disk is full or fails, and ClosedError after `close`. In both cases, no data of `coded` is
+        left on the disk.
         """
         if self._is_closed:
             raise ClosedError("The disk tier was closed.")
@@ -145,7 +146,7 @@ class SpillFolder:
         self._folder.delete()
 
     def _choose_file(self, nbytes: int) -> SpillFile:
-        """Return the file for the next `nbytes`: the current one, or a new one if the current one is full."""
+        """Return the file for the next `nbytes`. Make a new file if the current one is full or cannot be used."""
         is_usable = self._folder.is_usable()
         file = self._file
         if is_usable and file is not None and (file.nbytes == 0 or file.nbytes + nbytes <= self._max_file_bytes()):
@@ -167,15 +168,16 @@ class SpillFolder:
 
 
 class DiskRoom:
-    """What is known of the free space for the disk tier.
+    """Estimate of the free space for the disk tier.
 
-    Nothing is known until the disk refuses a block. From then on, the known room is what evictions from this tier have
-    freed. Other programs may free more, so a block is written on trial now and then.
+    The free space is unknown until the disk refuses a block. From then on, it is the space that evictions from this
+    tier have freed. Other programs may free more, so a block is written on trial now and then. If the disk takes it,
+    the free space is unknown again.
 
     Attributes:
         free_bytes: Bytes that can still be written. None: unknown, because the disk has taken every block lately.
         failure: Why the last block was refused, and what to do.
-        trial: The block that is written on trial, or None.
+        trial: The block that is written on trial. None: no block.
     """
 
     def __init__(self, trial_interval: int) -> None:
@@ -203,7 +205,7 @@ class DiskRoom:
 
     def record_success(self, block: Block, nbytes: int) -> None:
         """Record that the disk took a block of `nbytes` bytes."""
-        if block is self.trial or self.free_bytes == 0:
+        if block is self.trial or self.free_bytes == 0:  # The disk has more room than was known.
             self.trial = None
             self.free_bytes = None
         elif self.free_bytes is not None:
@@ -225,13 +227,13 @@ class _LockedFolder:
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"holdall-spill-{secrets.token_hex(8)}"
-        self._process = os.getpid()
+        self._process_id = os.getpid()
         lock = _make_locked_folder(self.path)
-        self._delete = weakref.finalize(self, _delete_own_folder, self.path, lock, self._process)
+        self._delete = weakref.finalize(self, _delete_own_folder, self.path, lock, self._process_id)
 
     def is_usable(self) -> bool:
         """Return whether the folder exists and belongs to this process, and not to the parent of a fork."""
-        return self._process == os.getpid() and self.path.is_dir()
+        return self._process_id == os.getpid() and self.path.is_dir()
 
     def delete(self) -> None:
         """Delete the folder and its files, unless the folder belongs to the parent of a fork."""
@@ -240,7 +242,8 @@ class _LockedFolder:
 
 def _make_locked_folder(path: Path) -> int:
     """Make the folder `path` with a locked lock file. Return the descriptor of the lock file."""
-    # The folder gets its final name after it is locked. If another process deletes it before, it is made again.
+    # Another process may delete the folder before it is locked. Then the folder is made again. It gets its final name
+    # after it is locked.
     unlocked = path.with_name(f".{path.name}")
     for attempt in range(1, _MAX_LOCK_ATTEMPTS + 1):
         unlocked.mkdir(0o700, exist_ok=True)
@@ -308,19 +311,19 @@ def _delete_folder(folder: Path) -> None:
         for path in list(folder.iterdir()):
             if _FILE_NAME.fullmatch(path.name) is not None:
                 path.unlink(missing_ok=True)
-        # The lock file is last, so that the folder stays recognizable if this process is killed here.
+        # The lock file is deleted last. If this process is killed here, another one can still lock and delete the rest.
         (folder / _LOCK_NAME).unlink(missing_ok=True)
         folder.rmdir()
 
 
-def _delete_own_folder(folder: Path, lock: int, process: int) -> None:
-    if process == os.getpid():
+def _delete_own_folder(folder: Path, lock: int, process_id: int) -> None:
+    if process_id == os.getpid():
         _delete_folder(folder)
     os.close(lock)
 
 
-def _delete_file(path: Path, descriptor: int, process: int) -> None:
+def _delete_file(path: Path, descriptor: int, process_id: int) -> None:
     os.close(descriptor)
-    if process == os.getpid():
+    if process_id == os.getpid():
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """States: trees of numbers, text, bytes and arrays, as a record.
 
-A memory saves what its sampler, its generator and its store need to continue. Every number is restored
-exactly: integers of more than 53 bits, infinities and NaN are written as text, because JSON readers cut or refuse them.
+A memory saves the states that its sampler, its generator and its store need to continue. Every number is restored
+exactly: integers of more than 53 bits, infinities and NaN are written as text, because JSON readers round or refuse
+them.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int =
     if isinstance(value, list | tuple):
         return [encode_state(child, arrays, what, depth + 1) for child in value]
     if isinstance(value, np.ndarray):
-        return _array_words(value, arrays, "$array", what)
+        return _encode_array(value, arrays, "$array", what)
     if isinstance(value, bytes):
-        return _array_words(np.frombuffer(value, np.uint8), arrays, "$bytes", what)
-    return _scalar_words(value.item() if isinstance(value, np.generic) else value, what)
+        return _encode_array(np.frombuffer(value, np.uint8), arrays, "$bytes", what)
+    return _encode_scalar(value.item() if isinstance(value, np.generic) else value, what)
 
 
-def _array_words(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, what: str) -> Any:
+def _encode_array(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, what: str) -> Any:
     if value.dtype.kind not in "biuf":
         raise CheckpointError(f"{what} has an array of dtype {value.dtype}. Only arrays of numbers can be saved.")
     arrays.append(np.asarray(value, value.dtype.newbyteorder("<")))
     return {kind: len(arrays) - 1, "dtype": dtype_to_json(value.dtype), "shape": list(value.shape)}
 
 
-def _scalar_words(value: Any, what: str) -> Any:
+def _encode_scalar(value: Any, what: str) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -64,7 +65,7 @@ def _scalar_words(value: Any, what: str) -> Any:
 
 
 def decode_state(value: Any, arrays: Mapping[int, bytes | NDArray[np.uint8]], depth: int = 0) -> Any:
-    """Return the value that `encode_state` was given. Tuples have become lists."""
+    """Return the value that was passed to `encode_state`. Tuples have become lists."""
     if depth > _MAX_DEPTH:
         raise DamageError(f"A saved state is nested more than {_MAX_DEPTH} levels deep.")
     if isinstance(value, list):

@@ -45,11 +45,13 @@ def check_step(
     """Return the checked arguments of `add`, or of `extend` if `leading` has a time axis. Raise ArgumentError.
 
     Args:
-        reward_dtype: Dtype of the rewards that are held; None before the first one.
-        infos: Info dicts, one per lane, that say which steps a time limit ended; see `Writer.append`.
+        reward_dtype: Dtype of the rewards that are held. None before the first one.
+        infos: Info dicts, one per lane, that say which steps a time limit ended. `terminated` is then `done`, and
+            `truncated` is ignored. See `Writer.append`.
     """
     checked_extras = schema.extras.flatten({} if extras is None else extras, leading, "extras")
     if infos is not None:
+        # As in `Writer.append`, `done` is always `terminated ^ truncated`, even if a step was truncated but not done.
         truncated = fit_flags(_read_time_limits(infos), leading, "infos")
         terminated = fit_flags(terminated, leading, "done") ^ truncated
     return Step(

@@ -3,12 +3,12 @@
     append -> Writer.append                    one native call, if the arguments need no conversion
     view   -> View.read -> Reader.gather       one native call
 
-`append` writes one tick. When the open segment is full, the store closes it, decides how the next one is laid out, and
-asks `placement` which blocks to compress, to move to disk or to evict. `view` returns the transitions that are held, to
-read them by their ids.
+`append` writes one tick. When the open segment is full, the store closes it, chooses the layouts of the next one, and
+asks `placement` which blocks to compress or to move to disk, and which ticks to evict. `view` returns the transitions
+that are held now, which can be read by their ids.
 
-Guarantee: `view().read(ids, outputs)` returns, bit for bit, what was written under these ids, in whatever form it is
-stored by then.
+Guarantee: `view().read(ids, outputs)` returns, bit for bit, the rows that were written under these ids, whether they
+are raw, compressed or on disk by then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdall.errors import ArgumentError, HoldallError, TransitionIdError
 from holdall.machine import pool_threads
 from holdall.memory_registry import PressureCheck
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema, on_host
+from holdall.schema import Array, Leaf, Schema, move_to_host
 from holdall.store import placement
 from holdall.store.budget import Budget
 from holdall.store.columns import Columns
@@ -53,8 +53,6 @@ from holdall.units import format_bytes
 
 _LOG = logging.getLogger("holdall")
 
-_ASSUMED_REWARD_BYTES = 8
-
 
 class Store:
     """Every field of every transition of one memory.
@@ -67,7 +65,8 @@ class Store:
         columns: Numbers of the columns and of their outputs.
         tuning: Sizes and limits.
         budget: How much RAM the store may use.
-        reward_dtype: Dtype of all rewards, which the first one sets. None before it.
+        prefer: How much slower sampling may get, which decides the codecs.
+        reward_dtype: Dtype of all rewards, which the first reward sets. None before the first reward.
         before_read: Function that fetches blocks which are not on this machine yet. It is called with a catalog and ids
             before rows are read. None: all blocks are on this machine.
     """
@@ -89,11 +88,11 @@ class Store:
         self.columns = Columns(schema)
         self.tuning = Tuning() if tuning is None else tuning
         self.budget = budget
+        self.prefer = prefer
         self.reward_dtype: np.dtype[Any] | None = None
         self.before_read: Callable[[Catalog, Ids], None] | None = None
         self._pressure_check: PressureCheck | None = None  # Called each time a segment is full.
         self._capacity_ticks = capacity_ticks
-        self.prefer = prefer
         self._spill = spill
         self._disk_room = DiskRoom(self.tuning.disk_trial_interval)
         self._compactor = Compactor(self.tuning, budget.max_queued_bytes)
@@ -115,7 +114,7 @@ class Store:
     def _new_writer(self, first_tick: int) -> Writer:
         """Return an empty writer whose first tick is `first_tick`."""
         sliced = {i for i, layout in enumerate(self._layouts.layouts) if layout[0] == "sliced"}
-        tick_bytes = self.schema.num_envs * self.columns.row_bytes(sliced, _ASSUMED_REWARD_BYTES)
+        tick_bytes = self.schema.num_envs * self.columns.estimate_row_bytes(sliced)
         max_segment_bytes = self.budget.max_segment_bytes
         max_rows_bytes = max_segment_bytes
         if self.budget.max_bytes is not None or self.budget.max_raw_bytes == 0:
@@ -127,7 +126,7 @@ class Store:
             self.schema.num_envs,
             self._capacity_ticks,
             self._segment_ticks,
-            self._block_bytes(),
+            self._choose_max_block_bytes(),
             self._layouts.native_layouts(self.columns.flags + 1),
             first_tick,
         )
@@ -135,15 +134,15 @@ class Store:
             writer.set_type(self.columns.reward, int(self.reward_dtype.num))
         return writer
 
-    def _block_bytes(self) -> int:
+    def _choose_max_block_bytes(self) -> int:
         """Return the maximum bytes of a block."""
         # Every sliced field fills a block of its own, so the fields share the bytes of a segment.
-        sliced_leaves = self._layouts.sliced_leaves
-        block_bytes = self.budget.max_segment_bytes // max(len(sliced_leaves), 1)
+        sliceable_leaves = self._layouts.sliceable_leaves
+        block_bytes = self.budget.max_segment_bytes // max(len(sliceable_leaves), 1)
         # A block is freed with its last tick. In a small memory, one block must not span many times the capacity.
         ticks = max(self._capacity_ticks // self.tuning.segments_per_capacity, self.tuning.min_segment_ticks)
         leaves = self.schema.observation.leaves
-        largest_bytes = max((leaves[i].nbytes for i in sliced_leaves), default=0)
+        largest_bytes = max((leaves[i].nbytes for i in sliceable_leaves), default=0)
         if largest_bytes > 0:
             block_bytes = min(block_bytes, ticks * self.schema.num_envs * largest_bytes)
         return max(block_bytes, 1)
@@ -229,7 +228,8 @@ class Store:
                 self._wait_for_room()
             outcome = self._writer.append(*step)
         if self._layouts.is_searching:
-            self._search_windows(step)
+            obs, _, _, next_obs, *_ = step
+            self._search_windows(obs, next_obs)
 
     def extend(
         self,
@@ -257,13 +257,15 @@ class Store:
             raise
 
     def _write_steps(self, steps: Step, progress: NDArray[np.int64]) -> None:
-        """Write the steps that follow the first `progress[0]` ones, which are written already."""
+        """Write all steps but the first `progress[0]` ones, which are written already."""
         while progress[0] < len(steps.reward):
             first = int(progress[0])
             count = self._writer.extend(steps, progress)
             for position in range(first, first + min(count, self.tuning.detector_max_pairs)):
                 if self._layouts.is_searching:
-                    self._search_windows(self._cut(steps, position))
+                    obs = tuple(array[position] for array in steps.obs)
+                    next_obs = tuple(array[position] for array in steps.next_obs)
+                    self._search_windows(obs, next_obs)
             if progress[0] < len(steps.reward):
                 self._roll()
                 self._wait_for_room()
@@ -277,13 +279,13 @@ class Store:
 
     def fit_rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
         """Return new rows of an extra as an array, or raise ArgumentError."""
-        return leaf.fit(on_host(value), leading, argument, "one row per id")
+        return leaf.fit(move_to_host(value), leading, argument, "one row per id")
 
     def rewrite(self, ids: Ids, rows_by_extra: Mapping[int, Array]) -> None:
         """Overwrite rows of extras, which are named by their numbers. Raise TransitionIdError if an id is not held.
 
-        An extra that was stored in fewer bytes per value grows if a value does not fit. The store then compares its
-        bytes with the budget immediately.
+        Closed segments store some extras in two bytes or one bit per value. If a new value does not fit, the extra is
+        stored in full again. The store then compares its bytes with the budget at once.
         """
         columns = tuple(self.columns.first_extra + extra for extra in rows_by_extra)
         rows = tuple(array if array.flags.c_contiguous else array.copy() for array in rows_by_extra.values())
@@ -358,13 +360,6 @@ class Store:
             return check_step(self.schema, leading, self.reward_dtype, *step)
         return checked
 
-    @staticmethod
-    def _cut(steps: Step, position: int) -> tuple[Any, ...]:
-        """Return step number `position` as arguments of `append`. Only its observations are filled in."""
-        obs = tuple(array[position] for array in steps.obs)
-        next_obs = tuple(array[position] for array in steps.next_obs)
-        return (obs, None, None, next_obs, None, None, None, None)
-
     # ---------------------------------------------------------------- reading
 
     def view(self) -> View:
@@ -376,7 +371,10 @@ class Store:
     # ---------------------------------------------------------------- between two segments
 
     def _roll(self) -> None:
-        """Close the open segment and start the next one with the layouts that fit its data."""
+        """Close the open segment, start the next one, and compare the bytes held with the budget.
+
+        Does nothing if the open segment has no ticks.
+        """
         with self._roll_lock:
             if self._writer.catalog.last_segment.ticks == 0:
                 return
@@ -384,7 +382,7 @@ class Store:
             self._balance()
 
     def _close_segment(self) -> None:
-        """Close the open segment, even an empty one."""
+        """Close the open segment, even an empty one, and start the next one with the layouts that fit its data best."""
         open_segment = self._writer.catalog.last_segment
         if open_segment.ticks > 0:
             self._layouts.adapt(open_segment)
@@ -401,14 +399,14 @@ class Store:
         inventory = self._inventory
         return inventory is not None and inventory.holdings.memory_bytes >= self.budget.max_raw_bytes
 
-    def _balance(self, *, can_evict: bool = True, can_probe: bool = True) -> bool:
+    def _balance(self, *, can_evict: bool = True, can_try_disk: bool = True) -> bool:
         """Compare the bytes held with the budget, and start the work that brings them back within the budget.
 
         Everything here is derived from the catalog. If an interrupt stops it half-way, the next call decides again.
 
         Args:
             can_evict: Whether ticks may be evicted early.
-            can_probe: Whether a block may be written on trial, to find out whether a full disk has room again.
+            can_try_disk: Whether a block may be written on trial, to find out whether a full disk has room again.
 
         Returns:
             Whether there is work for the compactor.
@@ -418,14 +416,14 @@ class Store:
         if inventory is None:
             inventory = Inventory()
         results = self._compactor.take_results()
-        self._record_disk(results)
+        self._record_spills(results)
         self._forget(inventory.update(self._writer.catalog, results))
         self._measure_budget(inventory)
         plan = placement.plan(inventory.holdings, self.budget, self._disk_room.free_bytes, can_evict=can_evict)
         if plan.evict_before_tick is not None:
             self._evict_early(plan, inventory)
         self._compactor.can_hurry = placement.has_room_for_speed(inventory.holdings, self.budget)
-        jobs = self._make_jobs(plan, inventory, can_probe=can_probe)
+        jobs = self._make_jobs(plan, inventory, can_try_disk=can_try_disk)
         self._compactor.submit(jobs)
         self._log_fit(inventory)
         self._keep_inventory(inventory)
@@ -436,14 +434,16 @@ class Store:
         if self._inventory is None:
             self._inventory = inventory
         else:
-            self._inventory = None  # A signal handler closed a segment meanwhile, so both inventories miss something.
+            # A signal handler ran `_balance` meanwhile. Each of the two calls has results that the other one lacks.
+            self._inventory = None
 
     def _forget(self, evicted: list[Block]) -> None:
         """Withdraw the work on blocks that were evicted."""
         self._compactor.withdraw(evicted)
         self._disk_room.record_eviction(evicted)
 
-    def _record_disk(self, results: list[Result]) -> None:
+    def _record_spills(self, results: list[Result]) -> None:
+        """Record which blocks the disk took and which it refused."""
         for result in results:
             if result.is_spill and result.error is not None:
                 self._disk_room.record_failure(result.block, result.describe_failure())
@@ -476,7 +476,7 @@ class Store:
             return self._disk_room.failure
         return f"budget ({limit}) is full of small fields, which stay in memory. Raise budget, or lower capacity."
 
-    def _make_jobs(self, plan: PlacementPlan[Block], inventory: Inventory, *, can_probe: bool) -> list[Job]:
+    def _make_jobs(self, plan: PlacementPlan[Block], inventory: Inventory, *, can_try_disk: bool) -> list[Job]:
         """Return the jobs of a plan, and mark their blocks."""
         holdings = inventory.holdings
         jobs = []
@@ -484,10 +484,11 @@ class Store:
             jobs.append(Job(block, self._find_codec(inventory, block).encode, holdings[block].memory_bytes))
             inventory.mark(block, Form.COMPRESSING)
         to_spill = list(plan.to_spill)
-        if can_probe and self._disk_room.is_trial_due():
-            trials = [block for block in holdings.blocks(Form.CODED) if block not in plan.to_spill][:1]
-            to_spill += trials
-            self._disk_room.trial = next(iter(trials), None)
+        if can_try_disk and self._disk_room.is_trial_due():
+            trial = next((block for block in holdings.blocks(Form.CODED) if block not in plan.to_spill), None)
+            self._disk_room.trial = trial
+            if trial is not None:
+                to_spill.append(trial)
         for block in to_spill:
             assert self._spill is not None  # `placement` spills blocks only if the budget has a disk tier.
             jobs.append(Job(block, self._spill.move, holdings[block].memory_bytes, is_spill=True))
@@ -496,15 +497,16 @@ class Store:
 
     def _find_codec(self, inventory: Inventory, block: Block) -> FieldCodec:
         """Return the codec of the field that a block belongs to."""
-        leaf, layout = key = inventory.layout_of(block)
+        key = inventory.layout_of(block)
         if key not in self._codecs:
+            leaf, layout = key
             observation = self.schema.observation.leaves[leaf]
             window = Window.from_layout(observation, layout)
             self._codecs[key] = FieldCodec(observation, window, self.prefer, self.tuning)
         return self._codecs[key]
 
     def find_chosen_codec(self, leaf: int, layout: Layout) -> Codec | None:
-        """Return the codec that was chosen for an observation leaf, or None before that. Any thread may call this."""
+        """Return the codec chosen for an observation leaf, or None before the choice. Any thread may call this."""
         field = self._codecs.get((leaf, layout))
         return None if field is None else field.chosen
 
@@ -529,10 +531,10 @@ class Store:
                 self._capacity_ticks * self.schema.num_envs,
             )
 
-    def _search_windows(self, step: tuple[Any, ...]) -> None:
+    def _search_windows(self, obs: Any, next_obs: Any) -> None:
         """Show a tick to the search for windows. If the search finds a window, start a segment that uses the window."""
         with self._roll_lock:
-            if self._layouts.look(step[0], step[3]):
+            if self._layouts.look(obs, next_obs):
                 self._roll()
 
     # ---------------------------------------------------------------- snapshots
@@ -579,7 +581,7 @@ class Store:
     # ---------------------------------------------------------------- accounting
 
     def report(self) -> list[FieldReport]:
-        """Return the bytes of every field, by kind."""
+        """Return the bytes of every field."""
         return report_fields(
             self._writer.catalog, self.schema, self.columns, self.reward_dtype, self._segment_ticks, self.describe
         )
@@ -598,8 +600,8 @@ class Store:
     def failure(self) -> str:
         """Why a block could not be compressed or moved to disk. Empty if all could.
 
-        With a disk tier, this is also the reason of early drops, until enough newer transitions are held to fill the
-        capacity.
+        With a disk tier, this is also the reason why ticks were dropped early, while fewer ticks are held than the
+        capacity allows.
         """
         failure = self._compactor.failure
         if failure or self._spill is None:
@@ -642,7 +644,7 @@ class Store:
         return ticks * self.schema.num_envs
 
     def set_pressure_check(self, check: PressureCheck | None) -> None:
-        """Set a function that is called each time a segment is full."""
+        """Replace the function that is called each time a segment is full. None: no function."""
         self._pressure_check = check
 
     def relieve(self, nbytes: int) -> None:
@@ -653,8 +655,8 @@ class Store:
             raw_bytes = min(self.budget.max_raw_bytes, max(holdings.block_bytes[Form.RAW] - nbytes, 0))
             resident_bytes = self.budget.max_resident_bytes
             if self.budget.can_spill:
-                wanted = max(holdings.memory_bytes - nbytes, 0)
-                resident_bytes = wanted if resident_bytes is None else min(resident_bytes, wanted)
+                wanted_bytes = max(holdings.memory_bytes - nbytes, 0)
+                resident_bytes = wanted_bytes if resident_bytes is None else min(resident_bytes, wanted_bytes)
             self.budget = replace(self.budget, max_raw_bytes=raw_bytes, max_resident_bytes=resident_bytes)
             self._is_measured = True
             self._balance(can_evict=False)
@@ -665,7 +667,7 @@ class Store:
         while is_busy:
             self._compactor.wait_idle()
             with self._roll_lock:
-                is_busy = self._balance(can_evict=False, can_probe=False)
+                is_busy = self._balance(can_evict=False, can_try_disk=False)
 
     def close(self) -> None:
         """Stop all threads and delete the disk tier. Nothing may be written or read after this."""
@@ -680,17 +682,19 @@ class Store:
         if layout == SHARED:
             closed = self._writer.catalog.segments[-2:-1]
             is_packed = bool(closed) and closed[0].parts[leaf].kind == "packed"
-            return "each observation once, without values that repeat" if is_packed else "each observation once"
+            if is_packed:
+                return "each observation once, without values that repeat"
+            return "each observation once"
         if layout == PAIRED:
             return "observations and next observations in full"
         window = self._layouts.windows[leaf]
-        found = window.describe()
+        description = window.describe()
         if window.count > 1:
-            found += f"; {self._count_shared_slices(leaf):.2f} of them are shared with the step before"
+            description += f"; {self._average_shared_slices(leaf):.2f} of them are shared with the step before"
         codec = self._codecs.get((leaf, layout))
-        return found if codec is None else f"{found}; {codec.describe()}"
+        return description if codec is None else f"{description}; {codec.describe()}"
 
-    def _count_shared_slices(self, leaf: int) -> float:
+    def _average_shared_slices(self, leaf: int) -> float:
         """Return the average number of slices that a next observation shares with its observation."""
         window = self._layouts.windows[leaf]
         transitions = 0

@@ -42,21 +42,21 @@ class Tuning:
 
     # The budget.
     segments_per_limit: int = 32  # Minimum number of segments that fit into a limit.
-    segments_in_transit: int = 6  # Open, queued, being compressed, its result, being written to disk, and one spare.
+    segments_in_transit: int = 6  # Open, queued, being compressed, just compressed, being written, and one spare.
     staging_divisor: int = 8  # A limit divided by this number is set aside for batches.
     max_staging_bytes: int = 256 * _MIB  # Upper bound of the memory that is set aside for batches.
     auto_raw_divisor: int = 4  # "auto": available memory divided by this number may hold uncompressed blocks.
-    auto_resident_divisor: int = 2  # "auto" with a disk tier: the same for all that stays in RAM.
+    auto_resident_divisor: int = 2  # "auto" with a disk tier: available memory divided by it may hold rows and blocks.
 
-    available_bytes: int | None = None  # RAM that counts as available. None: it is measured.
+    available_bytes: int | None = None  # RAM that counts as available. None: measure it.
 
     # Batches.
-    bytes_per_thread: int = 2**19  # A batch is shared by one thread per this many bytes.
+    bytes_per_thread: int = 2**19  # Bytes of a batch for which one more thread is used.
 
     # The compactor.
-    min_queued_segments: int = 2  # Segments that may always be queued: one is filled while another is compressed.
+    min_queued_segments: int = 2  # Segments that may always be queued.
     queue_divisor: int = 32  # Without a limit, available memory divided by this number may be queued.
-    max_queued_bytes: int = 1024 * _MIB  # Upper bound of the bytes that may be queued without a limit.
+    max_queued_bytes: int = 1024 * _MIB  # Without a limit, maximum bytes that may be queued.
     poll_s: float = 0.2  # Seconds between checks of a thread that waits for the worker.
     slow_warning_s: float = 10.0  # Seconds of waiting after which a warning is logged.
     drop_warning_factor: int = 10  # Early drops are logged again when their number grew by this factor.
@@ -64,11 +64,11 @@ class Tuning:
     stop_timeout_s: float = 30.0  # Seconds that closing waits for the current job, because a disk may hang.
 
     # The choice of codecs.
-    codec_rest_blocks: int = 8  # Blocks of a field between two choices of its codec.
-    max_hurried_blocks: int = 8  # Blocks of a field that may be compressed fast before its codec is chosen.
+    codec_rest_blocks: int = 8  # Blocks of a field before a worse ratio makes the compactor choose its codec again.
+    max_hurried_blocks: int = 8  # Blocks of a field that may be compressed with a fast codec before the choice.
 
     # The disk tier.
-    spill_file_bytes: int = 1 * _MIB  # Smallest size at which a spill file is finished.
+    spill_file_bytes: int = 1 * _MIB  # Minimum size at which no more blocks are added to a spill file.
     spill_files: int = 32  # A large disk tier has about this many files, because disk space is freed by file.
     write_bytes: int = 4 * _MIB  # Bytes of one write call.
     disk_trial_interval: int = 3  # Segments between two blocks that are written on trial to a full disk.

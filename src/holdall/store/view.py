@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 64
 """Every array in the memory that a caller gives to `View.read` begins at a multiple of this number."""
 
 BeforeRead = Callable[[Catalog, Ids], None]
-"""Function that is called before rows are read. It fetches blocks that are not on this machine yet."""
+"""Function of a catalog and ids that fetches the blocks of these ids, if they are not on this machine yet."""
 
 
 def align(nbytes: int) -> int:
@@ -34,13 +34,13 @@ def align(nbytes: int) -> int:
 
 
 class WindowSlices(NamedTuple):
-    """Slices of observations and next observations.
+    """Slices of observations and next observations, which `View.read_windows` has written to memory.
 
-    A slice occurs once if an observation and its next observation share it, or a row and the one before it.
+    A slice that an observation shares with its next observation, or with the row before it, is written once.
     """
 
     slice_count: int
-    # (2, rows): number of the first slice of each observation and next observation; -1: stored in another form.
+    # (2, rows): number of the first slice of each observation and next observation. -1: it is stored in another form.
     starts: NDArray[np.int32]
     window_count: int  # Slices of an observation.
     outer: int  # Stretches of an observation, see `holdall.store.windows.Window`.
@@ -106,18 +106,18 @@ class View:
     def read_windows(
         self, ids: Ids, leaf: int, into: NDArray[np.uint8], with_whole: bool = False
     ) -> WindowSlices | None:
-        """Write the slices of an observation leaf to `into`, which has room for all observations of `ids`, twice.
+        """Write the slices of an observation leaf to `into`, which has room for two whole observations per id.
 
-        Return None if no observation is stored as slices of a window. `with_whole` says whether observations of one
-        slice count as windows of one slice.
+        Return None if no observation is stored as slices of a window. `with_whole` says whether an observation that is
+        one slice counts as a window of one slice.
         """
         if self._before_read is not None:
             self._before_read(self._catalog, ids)
         try:
-            found = self._reader.gather_windows(self._catalog, ids, leaf, self.first_tick, into, with_whole)
+            slices = self._reader.gather_windows(self._catalog, ids, leaf, self.first_tick, into, with_whole)
         except (IndexError, ValueError, OSError) as error:
             raise explain_read_error(error, self._catalog, ids) from error
-        return None if found is None else WindowSlices(*found)
+        return None if slices is None else WindowSlices(*slices)
 
     def __len__(self) -> int:
         """Return the number of transitions. Entries added with `valid=False` are not transitions."""
@@ -179,7 +179,7 @@ def explain_read_error(error: Exception, catalog: Catalog, ids: Ids) -> HoldallE
 
 
 def find_damage(catalog: Catalog, ids: Ids) -> str:
-    """Return which file of `ids` cannot be read, and why, as sentences. Empty if all blocks can be read now."""
+    """Return which file with blocks of `ids` cannot be read, and why, as sentences. Empty if all can be read now."""
     ticks = np.unique(ids // catalog.lanes)
     for segment in catalog.segments:
         if not np.any((ticks >= segment.first_tick) & (ticks < segment.first_tick + segment.ticks)):

@@ -30,8 +30,9 @@ SlicedLayout = tuple[str, int, int, int, int]
 class Window:
     """An observation seen as `count` slices along one axis.
 
-    In memory an observation is `outer` stretches. Each stretch has one run of `run_bytes` bytes of every slice, in
-    order. A stack on the first axis has one stretch, a stack on the last axis has one stretch per pixel.
+    In memory, an observation consists of `outer` stretches. Each stretch has `run_bytes` contiguous bytes of every
+    slice, in the order of the slices. A stack on the first axis has one stretch. A stack on the last axis has one
+    stretch per pixel.
     """
 
     axis: int  # Axis along which observations shift.
@@ -135,7 +136,7 @@ class WindowDetector:
     Not thread-safe: callers hold the memory's lock.
 
     Attributes:
-        window: Result of the last finished search. None if that search found nothing or none has finished.
+        window: Result of the last finished search. None if that search found nothing, or if no search has finished.
         is_searching: Whether a search is active, so that `look` must get the ticks.
     """
 
@@ -148,10 +149,10 @@ class WindowDetector:
         self._votes: Counter[tuple[int, int]] = Counter()  # Pairs that an (axis, step) explains.
         self._pair_count = 0
         self._failed_searches = 0
-        self._pause_segments = 0
+        self._pause_segments = 0  # Closed segments before the next search.
 
     def look(self, obs: NDArray[Any], next_obs: NDArray[Any]) -> bool:
-        """Search in the observations of one tick. Return whether this tick ended the search.
+        """Search the observations of one tick for a window. Return whether this tick ended the search.
 
         Both arrays have a leading lane axis. Does nothing if no search is active.
         """
@@ -203,7 +204,7 @@ class WindowDetector:
         """End the search if the evidence suffices. Return whether the search ended."""
         if self._pair_count < self._tuning.detector_min_pairs:
             return False
-        best = self._best_window()
+        best = self._choose_window()
         if best is None and self._pair_count < self._tuning.detector_max_pairs:
             return False
         self.window = best
@@ -215,8 +216,11 @@ class WindowDetector:
         self._pause_segments = 1 << min(self._failed_searches, self._tuning.detector_max_pause_doublings)
         return True
 
-    def _best_window(self) -> Window | None:
-        """Return the window that explains the most pairs, with the smallest step relative to its axis."""
+    def _choose_window(self) -> Window | None:
+        """Return the window that explains the most pairs, or None if no window explains enough of them.
+
+        Among equal ones, choose the step that is the smallest part of its axis.
+        """
         min_votes = self._tuning.detector_agreement * self._pair_count
         ranked = [
             (-votes, step / self._leaf.shape[axis], axis, step)

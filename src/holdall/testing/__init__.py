@@ -4,12 +4,12 @@
         def make_sampler(self):
             return MySampler()
 
-Subclass a contract to test something of your own by the rules of holdall's, which pass the same classes:
-`SamplerContract`, `CodecContract`, `MemoryContract` for adapters, `ReplayContract` for drop-ins that replace a
-framework's buffer, `ReplayMemoryContract` for a form or a device of `ReplayMemory`, and `BlobStoreContract`. pytest
-collects the subclass and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base.
-Everything is compared with the oracle or with the framework's buffer, bit for bit. Nothing here imports pytest.
-`holdall.testing.strategies` needs Hypothesis and is imported by name.
+Subclass a contract to test a class of your own by the same rules as holdall's classes: `SamplerContract`,
+`CodecContract`, `MemoryContract` for adapters, `ReplayContract` for drop-ins that replace a framework's buffer,
+`ReplayMemoryContract` for a form or a device of `ReplayMemory`, and `BlobStoreContract`. pytest collects the subclass
+and runs every rule. Plain `unittest` works, too, with `unittest.TestCase` as second base. Transitions are compared with
+those of the oracle or of the framework's buffer, bit for bit. No module of this package imports pytest.
+`holdall.testing.strategies` needs Hypothesis, so this package does not import it.
 """
 
 from __future__ import annotations

@@ -19,16 +19,15 @@ _BAD_NAMES = ("", "/a", "a/", "a//b", "../a", "a/../b", ".hidden", "-a", "a b", 
 class BlobStoreContract:
     """The rules of `holdall.checkpoint.BlobStore`. Override `open_store` to test a store of your own.
 
-    `open_store` is called several times in a test, and every result must show the same blobs, as the stores of several
-    processes would. The place is empty when a test starts.
+    A test calls `open_store` several times, to stand for several processes that use the same place.
     """
 
     def open_store(self) -> BlobStore:
-        """Return a store. All stores of one test have the same place, which is empty before the first one."""
+        """Return a store. All stores of one test have the same place, which is empty when the test starts."""
         raise NotImplementedError
 
     def test_a_new_place_is_empty(self) -> None:
-        """Reading a place that nobody has written to is not an error."""
+        """Listing such a place, and deleting a blob from it, is not an error."""
         store = self.open_store()
         require(list(store.list("")) == [], "a new store has blobs")
         require_raises(BlobMissingError, lambda: store.read("segments/a", 0, 1))
@@ -48,21 +47,21 @@ class BlobStoreContract:
                     require(found == content[start : start + length], f"bytes {start}+{length} of {name} differ")
 
     def test_reading_past_the_end_is_damage(self) -> None:
-        """A blob that is shorter than a manifest says is never returned in part."""
+        """A blob that is shorter than requested is never returned in part."""
         store = self.open_store()
         store.create("a", b"12345")
         for start, length in ((0, 6), (4, 2), (5, 1), (100, 1)):
             require_raises(DamageError, partial(store.read, "a", start, length))
 
     def test_a_blob_is_created_once(self) -> None:
-        """A second content changes nothing. The same content again is the repetition of an attempt."""
+        """Creating a blob with another content changes nothing. Creating it with the same content again succeeds."""
         store = self.open_store()
         require(store.create("manifests/1", b"first"), "the blob was not created")
         require(not self.open_store().create("manifests/1", b"other"), "an existing blob was created again")
         require(not self.open_store().create("manifests/1", b"first, and more"), "an existing blob was created again")
         require(self.open_store().create("manifests/1", b"first"), "a repeated attempt was not recognised")
         require(store.read("manifests/1", 0, 5) == b"first", "an existing blob was changed")
-        require(dict(store.list("")) == {"manifests/1": 5}, "attempts have left something")
+        require(dict(store.list("")) == {"manifests/1": 5}, "an attempt left something")
 
     def test_one_of_several_creators_wins(self) -> None:
         """Exactly one of several threads creates a name, and its content is the one that is read."""
@@ -99,7 +98,7 @@ class BlobStoreContract:
         require(not problems, "; ".join(problems))
 
     def test_list_shows_names_and_sizes(self) -> None:
-        """All blobs whose names start with a prefix, at any depth."""
+        """`list` yields all blobs whose names start with a prefix, at any depth."""
         store = self.open_store()
         sizes = {"a": 1, "ab": 2, "b/a": 3, "b/ab": 4, "b/c/d.seg": 5, "bc/e": 6}
         for name, nbytes in sizes.items():
@@ -135,7 +134,7 @@ class BlobStoreContract:
         require(not empty_listings, f"{len(empty_listings)} listings show neither a blob nor its successor")
 
     def test_deleted_blobs_are_gone(self) -> None:
-        """A name can be created again, and deleting what does not exist has no effect."""
+        """A deleted name can be created again. Deleting a blob that does not exist has no effect."""
         store = self.open_store()
         store.create("b/a", b"1")
         store.create("b/c", b"2")
@@ -146,7 +145,7 @@ class BlobStoreContract:
         require(store.create("b/a", b"again"), "a deleted name cannot be created")
 
     def test_names_lead_nowhere_else(self) -> None:
-        """A name that is not one of the protocol is refused, whatever the operation."""
+        """Every operation refuses a name that the protocol does not allow."""
         store = self.open_store()
         for name in _BAD_NAMES:
             require_raises(ArgumentError, partial(store.create, name, b"x"))
@@ -155,7 +154,7 @@ class BlobStoreContract:
         require(list(store.list("")) == [], "a refused name was created")
 
     def test_one_writer_holds_the_lock(self) -> None:
-        """A second one is told who holds it. It can be taken after it was released, and is not a blob."""
+        """The error of a second writer names the owner. A released lock can be taken. The lock is not a blob."""
         store = self.open_store()
         lease = store.lock("the first writer")
         lease.check()
@@ -170,7 +169,7 @@ class BlobStoreContract:
         second.release()
 
     def test_blobs_need_no_lock(self) -> None:
-        """Readers and journals work beside a writer."""
+        """Blobs can be created, read and deleted while another store has the lock."""
         lease = self.open_store().lock("a writer")
         store = self.open_store()
         require(store.create("a", b"1"), "the blob was not created")
@@ -189,7 +188,7 @@ class BlobStoreContract:
         require(store.create("a", b"1"), "the store cannot be used again")
 
     def _race(self, name: str) -> dict[int, bool]:
-        """Create `name` in several threads at once. Return what each of them got."""
+        """Create `name` in several threads at once. Return the results of `create` by thread number."""
         results: dict[int, bool] = {}
         gate = threading.Barrier(_THREADS)
 

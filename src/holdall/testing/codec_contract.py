@@ -21,7 +21,8 @@ from holdall.store.windows import Window
 from holdall.testing.rules import require, require_raises
 from holdall.testing.streams import DTYPES, random_rows
 
-_REFUSED = (ValueError, IndexError)
+_REFUSALS = (ValueError, IndexError)
+"""Errors of a decoder that refuses its arguments."""
 _SLICES = 9
 _CONTENTS = ("zeros", "smooth", "few", "still", "noise")
 _SOME_DTYPES = DTYPES[5:10:2]
@@ -54,21 +55,21 @@ class CodecContract:
         return _native.decode(coded, first, count)
 
     def test_every_dtype_and_shape_comes_back_bit_for_bit(self) -> None:
-        """Zeros, smooth values, few values, a still scene, and noise with NaN payloads."""
-        for slices, coded in self._cases():
+        """The slices are zeros, smooth values, few values, a still scene, and noise with NaN payloads."""
+        for slices, coded in self._make_cases():
             require(coded.slice_count == len(slices), f"{coded.codec}: {coded.slice_count} slices of {len(slices)}")
             self._require_slices(coded, slices, 0, len(slices))
 
     def test_any_slices_can_be_read(self) -> None:
-        """One slice, no slice, and the last ones, also from a pickled copy."""
-        for slices, coded in self._cases(_SOME_DTYPES):
+        """This holds for one slice, no slice and the last slices, also from a pickled copy."""
+        for slices, coded in self._make_cases(_SOME_DTYPES):
             for source in (coded, pickle.loads(pickle.dumps(coded))):
                 for first, count in ((8, 1), (0, 1), (3, 4), (5, 4), (4, 0)):
                     self._require_slices(source, slices, first, count)
 
     def test_every_number_of_slices_comes_back(self) -> None:
-        """One slice, a whole unit, and one slice more."""
-        for slices, coded in self._cases(_SOME_DTYPES[:1], ("few", "still")):
+        """The numbers are one slice, a whole unit, and one slice more than a unit."""
+        for slices, coded in self._make_cases(_SOME_DTYPES[:1], ("few", "still")):
             group = coded.codec.group
             for count in (1, group, group + 1):
                 repeated = np.resize(slices, (count, slices.shape[1]))
@@ -79,7 +80,7 @@ class CodecContract:
     def test_slices_in_another_order_keep_their_numbers(self) -> None:
         """A slice is read by its number, wherever it is stored."""
         order = np.random.default_rng(3).permutation(_SLICES).astype(np.uint32)
-        for slices, coded in self._cases(_SOME_DTYPES, ("few", "still")):
+        for slices, coded in self._make_cases(_SOME_DTYPES, ("few", "still")):
             other = self.encode(slices, coded.codec, order)
             require(other is not None, f"{coded.codec}: slices are refused in another order")
             if other is not None:
@@ -87,7 +88,7 @@ class CodecContract:
 
     def test_a_dictionary_changes_no_bit(self) -> None:
         """A dictionary may have much or nothing in common with the slices."""
-        for slices, coded in self._cases(_SOME_DTYPES[:1], ("few", "noise")):
+        for slices, coded in self._make_cases(_SOME_DTYPES[:1], ("few", "noise")):
             for content in (slices.tobytes() + b"end", b"frames of a film " * 30):
                 other = self.encode(slices, replace(coded.codec, dictionary=Dictionary(content)))
                 require(other is not None, f"{coded.codec}: slices are refused with a dictionary")
@@ -95,24 +96,24 @@ class CodecContract:
                     self._require_slices(other, slices, 0, len(slices))
 
     def test_noise_takes_no_more_than_its_own_bytes(self) -> None:
-        """Besides the offsets, the places and the palette."""
-        for slices, coded in self._cases(contents=("noise",)):
-            beside = coded.offsets.nbytes + coded.palette.nbytes
+        """Offsets, places and palette are counted separately."""
+        for slices, coded in self._make_cases(contents=("noise",)):
+            index_bytes = coded.offsets.nbytes + coded.palette.nbytes
             if coded.places is not None:
-                beside += coded.places.nbytes
+                index_bytes += coded.places.nbytes
             data_bytes = 0 if coded.data is None else coded.data.nbytes
             require(data_bytes <= slices.nbytes, f"{coded.codec}: {slices.nbytes} bytes grew to {data_bytes}")
-            require(coded.nbytes <= data_bytes + beside + 4096, f"{coded.codec}: nbytes is {coded.nbytes}")
+            require(coded.nbytes <= data_bytes + index_bytes + 4096, f"{coded.codec}: nbytes is {coded.nbytes}")
 
     def test_a_slice_that_is_not_in_the_block_is_refused(self) -> None:
-        """Numbers may be read from a file."""
-        for slices, coded in self._cases(_SOME_DTYPES[:1]):
+        """Slice numbers may come from a damaged file."""
+        for slices, coded in self._make_cases(_SOME_DTYPES[:1]):
             for first, count in ((-1, 1), (len(slices), 1), (0, len(slices) + 1), (2**40, 1)):
                 self._require_refused(coded, first, count)
 
     def test_offsets_outside_of_the_data_are_refused(self) -> None:
-        """When the compressed slices are made of the arrays of a file, or when they are decoded."""
-        for _, coded in self._cases(_SOME_DTYPES[:1]):
+        """Either making a `Coded` of such offsets raises, or decoding it."""
+        for _, coded in self._make_cases(_SOME_DTYPES[:1]):
             for wrong in (0, 2**32 - 1):
                 offsets = coded.offsets.copy()
                 if offsets[-1] == wrong:
@@ -123,22 +124,22 @@ class CodecContract:
                     changed = _copy_with(coded, offsets=offsets)
                     self.decode(changed, 0, changed.slice_count)
 
-                require_raises(_REFUSED, decode_all, f"{coded.codec}, offset {wrong}: decode")
+                require_raises(_REFUSALS, decode_all, f"{coded.codec}, offset {wrong}: decode")
 
     def test_damaged_bytes_are_an_error_or_bytes_of_the_right_size(self) -> None:
-        """Compressors do not notice every flipped bit. But nothing crashes."""
+        """A compressor does not notice every flipped bit, but it does not crash."""
         generator = np.random.default_rng(0)
-        for slices, coded in self._cases(_SOME_DTYPES):
+        for slices, coded in self._make_cases(_SOME_DTYPES):
             for _ in range(4):
-                data = _damage(np.asarray(coded.data), generator)
-                with suppress(*_REFUSED):
+                data = _damage_bytes(np.asarray(coded.data), generator)
+                with suppress(*_REFUSALS):
                     rows = self.decode(_copy_with(coded, data=data), 0, len(slices))
                     require(rows.shape == slices.shape, f"{coded.codec}: {rows.shape} slices of {slices.shape}")
 
     def test_damage_in_a_file_is_always_noticed(self) -> None:
         """Units in files have checksums, so wrong bytes are never returned."""
         generator = np.random.default_rng(1)
-        for slices, coded in self._cases(_SOME_DTYPES):
+        for slices, coded in self._make_cases(_SOME_DTYPES):
             data = np.asarray(coded.data)
             checks = _native.checksums(coded)
             damaged = data.copy()
@@ -150,7 +151,7 @@ class CodecContract:
                 broken = _copy_with(coded, data=(file.fileno(), data.nbytes, data.nbytes), checks=checks)
                 self._require_refused(broken, 0, len(slices))
 
-    def _cases(
+    def _make_cases(
         self, dtypes: Iterable[np.dtype[Any]] = DTYPES, contents: Iterable[str] = _CONTENTS
     ) -> Iterator[tuple[Bytes, Coded]]:
         """Yield slices of every kind, raw and compressed by every codec that can represent them."""
@@ -173,11 +174,11 @@ class CodecContract:
 
     def _require_refused(self, coded: Coded, first: int, count: int) -> None:
         what = f"{coded.codec}: decoding {count} slices from {first} on"
-        require_raises((*_REFUSED, OverflowError), lambda: self.decode(coded, first, count), what)
+        require_raises((*_REFUSALS, OverflowError), lambda: self.decode(coded, first, count), what)
 
 
 def _copy_with(coded: Coded, **changes: Any) -> Coded:
-    """Return compressed slices with other arrays."""
+    """Return a copy of compressed slices with some of its arrays replaced."""
     arrays: dict[str, Any] = {
         "offsets": coded.offsets,
         "palette": coded.palette,
@@ -207,7 +208,7 @@ def _make_slices(leaf: Leaf, content: str, generator: np.random.Generator) -> By
     return rows
 
 
-def _damage(data: Bytes, generator: np.random.Generator) -> Bytes:
+def _damage_bytes(data: Bytes, generator: np.random.Generator) -> Bytes:
     """Flip a bit, overwrite a range, or cut off the end."""
     damaged = data.copy()
     first = int(generator.integers(len(data)))

@@ -38,7 +38,7 @@ class MemoryContract:
         memory.add(**step.arguments())
 
     def gather(self, memory: Any, ids: NDArray[np.int64]) -> dict[str, Any]:
-        """Return fields of transitions by their names in `holdall.Batch`. Fields that are left out are not compared."""
+        """Return fields of transitions by their names in `holdall.Batch`. Other fields are not compared."""
         batch = memory.gather(ids)
         return {name: getattr(batch, name) for name in COMPARED}
 
@@ -58,7 +58,7 @@ class MemoryContract:
                 yield Stream(space, stored_space((2,), np.dtype("f4")), self.num_envs, plans=plans, mishaps=mishaps)
 
     def test_every_held_transition_comes_back_bit_for_bit(self) -> None:
-        """While the memory fills, and after it wrapped around."""
+        """`gather` is tested while the memory fills and after it wrapped around."""
         for stream in self.streams():
             memory = self.make_memory(stream)
             oracle = OracleMemory(self.capacity, self.num_envs)
@@ -69,7 +69,7 @@ class MemoryContract:
                     self._compare(self.gather(memory, ids), oracle, ids)
 
     def test_a_batch_has_only_transitions_that_are_held(self) -> None:
-        """While the memory fills, and after it wrapped around."""
+        """`sample` is tested while the memory fills and after it wrapped around."""
         for stream in self.streams():
             memory = self.make_memory(stream)
             oracle = OracleMemory(self.capacity, self.num_envs)
@@ -97,7 +97,7 @@ class MemoryContract:
                 )
 
     def test_a_batch_belongs_to_the_caller(self) -> None:
-        """Its rows do not change when the memory wraps around."""
+        """The rows of a batch do not change when the memory wraps around."""
         for stream in self.streams():
             memory = self.make_memory(stream)
             oracle = OracleMemory(self.capacity, self.num_envs)

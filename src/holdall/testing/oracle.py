@@ -66,15 +66,15 @@ class OracleMemory:
     ) -> None:
         """Append copies of one tick. If the list is full, the oldest tick is removed."""
         given = (obs, action, reward, next_obs, terminated, truncated, {} if extras is None else extras)
-        real = np.ones(self.num_envs, np.bool_) if valid is None else valid
-        self._ticks.append(OracleTick(*(map_leaves(np.array, value) for value in (*given, real))))
+        are_valid = np.ones(self.num_envs, np.bool_) if valid is None else valid
+        self._ticks.append(OracleTick(*(map_leaves(np.array, value) for value in (*given, are_valid))))
         self._added += 1
 
     def extend(self, *given: Any, **named: Any) -> None:
         """Add whole trajectories, tick by tick: the arguments of `add`, every array with a leading time axis."""
         count = len(given[2] if len(given) > 2 else named["reward"])
         for t in range(count):
-            positional, by_name = _rows_at((given, named), t)
+            positional, by_name = _take_rows((given, named), t)
             self.add(*positional, **by_name)
 
     def gather(self, ids: Any) -> Batch:
@@ -85,7 +85,7 @@ class OracleMemory:
             raise ArgumentError("The oracle has no transitions, so it cannot return any of ids. Add a tick first.")
         ticks = [tick for tick, _ in places] or [self._ticks[0]]
         lanes = [lane for _, lane in places]
-        read = {name: _lane_rows([getattr(tick, name) for tick in ticks], lanes) for name in _BATCH_FIELDS}
+        read = {name: _take_lanes([getattr(tick, name) for tick in ticks], lanes) for name in _BATCH_FIELDS}
         return Batch(**read, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
@@ -116,7 +116,7 @@ class OracleMemory:
         return copied
 
     def held(self) -> Held:
-        """Return the view of this memory that samplers get. Reading an id that is not held raises TransitionIdError."""
+        """Return the view that samplers get of this memory. Reading an id that is not held raises TransitionIdError."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
         return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, self)
 
@@ -158,11 +158,11 @@ class OracleMemory:
         return self._read(ids, lambda tick, lane: tick.reward[lane], None)
 
     def _read(self, ids: NDArray[np.int64], value: Callable[[OracleTick, int], Any], dtype: Any) -> NDArray[Any]:
-        values = [value(*self._tick_and_lane(number)) for number in np.ravel(ids).tolist()]
+        values = [value(*self._find_entry(number)) for number in np.ravel(ids).tolist()]
         return np.array(values, dtype).reshape(np.shape(ids))
 
-    def _tick_and_lane(self, number: int) -> tuple[OracleTick, int]:
-        """Return the tick and the lane of a transition id. Raise TransitionIdError if it is not held."""
+    def _find_entry(self, number: int) -> tuple[OracleTick, int]:
+        """Return the tick and the lane of an entry, which may be invalid. Raise TransitionIdError if it is not held."""
         first = self.first_id
         if not first <= number < self.next_id:
             raise TransitionIdError(f"ids holds {number}, but {first} to {self.next_id - 1} are held")
@@ -170,8 +170,8 @@ class OracleMemory:
         return self._ticks[index], lane
 
     def place(self, number: int) -> tuple[OracleTick, int]:
-        """Return the tick and the lane of a transition. Raise TransitionIdError if the id is not one that is held."""
-        tick, lane = self._tick_and_lane(number)
+        """Return the tick and the lane of a transition. Raise TransitionIdError if it is not held or not valid."""
+        tick, lane = self._find_entry(number)
         if not tick.valid[lane]:
             raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
         return tick, lane
@@ -246,17 +246,18 @@ def as_array(value: Any) -> NDArray[Any]:
     return np.asarray(value)
 
 
-def _rows_at(value: Any, index: int) -> Any:
+def _take_rows(value: Any, index: int) -> Any:
+    """Return row `index` of nested arrays. None stays None."""
     return map_leaves(lambda array: None if array is None else np.asarray(array)[index], value)
 
 
-def _lane_rows(values: Sequence[Any], lanes: Sequence[int]) -> Any:
-    """Return the row of `lanes[i]` in `values[i]`, for every i. All values have the same nesting."""
+def _take_lanes(values: Sequence[Any], lanes: Sequence[int]) -> Any:
+    """Return row `lanes[i]` of `values[i]` for every i, stacked. All values have the same nesting."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: _lane_rows([value[key] for value in values], lanes) for key in first}
+        return {key: _take_lanes([value[key] for value in values], lanes) for key in first}
     if isinstance(first, tuple):
-        return tuple(_lane_rows([value[index] for value in values], lanes) for index in range(len(first)))
+        return tuple(_take_lanes([value[index] for value in values], lanes) for index in range(len(first)))
     rows = [array[lane : lane + 1] for array, lane in zip(values, lanes, strict=False)]
     return np.concatenate(rows or [first[:0]])
 
@@ -285,7 +286,7 @@ def n_step_batch(oracle: OracleMemory, ids: NDArray[np.int64], n: int, gamma: fl
     runs = [steps_from(oracle, int(number), n) for number in ids]
     first = oracle.gather(ids)
     last = oracle.gather([run[-1] for run in runs])
-    returns = [_discounted(oracle.gather(run).reward, gamma) for run in runs]
+    returns = [_discount_rewards(oracle.gather(run).reward, gamma) for run in runs]
     return replace(
         first,
         reward=np.array(returns, np.result_type(first.reward.dtype, np.float32)),
@@ -319,7 +320,7 @@ def ends(oracle: OracleMemory, number: int) -> bool:
     return bool(tick.terminated[lane] or tick.truncated[lane])
 
 
-def _discounted(rewards: NDArray[Any], gamma: float) -> Any:
+def _discount_rewards(rewards: NDArray[Any], gamma: float) -> Any:
     dtype = np.result_type(rewards.dtype, np.float32).type
     total = dtype(rewards[0]) * dtype(1.0)
     for k in range(1, len(rewards)):

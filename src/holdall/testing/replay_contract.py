@@ -21,7 +21,7 @@ class ReplayContract:
     """The promises of a drop-in, compared with the buffer that it replaces.
 
     Both buffers are given the same steps and the same seeds, and must return the same batches, bit for bit. Override
-    `make_buffers`, `add` and `sample` with the words of the framework.
+    `make_buffers`, `add` and `sample` with calls of the framework's methods.
     """
 
     capacity = 60
@@ -48,7 +48,7 @@ class ReplayContract:
             yield Stream(space, stored_space((2,), np.dtype("f4")), self.num_envs, plans=plans, mishaps=mishaps)
 
     def test_one_seed_draws_the_rows_of_the_frameworks_buffer(self) -> None:
-        """While the buffers fill, and after they wrapped around."""
+        """Batches are compared while the buffers fill and after they wrapped around."""
         for stream in self.streams():
             dropped_in, original = self.make_buffers(stream)
             for tick in range(self._count_ticks()):
@@ -57,7 +57,7 @@ class ReplayContract:
                     self._require_same_batches(dropped_in, original, seed=tick)
 
     def test_a_batch_belongs_to_the_caller(self) -> None:
-        """Its rows do not change when the buffer wraps around."""
+        """The rows of a batch do not change when the buffer wraps around."""
         for stream in self.streams():
             dropped_in, original = self.make_buffers(stream)
             self._add_tick(dropped_in, original, stream)
@@ -68,7 +68,7 @@ class ReplayContract:
             assert_same_bits(batch, expected)
 
     def test_added_arrays_stay_the_callers(self) -> None:
-        """Changing them after `add` changes no transition."""
+        """Changing the arrays after `add` changes no transition."""
         for stream in self.streams():
             dropped_in, original = self.make_buffers(stream)
             for _ in range(_TICKS_BETWEEN_DRAWS):
@@ -79,7 +79,7 @@ class ReplayContract:
             self._require_same_batches(dropped_in, original, seed=2)
 
     def test_a_pickled_buffer_continues_as_the_frameworks_does(self) -> None:
-        """Both draw the same rows afterwards, and take the next steps."""
+        """Both restored buffers draw the same rows, also after one more step."""
         for stream in self.streams():
             buffers = self.make_buffers(stream)
             for _ in range(self._count_ticks()):

@@ -1,4 +1,4 @@
-"""The rules of `ReplayMemory`, as a test class. Every form in which a memory can store transitions passes it."""
+"""The rules of `ReplayMemory`, as a test class. Memories pass it in every form in which they can store transitions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdall.testing.streams import LeafPlan, Mishaps, Stream, StreamStep
 _LOAD_SETTINGS = ("budget", "prefer", "spill_dir", "device", "store_device", "_tuning")
 _BATCH = 16
 _MIN_BATCHES = 50
-"""Least number of batches that a thread reads while another thread adds."""
+"""Minimum number of batches that a thread reads while another thread adds."""
 
 
 class ReplayMemoryContract(MemoryContract):
@@ -93,7 +93,7 @@ class ReplayMemoryContract(MemoryContract):
     # ---------------------------------------------------------------- the form
 
     def test_every_held_transition_comes_back_in_its_last_form(self) -> None:
-        """`gather` is compared with the oracle after all work in the background, when the form is the one to test."""
+        """`gather` is compared with the oracle after all background work, when the data has the form to test."""
         for stream in self.streams():
             with self.make_memory(stream) as memory:
                 oracle = OracleMemory(self.capacity, self.num_envs)
@@ -119,7 +119,7 @@ class ReplayMemoryContract(MemoryContract):
                     self._compare(self.gather(memory, oracle.ids), oracle, oracle.ids)
 
     def test_entries_that_are_not_valid_are_not_transitions(self) -> None:
-        """They are neither counted nor drawn, and `gather` refuses them."""
+        """Such entries are neither counted nor drawn, and `gather` refuses them."""
         generator = np.random.default_rng(3)
         stream = self.nested_stream()
         with self.make_memory(stream, seed=1) as memory:
@@ -134,7 +134,7 @@ class ReplayMemoryContract(MemoryContract):
             require_raises(TransitionIdError, partial(memory.gather, invalid[:1]), "gather of an invalid entry")
 
     def test_added_arrays_stay_the_callers(self) -> None:
-        """Changing them after `add` changes no transition."""
+        """Changing the arrays after `add` changes no transition."""
         stream = self.nested_stream()
         with self.make_memory(stream) as memory:
             oracle = OracleMemory(self.capacity, self.num_envs)
@@ -162,7 +162,7 @@ class ReplayMemoryContract(MemoryContract):
     # ---------------------------------------------------------------- rewriting
 
     def test_update_rewrites_extras_and_nothing_else(self) -> None:
-        """Ids may occur twice: their last row counts."""
+        """If an id occurs twice, its last row counts."""
         generator = np.random.default_rng(5)
         stream = self.nested_stream()
         with self.make_memory(stream) as memory:
@@ -233,7 +233,7 @@ class ReplayMemoryContract(MemoryContract):
                 ids = generator.integers(memory.first_id, memory.next_id, _BATCH)
                 try:
                     rows = self.gather(memory, ids)
-                except TransitionIdError:  # It was evicted meanwhile.
+                except TransitionIdError:  # A transition was evicted meanwhile.
                     continue
                 try:
                     self._compare(rows, oracle, ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,7 +28,7 @@ class SamplerContract:
     """The rules of `holdall.sampling.Sampler`. Override `make_sampler`.
 
     The sampler draws from `OracleMemory.held()`, which raises for ids that are not held, and from a `ReplayMemory`.
-    Episodes end at random, some lanes make no transition, old transitions are evicted, and flags are overwritten.
+    Episodes end at random, some entries are not valid, old transitions are evicted, and flags are overwritten.
     """
 
     observation_space: spaces.Space[Any] = spaces.Dict(
@@ -45,7 +46,7 @@ class SamplerContract:
         raise NotImplementedError("Override make_sampler, and return the sampler that is tested.")
 
     def test_only_held_and_valid_transitions_are_drawn(self) -> None:
-        """While the memory fills, after it wrapped around, and after flags were overwritten."""
+        """The sampler is tested while the memory fills, after it wrapped around, and after flags were overwritten."""
         sampler = self.make_sampler()
         generator = np.random.default_rng(0)
         for tick, oracle in enumerate(self._oracles(seed=1)):
@@ -55,11 +56,11 @@ class SamplerContract:
             if tick > 5:
                 draw = self._draw(sampler, oracle.held(), generator)
                 for drawn in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
-                    strangers = [] if drawn is None else np.setdiff1d(drawn, oracle.ids).tolist()
-                    require(not strangers, f"tick {tick}: {strangers} are drawn, but not held or not valid")
+                    wrong_ids = [] if drawn is None else np.setdiff1d(drawn, oracle.ids).tolist()
+                    require(not wrong_ids, f"tick {tick}: {wrong_ids} are drawn, but not held or not valid")
 
     def test_a_draw_has_as_many_rows_as_asked_for(self) -> None:
-        """Ids are int64, weights are finite float32 numbers above 0, and the rest has the same rows."""
+        """Ids are int64, weights are finite float32 numbers above 0, and other arrays have one entry per row."""
         *_, oracle = self._oracles(seed=2)
         sampler = self.make_sampler()
         generator = np.random.default_rng(0)
@@ -74,7 +75,7 @@ class SamplerContract:
             require(draw.mask is None or draw.mask.shape == draw.ids.shape, "mask has another shape than ids")
 
     def test_one_seed_gives_one_sequence(self) -> None:
-        """Two samplers with the same history and the same generator draw the same."""
+        """Two samplers with the same history and equal generators make the same draws."""
         samplers = (self.make_sampler(), self.make_sampler())
         generators = (np.random.default_rng(7), np.random.default_rng(7))
         for oracle in self._oracles(seed=3):
@@ -89,23 +90,19 @@ class SamplerContract:
             self._draw(sampler, oracle.held(), generator)
             if tick % 7 == 0:
                 other = self.make_sampler()
-                again = np.random.default_rng(0)
-                again.bit_generator.state = generator.bit_generator.state
                 state = sampler.state()
                 encode_state(state, [], "the sampler's state")
                 other.restore({name: np.array(value) if np.ndim(value) else value for name, value in state.items()})
-                later = np.random.default_rng(0)
-                later.bit_generator.state = generator.bit_generator.state
-                _require_same(
-                    self._draw(sampler, oracle.held(), again), self._draw(other, oracle.held(), later), "a restored one"
-                )
+                first = self._draw(sampler, oracle.held(), copy.deepcopy(generator))
+                second = self._draw(other, oracle.held(), copy.deepcopy(generator))
+                _require_same(first, second, "a sampler and its restored copy")
 
     def test_the_state_of_another_sampler_is_refused(self) -> None:
-        """With a DamageError, because a state may be read from a file."""
+        """`restore` raises DamageError, because a state may come from a file."""
         require_raises(DamageError, lambda: self.make_sampler().restore({"written_by": np.arange(3)}), "restore")
 
     def test_a_memory_returns_what_was_added_and_goes_on_after_loading(self) -> None:
-        """`sample` returns the oracle's rows. A loaded memory draws the same as the saved one."""
+        """`sample` returns the rows of the oracle. A loaded memory draws the same batches as the saved memory."""
         oracle = OracleMemory(_CAPACITY, _LANES)
         with ReplayMemory(
             self.observation_space, self.action_space, _CAPACITY, _LANES, seed=5, sampler=self.make_sampler()
@@ -122,14 +119,14 @@ class SamplerContract:
                         assert_same_bits(loaded.sample(self.batch_size), memory.sample(self.batch_size))
 
     def _oracles(self, seed: int) -> Iterator[OracleMemory]:
-        """Yield an oracle after every tick. It wraps around twice."""
+        """Yield the same oracle after every tick. The oracle wraps around twice."""
         oracle = OracleMemory(_CAPACITY, _LANES)
         for step, valid in self._steps(50, seed):
             oracle.add(**step, valid=valid)
             yield oracle
 
     def _steps(self, ticks: int, seed: int) -> Iterator[tuple[dict[str, Any], NDArray[np.bool_]]]:
-        """Yield steps of a synthetic environment with finite rewards, and which lanes made a transition."""
+        """Yield steps of a synthetic environment with finite rewards, each with the argument `valid` of `add`."""
         generator = np.random.default_rng(seed)
         self.observation_space.seed(seed)
         self.action_space.seed(seed)

@@ -20,7 +20,7 @@ from holdall.testing.streams import Content, LeafPlan, Mishaps, Padding, Stream
 _CONTENTS: tuple[Content, ...] = ("noise", "table", "constant")
 _PADDINGS: tuple[Padding, ...] = ("zero", "first", "fresh")
 _WINDOWED: tuple[tuple[tuple[int, ...], int, int], ...] = (
-    # shape, axis, elements that are new in every step
+    # Shape, axis of the window, number of elements that are new in every step.
     ((4, 36, 36), 0, 1),  # stack on the first axis
     ((36, 36, 4), 2, 1),  # stack on the last axis
     ((24, 20, 12), 2, 3),  # four frames of three channels
@@ -34,8 +34,8 @@ _WINDOWED: tuple[tuple[tuple[int, ...], int, int], ...] = (
     ((300,), 0, 1),
     ((5000,), 0, 7),
     ((8, 4, 8), 1, 1),  # an axis in the middle
-    ((4, 33, 4), 0, 1),  # two axes that could be the stack's
-    ((6, 32, 32), 0, 4),  # no whole number of steps in a window
+    ((4, 33, 4), 0, 1),  # two axes that could be the axis of the stack
+    ((6, 32, 32), 0, 4),  # a window whose length is not a multiple of the step
     ((7,), 0, 1),
 )
 """Large, medium and small shapes of observations that overlap from step to step."""
@@ -51,7 +51,7 @@ dtypes: st.SearchStrategy[np.dtype[Any]] = st.sampled_from(DTYPES)
 shapes: st.SearchStrategy[tuple[int, ...]] = st.one_of(
     st.just(()), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), st.tuples(st.integers(1, 300))
 )
-"""Short shapes of any rank; axes of length zero and one included."""
+"""Shapes of small arrays of any rank, including axes of length zero and one."""
 
 boxes: st.SearchStrategy[spaces.Space[Any]] = st.builds(box, shapes, dtypes)
 
@@ -129,11 +129,11 @@ def streams(
     most_lanes: int = 5,
     most_bytes: int = 1 << 17,
 ) -> Stream:
-    """Draw a stream: spaces, lanes, how each leaf moves, and what goes wrong how often.
+    """Draw a stream: spaces, lanes, the movement of each leaf, and the probabilities of mishaps.
 
     Args:
         observation_spaces: By default spaces of every kind, windowed ones most often.
-        most_bytes: Bytes of one tick of observations, at most, so that examples stay quick.
+        most_bytes: Maximum bytes of one tick of observations, so that examples stay quick.
     """
     if observation_spaces is None:
         observation_spaces = draw(st.sampled_from([windowed_spaces, windowed_spaces, _several, any_space]))

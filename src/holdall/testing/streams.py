@@ -26,8 +26,8 @@ Padding = Literal["zero", "first", "fresh"]
 Values = Literal["any", "halves", "bits", "zeros"]
 
 _TABLE_ROWS = 40
-_RARE_BITS = {2: 0x7D01, 4: 0x7FA00001, 8: 0x7FF4000000000001}
-"""Signalling NaNs with a payload, by the size of the float. A cast would make them quiet."""
+_NAN_BITS = {2: 0x7D01, 4: 0x7FA00001, 8: 0x7FF4000000000001}
+"""Signalling NaNs with a payload, by the size of the float in bytes. A cast would make them quiet."""
 
 
 def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Generator) -> Array:
@@ -41,19 +41,24 @@ def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Gener
     elif dtype.kind == "f" and count:
         where = raw(count) & 15
         rows[where == 0] = -0.0
-        if dtype.itemsize in _RARE_BITS:
-            rows.view(f"u{dtype.itemsize}")[where == 1] = _RARE_BITS[dtype.itemsize] + (raw() & 255)
+        if dtype.itemsize in _NAN_BITS:
+            rows.view(f"u{dtype.itemsize}")[where == 1] = _NAN_BITS[dtype.itemsize] + (raw() & 255)
     return rows.reshape((*leading, *leaf.shape))
 
 
 def make_narrow(rows: Array, values: Values) -> Array:
-    """Return float32 rows changed to values that need fewer than four bytes. Rows of another dtype stay as they are."""
+    """Return float32 rows with values that fit into two bytes ("halves"), one bit ("bits") or no bits ("zeros").
+
+    Rows of another dtype are returned as they are, and all rows for "any".
+    """
     if rows.dtype != np.float32 or values == "any":
         return rows
     words = rows.view(np.uint32)
     if values == "halves":
         return (words & np.uint32(0xFFFF0000)).view(np.float32)
-    return (words >> 8 & 1 if values == "bits" else words * 0).astype(np.float32)
+    if values == "bits":
+        return (words >> 8 & 1).astype(np.float32)
+    return np.zeros_like(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,10 @@ class LeafPlan:
     Args:
         axis: Axis along which observations slide. None: consecutive observations have nothing in common.
         step: Number of elements of the axis that are new in the next observation.
-        content: New elements are random ("noise"), rows of a small table in order, or always the same.
-        padding: Older elements of the first observation of an episode: zeros, copies of its newest elements, or fresh
-            ones.
+        content: New elements: random ("noise"), successive rows of a small table ("table"), or always the same
+            ("constant").
+        padding: Older elements of the first observation of an episode: zeros ("zero"), copies of its newest elements
+            ("first"), or new elements ("fresh").
         repeats: Share of the steps in which the observation does not change.
         later: Plan that replaces this one at tick `later_from`.
     """
@@ -86,32 +92,32 @@ class Mishaps:
     ends: float = 0.05  # An episode ends by termination or truncation.
     silent_resets: float = 0.0  # An episode ends without a flag.
     skipped_steps: float = 0.0  # The environment makes a step that is not added.
-    foreign_next: float = 0.0  # `next_obs` is random. The lane never has this observation.
+    foreign_next: float = 0.0  # `next_obs` is random, and is not the lane's observation at any tick.
 
 
 @dataclass(slots=True)
 class _LeafSource:
-    """Current observations of all lanes, for one leaf."""
+    """Generator of the observations of all lanes, for one leaf."""
 
     leaf: Leaf
     plan: LeafPlan
     lanes: int
     generator: np.random.Generator
-    now: Array = field(init=False)
-    _table: Array = field(init=False)
-    _day: NDArray[np.int64] = field(init=False)
+    current: Array = field(init=False)  # One observation per lane.
+    _table: Array = field(init=False)  # Rows of the contents "table" and "constant".
+    _position: NDArray[np.int64] = field(init=False)  # First table row of the lane's observation. Wraps around.
     _tick: int = 0
 
     def __post_init__(self) -> None:
-        self._begin()
-        self.now = self.fresh_rows()
+        self._start_plan()
+        self.current = self.make_random_rows()
         self.reset(np.ones(self.lanes, np.bool_))
 
     def begin_tick(self) -> None:
         """Change to the later plan when it is due."""
         if self.plan.later is not None and self._tick >= self.plan.later_from:
             self.plan = self.plan.later
-            self._begin()
+            self._start_plan()
         self._tick += 1
 
     def advance(self, lanes: NDArray[np.bool_]) -> None:
@@ -123,49 +129,50 @@ class _LeafSource:
     def reset(self, lanes: NDArray[np.bool_]) -> None:
         """Begin an episode in the given lanes."""
         for lane in lanes.nonzero()[0].tolist():
-            self._day[lane] = self.generator.integers(_TABLE_ROWS)
-            first = self._unseen(lane)
+            self._position[lane] = self.generator.integers(_TABLE_ROWS)
+            first = self._make_observation(lane)
             axis = self.plan.axis
             if axis is None or self.plan.padding == "fresh" or first.shape[axis] == 0:
-                self.now[lane] = first
+                self.current[lane] = first
                 continue
             length = first.shape[axis]
             step = self.plan.step
             newest = np.take(first, np.arange(length - step, length), axis=axis)
-            fill = np.zeros_like(first) if self.plan.padding == "zero" else _tiled(newest, axis, length)
+            fill = np.zeros_like(first) if self.plan.padding == "zero" else _tile(newest, axis, length)
             kept = np.take(fill, np.arange(length - step), axis=axis)
-            self.now[lane] = np.concatenate([kept, newest], axis=axis)
+            self.current[lane] = np.concatenate([kept, newest], axis=axis)
 
-    def _begin(self) -> None:
+    def _start_plan(self) -> None:
         axis = self.plan.axis
         shape = self.leaf.shape
         element = self.leaf if axis is None else replace(self.leaf, shape=shape[:axis] + shape[axis + 1 :])
         rows = 1 if self.plan.content == "constant" else _TABLE_ROWS
         self._table = random_rows(element, (rows,), self.generator)
-        self._day = np.zeros(self.lanes, np.int64)
+        self._position = np.zeros(self.lanes, np.int64)
 
-    def fresh_rows(self) -> Array:
+    def make_random_rows(self) -> Array:
         """Return random observations of all lanes."""
         return random_rows(self.leaf, (self.lanes,), self.generator)
 
-    def _unseen(self, lane: int) -> Array:
-        """Return a whole observation: a random one, or rows of the table from the lane's day on."""
+    def _make_observation(self, lane: int) -> Array:
+        """Return a whole observation: a random one, or rows of the table from the lane's position on."""
         if self.plan.content == "noise":
             return random_rows(self.leaf, (), self.generator)
         if self.plan.axis is None:
-            return np.asarray(self._table[self._day[lane] % len(self._table)])
-        days = self._day[lane] + np.arange(self.leaf.shape[self.plan.axis])
-        return np.moveaxis(self._table[days % len(self._table)], 0, self.plan.axis)
+            return np.asarray(self._table[self._position[lane] % len(self._table)])
+        positions = self._position[lane] + np.arange(self.leaf.shape[self.plan.axis])
+        return np.moveaxis(self._table[positions % len(self._table)], 0, self.plan.axis)
 
     def _slide(self, lane: int) -> None:
+        """Make one step in a lane: drop the oldest elements along the axis, and append new ones."""
         axis = self.plan.axis
         step = self.plan.step
-        self._day[lane] += step
-        source = self._unseen(lane)
+        self._position[lane] += step
+        source = self._make_observation(lane)
         if axis is None:
-            self.now[lane] = source
+            self.current[lane] = source
             return
-        row = self.now[lane]
+        row = self.current[lane]
         before = (slice(None),) * axis
         kept = row.shape[axis] - step
         newest = (*before, slice(kept, None))
@@ -196,8 +203,8 @@ class Stream:
     Args:
         observation_space: Space of observations. Its leaves move by `plans`, in order.
         plans: One plan per leaf. Leaves without a plan are noise.
-        extra_values: Values of float32 extras.
-        extra_breaks: Share of the ticks in which float32 extras have any values.
+        extra_values: Values of float32 extras, see `make_narrow`.
+        extra_breaks: Share of the ticks in which float32 extras are random instead.
     """
 
     def __init__(
@@ -229,9 +236,9 @@ class Stream:
         self._settings += f", extra_values={extra_values!r}, extra_breaks={extra_breaks}"
         self._generator = np.random.default_rng(seed)
         leaves = self._observation.leaves
-        full = [*plans, *[LeafPlan()] * (len(leaves) - len(plans))]
-        self._worlds = [
-            _LeafSource(leaf, plan, num_envs, self._generator) for leaf, plan in zip(leaves, full, strict=True)
+        all_plans = [*plans, *[LeafPlan()] * (len(leaves) - len(plans))]
+        self._sources = [
+            _LeafSource(leaf, plan, num_envs, self._generator) for leaf, plan in zip(leaves, all_plans, strict=True)
         ]
 
     def __repr__(self) -> str:
@@ -248,17 +255,17 @@ class Stream:
         skipped = chance[2] < self._mishaps.skipped_steps
         foreign = chance[3] < self._mishaps.foreign_next
         truncated = ends & (generator.random(lanes) < 0.5)
-        obs = [world.now.copy() for world in self._worlds]
-        everywhere = np.ones(lanes, np.bool_)
-        for world in self._worlds:
-            world.begin_tick()
-            world.advance(everywhere)
-        next_obs = [world.now.copy() for world in self._worlds]
-        for world, rows in zip(self._worlds, next_obs, strict=True):
+        obs = [source.current.copy() for source in self._sources]
+        all_lanes = np.ones(lanes, np.bool_)
+        for source in self._sources:
+            source.begin_tick()
+            source.advance(all_lanes)
+        next_obs = [source.current.copy() for source in self._sources]
+        for source, rows in zip(self._sources, next_obs, strict=True):
             if foreign.any():
-                rows[foreign] = world.fresh_rows()[foreign]
-            world.reset(ends | silent)
-            world.advance(skipped)
+                rows[foreign] = source.make_random_rows()[foreign]
+            source.reset(ends | silent)
+            source.advance(skipped)
         return StreamStep(
             obs=self._observation.build(obs),
             action=self._draw(self._action),
@@ -296,7 +303,7 @@ def _empty_step(step: StreamStep) -> StreamStep:
     return StreamStep(**{name: map_leaves(no_rows, getattr(step, name)) for name in StreamStep.__slots__})
 
 
-def _tiled(newest: Array, axis: int, length: int) -> Array:
-    """Repeat the newest elements along a whole axis."""
+def _tile(newest: Array, axis: int, length: int) -> Array:
+    """Repeat the newest elements along an axis up to `length`."""
     tiled: Array = np.take(newest, np.arange(length) % newest.shape[axis], axis=axis)
     return tiled

@@ -1,7 +1,7 @@
 """Callbacks of Stable-Baselines3 for holdall's tools.
 
-`WatchCallback` logs `memory/...` in Stable-Baselines3's logger, and so in TensorBoard, and logs its verdicts as
-warnings. `LintCallback` warns of every finding when `learn` starts, or stops the training before its first step.
+`WatchCallback` records `memory/...` in Stable-Baselines3's logger and in TensorBoard, and logs verdicts as warnings.
+`LintCallback` warns of every finding when `learn` starts, or stops the training before its first step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WatchCallback(BaseCallback):
         limit: Memory that the training may use, besides the system's own limits: "8GiB" or bytes.
         on_pressure: Action when memory runs short: "warn", "spill" (holdall's buffers) or "checkpoint".
         pressure_at: Share of a limit above which memory is short.
-        checkpoint: The callback that saves, before the next rollout, for `on_pressure="checkpoint"`.
+        checkpoint: The callback that saves a checkpoint before the next rollout, for `on_pressure="checkpoint"`.
         verbose: 1 logs verdicts that are warnings or errors.
 
     Examples:
@@ -63,7 +63,7 @@ class WatchCallback(BaseCallback):
                 "on_pressure is 'checkpoint', but checkpoint is None. Pass a holdall.sb3.CheckpointCallback."
             )
         self._checkpoint = checkpoint
-        self._saves_next = False
+        self._is_save_requested = False
         self._settings: dict[str, Any] = {
             "on_pressure": on_pressure,
             "pressure_at": pressure_at,
@@ -74,28 +74,28 @@ class WatchCallback(BaseCallback):
             "limit": limit,
         }
         self.watch: Watch | None = None
-        self._logged = 0.0  # Time of the newest reading that was logged.
-        self._next_look = 0.0  # Time from which a new reading is looked for.
-        self._warned: set[str] = set()
-        self._has_phases = False
+        self._logged_time = 0.0  # Time of the newest reading that was logged.
+        self._next_log_time = 0.0  # Time, on the monotonic clock, before which no reading is logged.
+        self._warned: set[str] = set()  # Names of the verdicts that were logged.
+        self._has_phases = False  # Whether the readings of collecting and of training are distinguished.
 
     def _on_training_start(self) -> None:
         if self.watch is None:
             self.watch = start(**self._settings)
         agent = self.watch.agent
         agent.follow_model(self.model)
-        # Off-policy models change between phases many times a second, so their phases mean nothing.
+        # Off-policy models change phases many times a second, so no reading would belong to one phase.
         self._has_phases = hasattr(self.model, "rollout_buffer")
         self._publish_if_due = agent.publish_if_due
         agent.publish()
 
     def _request_save(self) -> None:
         """Request a checkpoint, which is saved before the next rollout."""
-        self._saves_next = True
+        self._is_save_requested = True
 
     def _on_rollout_start(self) -> None:
-        if self._saves_next and self._checkpoint is not None:
-            self._saves_next = False
+        if self._is_save_requested and self._checkpoint is not None:
+            self._is_save_requested = False
             self._checkpoint.init_callback(self.model)
             self._checkpoint.num_timesteps = self.num_timesteps
             self._checkpoint.save()
@@ -122,15 +122,15 @@ class WatchCallback(BaseCallback):
             self.watch = None
 
     def _log(self, watch: Watch) -> None:
-        """Log the newest reading once. Look for a new one at most once per `interval_s`."""
+        """Log the newest reading, unless it was logged before. Do nothing more often than once per `interval_s`."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_log_time:
             return
-        self._next_look = now + self._settings["interval_s"]
+        self._next_log_time = now + self._settings["interval_s"]
         reading = watch.reading()
-        if reading is None or reading.time <= self._logged:
+        if reading is None or reading.time <= self._logged_time:
             return
-        self._logged = reading.time
+        self._logged_time = reading.time
         for name, value in compute_metrics(reading).items():
             self.logger.record(name, value)
         for verdict in watch.verdicts():

@@ -1,9 +1,12 @@
 """TorchRL's replay buffers over a memory: `HoldallStorage` replaces LazyTensorStorage.
 
-fields.py describes how the keys of a TensorDict are stored in the memory. This file maps TorchRL's positions to
-transitions of a memory that can only append. Writing to a position appends a transition and records its id. A
-transition that a position still refers to is appended again before the memory evicts it. Writing only some keys of a
-position rewrites these keys in place if they are extras of the memory.
+TorchRL writes to any position of a storage, but a memory can only append. This module maps positions to transitions:
+writing to a position appends transitions and records their ids. Before the memory evicts a transition that a position
+still refers to, the transition is appended again. Writing only some keys of a position rewrites these keys in place if
+they are extras of the memory. fields.py decides how the keys of a TensorDict are stored in the memory.
+
+A position is an index of the first dimension of a storage. With several batch dimensions, a position has several
+transitions. A cell is the flat index of one transition over all these dimensions.
 
 Guarantee: reading a position returns, bit for bit, what was last written there.
 """
@@ -41,14 +44,14 @@ from holdall.torchrl.fields import Fields, Ids, Key, StoredTensor, TensorField, 
 
 __all__ = ["HoldallStorage", "StoredTensor"]
 
-_SPARE_SHARE = 16
-"""The memory has room for this share of the positions more, so that rows are rarely appended again."""
-_MIN_SPARE = 16
-_CARRIED_BYTES = 1 << 25
-"""Bytes of rows that are appended again in one call."""
+_SPARE_DIVISOR = 16
+"""The memory has room for this fraction of the positions in addition, so that rows are rarely appended again."""
+_MIN_SPARE_ELEMENTS = 16
+_MAX_COPIED_BYTES = 1 << 25
+"""Maximum number of bytes that are copied from the memory at once, to be appended again."""
 _FORMAT = 1
 _ONLY_KEY = "tensor"
-"""Key of data that is one tensor, and not a TensorDict."""
+"""Key of data that is a single tensor instead of a TensorDict."""
 _LAYOUT_FILE = "torchrl/layout.json"
 _POSITIONS_FILE = "torchrl/positions"
 
@@ -77,8 +80,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
 
     Args:
         max_size: Number of elements, over all `ndim` dimensions. 1e6 is a million.
-        device: Device of sampled TensorDicts; "auto": the device of the first data.
-        ndim: Leading dimensions that count as elements: with 2, data is (time, environments).
+        device: Device of sampled TensorDicts. "auto": the device of the first data.
+        ndim: Number of leading dimensions that count as elements: with 2, data is (time, environments).
         budget: RAM that may be used: "auto", None (everything is compressed), or a limit in bytes with a `spill_dir`;
             see `holdall.ReplayMemory`.
         prefer: How much slower sampling compressed data may be; see `holdall.ReplayMemory`.
@@ -116,23 +119,23 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             )
         self._fields: Fields | None = None
         self._memory: ReplayMemory | None = None
-        self._ids: Ids = np.zeros(0, np.int64)  # Per position: the id of its transition plus 1; 0: not written yet.
+        self._ids: Ids = np.zeros(0, np.int64)  # For every cell, the id of its transition plus 1. 0: not written yet.
         self._settings: dict[str, Any] = {
             "budget": budget,
             "prefer": prefer,
             "spill_dir": spill_dir,
             "_tuning": _tuning,
         }
-        self._collection: Any = None  # The tensorclass of the data, or torch.Tensor; None for a TensorDict.
-        self._oldest = 0  # Lower bound of the ids of all positions.
-        self._folder: Path | None = None  # Files of a state that was returned or loaded.
+        self._collection: Any = None  # The tensorclass of the data, or torch.Tensor. None for a TensorDict.
+        self._oldest = 0  # Lower bound of the ids of all cells.
+        self._folder: Path | None = None  # Files of the last `state_dict` or `load_state_dict`.
         super().__init__(None, max_size, device=device, ndim=ndim)
 
     # ---------------------------------------------------------------- members that TorchRL's base class uses
 
     @property
     def _storage(self) -> Any:
-        """All elements, as a TensorDict that is read when it is used."""
+        """All elements, as a TensorDict whose keys are read when they are used."""
         return None if self._fields is None else self._make_lazy(self._cells)
 
     @_storage.setter
@@ -162,33 +165,34 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._memory
 
     @property
-    def _rows(self) -> int:
-        """Number of transitions in one element."""
+    def _rows_per_element(self) -> int:
+        """Number of transitions at one position."""
         return prod(self._ids.shape[1:])
 
     def _init(self, data: TensorDictBase) -> None:
-        """Make the memory for elements like this one."""
+        """Make the memory for elements like `data`."""
         self._begin(data.unsqueeze(0))
 
     def _begin(self, data: TensorDictBase) -> None:
-        """Make the memory for data like this, whose first dimension counts elements."""
+        """Make the memory for elements like those of `data`, whose first dimension counts elements."""
         if data.batch_dims < self.ndim:
             raise ArgumentError(
                 f"data has batch_size {list(data.batch_size)}, but the storage counts elements over ndim={self.ndim} "
                 f"dimensions. Pass data with as many batch dimensions, or make the storage with ndim={data.batch_dims}."
             )
         fields = Fields.of(data)
-        rest = tuple(data.batch_size[1:])
+        element_shape = tuple(data.batch_size[1:])
         if self.device == "auto":
             self.device = data.device or torch.device("cpu")
-        counted = prod(rest[: self.ndim - 1])
+        counted = prod(element_shape[: self.ndim - 1])
         size = -(self.max_size // -counted)
-        spare = max(size // _SPARE_SHARE, _MIN_SPARE)
-        lanes = prod(rest) if self.ndim > 1 else 1
-        self._memory = fields.new_memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
+        spare = max(size // _SPARE_DIVISOR, _MIN_SPARE_ELEMENTS)
+        rows = prod(element_shape)
+        lanes = rows if self.ndim > 1 else 1
+        self._memory = fields.new_memory((size + spare) * rows, lanes, device=str(self.device), **self._settings)
         self._fields = fields
         self._oldest = 0
-        self._ids = np.zeros((size, *rest), np.int64)
+        self._ids = np.zeros((size, *element_shape), np.int64)
         self.max_size = size * counted
         if is_tensorclass(data):
             self._collection = type(data)
@@ -197,7 +201,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     # ---------------------------------------------------------------- writing
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write elements at positions: an integer, a sequence of them, a slice, or with `ndim` dimensions a tuple."""
+        """Write elements at an integer, a sequence of integers, a slice, or a tuple of these for several dimensions."""
         data = self._wrap_in_tensordict(data, self.ndim - _is_integer(cursor))
         if _is_integer(cursor):
             data = data.unsqueeze(0)
@@ -207,7 +211,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         if not set_cursor and self._rewrite_some(cursor, data):
             self._bump_mutation_revision()
             return
-        positions, data = self._check(*self._find_elements(cursor, data))
+        positions, data = self._normalize(*self._find_elements(cursor, data))
         self._write(positions, data)
         if set_cursor:
             self._set_last_cursor(cursor)
@@ -240,18 +244,18 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._complete_elements(cells.reshape(-1), data.expand(cells.shape).reshape(-1))
 
     def _complete_elements(self, cells: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
-        """Return the positions of the elements that contain `cells`, and their data with `data` in these cells."""
-        if self._rows == 1:
+        """Return the positions of the elements that contain `cells`, and these elements with `data` in the cells."""
+        if self._rows_per_element == 1:
             return cells, data.reshape(len(cells), *self._ids.shape[1:])
-        positions, which = np.unique(cells // self._rows, return_inverse=True)
+        positions, which = np.unique(cells // self._rows_per_element, return_inverse=True)
         whole = self._gather(self._ids[positions])
         flat = whole.reshape(-1)
-        flat[torch.from_numpy(which.reshape(-1) * self._rows + cells % self._rows)] = data
+        flat[torch.from_numpy(which.reshape(-1) * self._rows_per_element + cells % self._rows_per_element)] = data
         return positions, flat.reshape(whole.shape)
 
     @property
     def _cells(self) -> Ids:
-        """The flat position of every cell."""
+        """The numbers of all cells, in the shape of `_ids`."""
         return np.arange(self._ids.size).reshape(self._ids.shape)
 
     def _rewrite_some(self, cursor: Any, data: TensorDictBase) -> bool:
@@ -259,24 +263,24 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         fields = self._known_fields
         index = numpy_index(cursor)
         if not fields.find_missing(data) or not self._ids[index].all():
-            return False  # An element that was not written yet needs all keys.
-        tensors = fields.take_some(data.expand(self._ids[index].shape))
+            return False  # A write to an element that was not written yet needs all keys.
+        tensors = fields.match_tensors(data.expand(self._ids[index].shape))
         if not self._make_rewritable(tensors):
             return False
         self._rewrite(self._ids[index].reshape(-1) - 1, tensors)
         return True
 
     def _make_rewritable(self, fields: Collection[TensorField]) -> bool:
-        """Return whether keys can be rewritten in place. Numbers that networks compute become extras for that."""
+        """Return whether keys can be rewritten in place, which only extras can. Turn keys into extras if possible."""
         if not all(field.kind in {"column", "empty"} or field.can_become_extra for field in fields):
             return False
-        others = [field.key for field in fields if field.can_become_extra]
-        if others:
-            self._make_extras(others)
+        keys = [field.key for field in fields if field.can_become_extra]
+        if keys:
+            self._make_extras(keys)
         return True
 
     def _rewrite(self, ids: Ids, tensors: Mapping[TensorField, torch.Tensor]) -> None:
-        """Rewrite keys of transitions, which are extras."""
+        """Rewrite keys of transitions. The keys are extras."""
         leading = (len(ids),)
         arrays = {field.name: field.to_array(tensor, leading) for field, tensor in tensors.items() if field.nbytes > 0}
         if arrays:
@@ -292,12 +296,12 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             self._rewrite(self._require_written(self._ids.reshape(-1)[flat]), {field: values})
             self._bump_mutation_revision()
             return
-        at_once = max(_CARRIED_BYTES // max(fields.nbytes, 1), 1)
+        at_once = max(_MAX_COPIED_BYTES // max(fields.nbytes, 1), 1)
         for first in range(0, len(flat), at_once):
             some = flat[first : first + at_once]
             data = self._gather(self._ids.reshape(-1)[some])
-            data.set(fields.tensors[number].key, values[first : first + at_once])
-            self._write(*self._check(*self._complete_elements(some, data)))
+            data.set(field.key, values[first : first + at_once])
+            self._write(*self._normalize(*self._complete_elements(some, data)))
         self._bump_mutation_revision()
 
     def read_key(self, number: int, cells: Ids) -> torch.Tensor:
@@ -305,8 +309,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         ids = self._require_written(self._ids.reshape(-1)[cells])
         return self._known_fields.read(self.memory, number, ids).to(self.device)
 
-    def _check(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
-        """Return every position once, from 0 on, with the last data for it."""
+    def _normalize(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return every position once, as a number of at least 0, and its last data. Raise if data does not fit."""
         size = len(self._ids)
         wanted = (len(positions), *self._ids.shape[1:])
         if len(positions) and not -size <= positions.min() <= positions.max() < size:
@@ -331,10 +335,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     def _write(self, positions: Ids, data: TensorDictBase) -> None:
         """Append elements to the memory, and record their ids."""
         memory = self.memory
-        rows = self._rows
+        rows = self._rows_per_element
         lanes = memory.num_envs
         missing = self._known_fields.find_missing(data)
-        if missing and self._ids[positions].all():  # Keys that are not given keep their values.
+        if missing and self._ids[positions].all():  # Missing keys keep their values.
             data = self._gather(self._ids[positions]).select(*missing).update(data)
         given = self._known_fields.make_arguments(data, (len(positions) * rows // lanes, lanes))
         self._ids[positions] = 0
@@ -346,31 +350,31 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             self._append(some, _select_steps(given, steps))
 
     def _make_room(self, elements: int) -> None:
-        """Append transitions again that a position refers to, if `elements` more elements would evict them."""
+        """Make room for `elements` more positions. Transitions in use that these would evict are appended again."""
         memory = self.memory
-        rows = self._rows
+        rows = self._rows_per_element
         heads = self._ids.reshape(len(self._ids), -1)[:, 0]
         while memory.next_id + elements * rows - memory.capacity > self._oldest:
             live = heads.nonzero()[0]
             self._oldest = int(heads[live].min()) - 1 if len(live) else memory.next_id
             if memory.next_id + elements * rows - memory.capacity <= self._oldest:
                 return
-            window = max(_CARRIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1) * rows
-            carried = live[heads[live] - 1 < self._oldest + window]
-            carried = carried[np.argsort(heads[carried])]
-            whole = self._gather(self._ids[carried])
+            window = max(_MAX_COPIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1) * rows
+            oldest = live[heads[live] - 1 < self._oldest + window]
+            oldest = oldest[np.argsort(heads[oldest])]
+            whole = self._gather(self._ids[oldest])
             lanes = memory.num_envs
-            given = self._known_fields.make_arguments(whole, (len(carried) * rows // lanes, lanes))
-            self._append(carried, given)
+            given = self._known_fields.make_arguments(whole, (len(oldest) * rows // lanes, lanes))
+            self._append(oldest, given)
 
     def _append(self, positions: Ids, given: dict[str, Any]) -> None:
-        """Append steps to the memory, and record the ids of their positions."""
+        """Append steps to the memory, and record their ids at `positions`."""
         first = self.memory.next_id + 1
         self.memory.extend(**given)
         self._ids[positions] = np.arange(first, self.memory.next_id + 1).reshape(-1, *self._ids.shape[1:])
 
     def _make_extras(self, keys: list[Key]) -> None:
-        """Copy all elements to a memory that stores some keys as extras."""
+        """Replace the memory by one that stores `keys` as extras. Copy all elements to it."""
         fields = self._known_fields
         before = self.memory
         changed = fields.with_extras(keys)
@@ -379,11 +383,11 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         heads = self._ids.reshape(len(self._ids), -1)[:, 0]
         live = heads.nonzero()[0]
         live = live[np.argsort(heads[live])]
-        at_once = max(_CARRIED_BYTES // max(fields.nbytes * self._rows, 1), 1)
+        at_once = max(_MAX_COPIED_BYTES // max(fields.nbytes * self._rows_per_element, 1), 1)
         try:
             for first in range(0, len(live), at_once):
                 some = live[first : first + at_once]
-                leading = (len(some) * self._rows // before.num_envs, before.num_envs)
+                leading = (len(some) * self._rows_per_element // before.num_envs, before.num_envs)
                 given = changed.make_arguments(self._gather(self._ids[some]), leading)
                 next_id = memory.next_id + 1
                 memory.extend(**given)
@@ -400,7 +404,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     # ---------------------------------------------------------------- reading
 
     def get(self, index: Any) -> Any:
-        """Return the elements at an integer, a sequence, a mask or a tuple. Slices and keys are read when used."""
+        """Return the elements at an integer, a sequence, a mask or a tuple. Read slices and keys when they are used."""
         if self._fields is None:
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
         held = slice(None) if self._is_full else slice(self._len_along_dim0)
@@ -412,13 +416,13 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._to_class(self._gather(np.asarray(self._ids[held][numpy_index(index)])))
 
     def _gather(self, ids: Ids) -> TensorDictBase:
-        """Return the elements whose positions have `ids`."""
+        """Return the elements of `ids`, which are entries of `_ids`."""
         fields = self._known_fields
         batch = self.memory.gather(self._require_written(ids).reshape(-1))
         return fields.build(fields.split(batch, ids.shape), ids.shape, self.device)
 
     def _make_lazy(self, cells: Ids) -> Any:
-        """Return a TensorDict of tensors that are read when they are used."""
+        """Return a TensorDict of `cells` whose tensors are read when they are used."""
         stored = (
             StoredTensor.of(self, number, cells, field.shape, field.dtype, self.device)
             for number, field in enumerate(self._known_fields.tensors)
@@ -439,7 +443,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._fields
 
     def _to_class(self, data: TensorDictBase) -> Any:
-        """Return data in the class in which it was given."""
+        """Return data in the class of the data that was written: a tensor, a tensorclass or a TensorDict."""
         if self._collection is torch.Tensor:
             return data.get(_ONLY_KEY)
         return data if self._collection is None else self._collection.from_tensordict(data)
@@ -459,7 +463,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     # ---------------------------------------------------------------- checkpoints
 
     def save_to(self, path: str | os.PathLike[str]) -> None:
-        """Save all elements to a directory, or to a prefix of an object store. Only new data is written."""
+        """Save all elements to a directory, or to a prefix of an object store. Write only new data."""
         if self._fields is None:
             raise RuntimeError("Cannot save a non-initialized storage.")
         cursor = self._last_cursor_index
@@ -528,13 +532,13 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             )
         steps = zlib.decompressobj().decompress(memory.attached[_POSITIONS_FILE], 8 * prod(shape) + 1)
         ids = np.cumsum(np.frombuffer(steps, "<i8")).astype(np.int64)
-        lost = (ids != 0) & ((ids <= memory.first_id) | (ids > memory.next_id))
-        if ids.size != prod(shape) or lost.any():
+        is_lost = (ids != 0) & ((ids <= memory.first_id) | (ids > memory.next_id))
+        if ids.size != prod(shape) or is_lost.any():
             raise CheckpointError(f"{path} refers to elements that it does not contain. Load another checkpoint.")
         return fields, ids.reshape(shape), layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the files of a checkpoint as tensors of bytes, for `torch.save`. `dumps` writes files instead."""
+        """Return the files of a checkpoint as tensors of bytes, for `torch.save`. `dumps` writes the files to disk."""
         files = {}
         if self.initialized:
             if self._folder is None:
@@ -558,8 +562,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             if not isinstance(content, torch.Tensor):
                 content = TensorDict().load_state_dict(content, strict=False)
             self._empty()
-            held = -(int(state_dict["_len"]) // -prod(content.shape[1 : self.ndim]))
-            self.set(range(held), content[:held], set_cursor=False)
+            count = -(int(state_dict["_len"]) // -prod(content.shape[1 : self.ndim]))
+            self.set(range(count), content[:count], set_cursor=False)
             self._len = int(state_dict["_len"])
             return
         root = self._new_folder()
@@ -588,7 +592,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return state | {"_folder": None}
 
     def close(self) -> None:
-        """Free everything. Sampled data stays valid."""
+        """Close the memory. Sampled data stays valid."""
         if self._memory is not None:
             self._memory.close()
 

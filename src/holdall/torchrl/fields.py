@@ -1,4 +1,4 @@
-"""How TensorDicts are stored in a memory: which key is an observation, which an extra, and the way back.
+"""How TensorDicts are stored in a memory: which keys are observations, and which are actions, outcomes or extras.
 
 `Fields` turns TensorDicts of one structure, as TorchRL's collectors return them, into arguments of
 `ReplayMemory.extend`, and batches of the memory into TensorDicts.
@@ -30,34 +30,35 @@ Key = tuple[str, ...]
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
 
-_PAIRED_BYTES = 8
-"""Largest pair of a key and its next that is stored as two extras, which is cheaper than a shared observation."""
-_COLUMN_BYTES = 256
-"""Largest row without a next one that is stored as an extra. Larger ones are observations, which are compressed."""
+_MAX_PAIR_BYTES = 8
+"""Up to this size, `key` and `("next", key)` are stored as two extras, which take less memory than an observation."""
+_MAX_EXTRA_BYTES = 256
+"""Up to this size, a key without a next one is stored as an extra. Larger keys are observations, to be compressed."""
 _NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES}
-"""Dtypes that are stored as they are. All others are stored as bytes."""
+"""NumPy's dtypes of tensors. Tensors of other dtypes are stored as bytes."""
 _OUTCOMES: dict[Key, str] = {
     ("next", "reward"): "reward",
     ("next", "terminated"): "terminated",
     ("next", "truncated"): "truncated",
 }
-"""Keys that are rewards and flags of the memory."""
-_PLACES = {"obs": "obs", "next": "next_obs", "alone": "obs", "column": "extras"}
-"""Fields of a batch that have one array per name, by kind. The other kinds are named like their fields."""
+"""Keys that are stored as the rewards and flags of the memory."""
+_DICT_BY_KIND = {"obs": "obs", "next": "next_obs", "alone": "obs", "column": "extras"}
+"""Kinds with one array per name, and the argument of `extend` and field of a batch that has these arrays as a dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorField:
     """One tensor of a TensorDict, and how it is stored in the memory.
 
-    Kinds: "obs" and "next" are an observation and the next one. "alone" is an observation without a next one. "column"
-    is an extra. "action", "reward", "terminated" and "truncated" are those of the memory. "empty" has no elements.
+    Its kind is the field of the memory: "obs" for an observation, "next" for a next observation, "alone" for an
+    observation without a next one, "column" for an extra, or "action", "reward", "terminated" or "truncated". A tensor
+    of kind "empty" has no elements and is not stored.
     """
 
     key: Key
     kind: str
-    name: str  # Name of its space.
+    name: str  # Name of the tensor in the memory's spaces.
     shape: tuple[int, ...]  # Shape of one transition.
     dtype: torch.dtype
 
@@ -75,7 +76,7 @@ class TensorField:
 
     @property
     def can_become_extra(self) -> bool:
-        """Whether a write of this key alone stores it as an extra from then on. Networks compute such keys."""
+        """Whether the first write of this key alone turns it into an extra. Such keys are outputs of networks."""
         return self.kind == "alone" and self.dtype.is_floating_point
 
     def to_array(self, tensor: torch.Tensor, leading: tuple[int, ...]) -> Array:
@@ -88,7 +89,7 @@ class TensorField:
         return array.reshape(leading if is_scalar else (*leading, *self.space.shape))
 
     def to_tensor(self, rows: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
-        """Return the rows of a batch as a tensor of this field, with the axes `leading` in front."""
+        """Return the rows of a batch as a tensor of this field with the leading axes `leading`."""
         if self.dtype not in _DTYPES:
             rows = rows.view(self.dtype)
         return rows.reshape((*leading, *self.shape))
@@ -96,7 +97,7 @@ class TensorField:
 
 @dataclass(frozen=True, slots=True)
 class NestedPart:
-    """A nested TensorDict: its key, and its further batch dimensions."""
+    """A nested TensorDict: its key, and its batch dimensions after those of the outermost TensorDict."""
 
     key: Key
     tail: tuple[int, ...]
@@ -104,7 +105,7 @@ class NestedPart:
 
 @dataclass(frozen=True)
 class Fields:
-    """All tensors of a TensorDict, in their order there."""
+    """All tensors of a TensorDict, in the order of the TensorDict."""
 
     tensors: tuple[TensorField, ...]
     nested: tuple[NestedPart, ...]
@@ -141,19 +142,19 @@ class Fields:
 
         Raise ArgumentError if the TensorDict has another structure.
         """
-        given = self._require(data)
+        given = self._require_structure(data)
         arguments: dict[str, Any] = {name: {} for name in ("obs", "next_obs", "extras", "action")}
         arguments |= {name: np.zeros(leading, np.bool_) for name in _OUTCOMES.values()}
         for field in self.tensors:
             if field.kind == "empty":
                 continue
             array = field.to_array(given[field.key], leading)
-            if field.kind not in _PLACES:
+            if field.kind not in _DICT_BY_KIND:
                 arguments[field.kind] = array
                 continue
-            arguments[_PLACES[field.kind]][field.name] = array
+            arguments[_DICT_BY_KIND[field.kind]][field.name] = array
             if field.kind == "alone":
-                # The following row is a good guess of what the next observation shares with it. It is never read.
+                # The memory requires a next observation, which is never read. The following row takes little memory.
                 arguments["next_obs"][field.name] = np.concatenate([array[1:], array[-1:]])
         return arguments
 
@@ -172,17 +173,17 @@ class Fields:
             if field.kind == "empty":
                 yield torch.empty((*leading, *field.shape), dtype=field.dtype)
                 continue
-            rows = getattr(batch, _PLACES.get(field.kind, field.kind))
-            yield field.to_tensor(rows[field.name] if field.kind in _PLACES else rows, leading)
+            rows = getattr(batch, _DICT_BY_KIND.get(field.kind, field.kind))
+            yield field.to_tensor(rows[field.name] if field.kind in _DICT_BY_KIND else rows, leading)
 
     def build(self, tensors: Iterator[torch.Tensor], leading: tuple[int, ...], device: torch.device) -> TensorDictBase:
-        """Return a TensorDict of tensors that are in the order of the fields."""
+        """Return a TensorDict of `tensors`, which are in the order of the fields."""
         parts: dict[Key, dict[str, Any]] = {(): {}}
         for nested in self.nested:
             parts[nested.key] = {}
         for field, tensor in zip(self.tensors, tensors, strict=True):
             parts[field.key[:-1]][field.key[-1]] = tensor
-        for nested in reversed(self.nested):  # The innermost come first.
+        for nested in reversed(self.nested):  # Innermost first.
             part = TensorDict(parts[nested.key], batch_size=[*leading, *nested.tail], device=device)
             parts[nested.key[:-1]][nested.key[-1]] = part
         return TensorDict(parts[()], batch_size=leading, device=device)
@@ -194,7 +195,7 @@ class Fields:
 
     @classmethod
     def from_json(cls, words: Any) -> Fields:
-        """Return the fields that `to_json` described. Raise CheckpointError if the object is something else."""
+        """Return the fields that `to_json` described. Raise CheckpointError if the object is malformed."""
         try:
             tensors = [
                 TensorField(
@@ -226,11 +227,11 @@ class Fields:
         return replace(self, tensors=tuple(tensors))
 
     def has_keys_of(self, other: Fields) -> bool:
-        """Return whether both have the same keys, shapes and dtypes, however they are stored."""
-        plain = [[replace(field, kind="", name="") for field in fields.tensors] for fields in (self, other)]
-        return plain[0] == plain[1] and self.nested == other.nested
+        """Return whether both have the same keys, shapes and dtypes. They may be stored in different ways."""
+        own, others = ([replace(field, kind="", name="") for field in fields.tensors] for fields in (self, other))
+        return own == others and self.nested == other.nested
 
-    def take_some(self, data: TensorDictBase) -> dict[TensorField, torch.Tensor]:
+    def match_tensors(self, data: TensorDictBase) -> dict[TensorField, torch.Tensor]:
         """Return the tensors of a TensorDict that may lack keys, by field. Raise ArgumentError if one does not fit."""
         given = _find_leaves(data)
         known = {field.key: field for field in self.tensors}
@@ -244,8 +245,8 @@ class Fields:
             _require_form(known[key], tensor, data.batch_dims)
         return {known[key]: tensor for key, tensor in given.items()}
 
-    def _require(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
-        """Return the tensors of a TensorDict by key. Raise ArgumentError unless it has the structure of the first."""
+    def _require_structure(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
+        """Return the tensors of a TensorDict by key. Raise ArgumentError if the first data had another structure."""
         given = _find_leaves(data)
         known = {field.key: field for field in self.tensors}
         if given.keys() != known.keys():
@@ -274,7 +275,7 @@ def _require_form(field: TensorField, tensor: torch.Tensor, batch_dims: int) -> 
 
 
 def _find_output(memory: ReplayMemory, field: TensorField) -> int:
-    """Return the number of the memory's output that has the rows of a field."""
+    """Return the number of the memory's output with the rows of a field."""
     columns = memory.store.columns
     if field.kind == "column":
         return int(columns.extra_outputs[(memory.schema.extras.keys or ()).index(field.name)])
@@ -287,7 +288,7 @@ def _find_output(memory: ReplayMemory, field: TensorField) -> int:
 
 
 def _find_leaves(data: TensorDictBase) -> dict[Key, torch.Tensor]:
-    """Return all tensors by key. Raise ArgumentError if there is something else, or a tensor without one shape."""
+    """Return all tensors by key. Raise ArgumentError if a value is not a dense tensor."""
     leaves: dict[Key, torch.Tensor] = {}
     try:
         items = list(data.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
@@ -315,24 +316,24 @@ def _is_leaf(kind: type) -> bool:
 
 def _find_nested(data: TensorDictBase) -> list[NestedPart]:
     """Return the nested TensorDicts, outer ones first."""
-    found = []
+    parts = []
     for key, value in data.items(include_nested=True):
         if is_tensor_collection(value) and not _is_leaf(type(value)):
             name = (key,) if isinstance(key, str) else tuple(key)
-            found.append(NestedPart(name, tuple(value.batch_size[data.batch_dims :])))
-    return sorted(found, key=lambda part: len(part.key))
+            parts.append(NestedPart(name, tuple(value.batch_size[data.batch_dims :])))
+    return sorted(parts, key=lambda part: len(part.key))
 
 
 def _choose_kind(field: TensorField, fields: Mapping[Key, TensorField]) -> TensorField:
-    """Return a field with the kind, and the name, under which it is stored in the memory."""
+    """Return a field with the kind and the name with which it is stored in the memory."""
     key = field.key
     twin = fields.get(key[1:] if key[0] == "next" else ("next", *key))
     is_paired = twin is not None and (twin.shape, twin.dtype) == (field.shape, field.dtype)
     if field.nbytes == 0:
         return replace(field, kind="empty")
-    if twin is not None and is_paired and field.nbytes > _PAIRED_BYTES:
+    if twin is not None and is_paired and field.nbytes > _MAX_PAIR_BYTES:
         return replace(field, kind="next", name=twin.name) if key[0] == "next" else replace(field, kind="obs")
-    if field.nbytes > _COLUMN_BYTES:
+    if field.nbytes > _MAX_EXTRA_BYTES:
         return replace(field, kind="alone")
     if key == ("action",):
         return replace(field, kind="action", name="action")
@@ -344,7 +345,7 @@ def _choose_kind(field: TensorField, fields: Mapping[Key, TensorField]) -> Tenso
 
 
 def _name_key(key: Key, keys: Mapping[Key, object]) -> str:
-    """Return a readable name for a key, which no other key has."""
+    """Return a readable name for a key. No other key gets the same name."""
     name = ".".join(key)
     is_unique = sum(".".join(other) == name for other in keys) == 1
     return name if is_unique else json.dumps(key)
@@ -361,7 +362,7 @@ def _parse_dtype(name: Any) -> torch.dtype:
 
 
 class StoredKeys(Protocol):
-    """All elements of a storage, key by key. A cell is the flat position of an element over all dimensions."""
+    """All elements of a storage, key by key. A cell is the flat index of a transition over all dimensions."""
 
     def read_key(self, number: int, cells: Ids) -> torch.Tensor:
         """Return key number `number` of `cells`, which may have any shape."""
@@ -371,7 +372,7 @@ class StoredKeys(Protocol):
 
 
 class StoredTensor(torch.Tensor):
-    """One key of a slice of a storage. It is read when it is used, and written when it is changed in place.
+    """One key of a slice of a storage. The data is read when it is used, and written when it is changed in place.
 
     `storage[:]["next", "done"]` reads this one key of all elements. A slice of a StoredTensor is another StoredTensor.
     Any other index reads the elements that it selects, and all other operations read the whole tensor.
@@ -395,10 +396,10 @@ class StoredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions about shape and dtype. Read the tensor for all other operations."""
+        """Return properties such as shape and dtype without reading. Read the tensor for all other operations."""
         named = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in _KNOWN:
+        if func in _OPERATIONS_WITHOUT_DATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **named)
         if args and isinstance(args[0], StoredTensor):
@@ -423,11 +424,11 @@ class StoredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # this is how torch calls it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Read the tensor for operations that torch starts itself."""
+        """Read the tensor for operations that torch calls internally."""
         return func(*_read_all(args), **_read_all(kwargs or {}))
 
     def select_cells(self, index: Any) -> torch.Tensor:
-        """Return a stored tensor for slices of elements, and a plain tensor for any other index."""
+        """Return a StoredTensor for slices of elements, and a plain tensor for any other index."""
         if not self._selects_cells(index):
             return self.read()[index]
         selected = self._with_cells(np.asarray(self.cells[numpy_index(index)]))
@@ -463,7 +464,7 @@ class StoredTensor(torch.Tensor):
 
 
 _TENSOR: Any = torch.Tensor
-_KNOWN_ATTRIBUTES = (
+_ATTRIBUTES_WITHOUT_DATA = (
     "shape",
     "dtype",
     "device",
@@ -480,7 +481,7 @@ _KNOWN_ATTRIBUTES = (
     "itemsize",
     "nbytes",
 )
-_KNOWN_METHODS = (
+_METHODS_WITHOUT_DATA = (
     "size",
     "dim",
     "ndimension",
@@ -495,15 +496,15 @@ _KNOWN_METHODS = (
     "__hash__",
     "requires_grad_",
 )
-_KNOWN = {
-    *(getattr(_TENSOR, name).__get__ for name in _KNOWN_ATTRIBUTES),
-    *(getattr(_TENSOR, name) for name in _KNOWN_METHODS),
+_OPERATIONS_WITHOUT_DATA = {
+    *(getattr(_TENSOR, name).__get__ for name in _ATTRIBUTES_WITHOUT_DATA),
+    *(getattr(_TENSOR, name) for name in _METHODS_WITHOUT_DATA),
 }
-"""Operations that need no data."""
+"""Operations that do not read the data."""
 
 
 def _read_all(value: Any) -> Any:
-    """Return a nested value with every stored tensor replaced by a plain one."""
+    """Return a nested value with every StoredTensor replaced by a plain tensor."""
     return tree_map(lambda part: part.read() if isinstance(part, StoredTensor) else part, value)
 
 
@@ -518,7 +519,7 @@ def _change_all(func: Any, tensors: Any, rest: Any, named: Any) -> Any:
 
 
 def numpy_index(index: Any) -> Any:
-    """Return the index of a tensor as the index of an array."""
+    """Return an index of a tensor as the equal index of a NumPy array."""
     if isinstance(index, tuple):
         return tuple(numpy_index(part) for part in index)
     if isinstance(index, torch.Tensor):

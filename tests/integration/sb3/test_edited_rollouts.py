@@ -273,3 +273,14 @@ def test_edits_have_sb3_contribs_effect(algorithm: Any) -> None:
         assert again.pos == model.rollout_buffer.pos
         assert_same_bits(model.rollout_buffer.observations, again.observations, "observations")
     assert learnt[0] == learnt[1]
+
+
+def test_the_report_counts_the_flattened_copies() -> None:
+    """Minibatches are drawn from copies of actions and estimates, which the buffer keeps beside the arrays."""
+    rollout = filled(RolloutBuffer, VECTOR, STEPS)
+    names = ("actions", "rewards", "values", "log_probs", "advantages", "returns", "episode_starts")
+    arrays = {id(getattr(rollout, name)): getattr(rollout, name) for name in names}
+    seeded(1, lambda: list(rollout.get(5)))
+    arrays |= {id(getattr(rollout, name)): getattr(rollout, name) for name in names}
+    shown = sum(field.row_bytes for field in rollout.report().fields if not field.name.startswith("obs"))
+    assert shown >= sum(array.nbytes for array in arrays.values())

@@ -6,20 +6,20 @@ import time
 import psutil
 import pytest
 
-from holdall.tools.bench import ChildError, messages
+from holdall.tools.bench import ChildError, run_child
 
 EMITS = "import os; from holdall.tools.bench import emit; emit({'pid': os.getpid()}); "
 
 
 def test_whatever_libraries_print_is_not_among_the_lines() -> None:
     program = EMITS + "print('{hello'); os.system('echo from another process'); emit({'done': 2})"
-    found = list(messages([sys.executable, "-c", program]))
+    found = list(run_child([sys.executable, "-c", program]))
     assert found[0].keys() == {"pid"}
     assert found[1:] == [{"done": 2}]
 
 
 def test_a_child_does_not_outlive_whoever_reads_it() -> None:
-    lines = messages([sys.executable, "-c", EMITS + "import time; time.sleep(600)"])
+    lines = run_child([sys.executable, "-c", EMITS + "import time; time.sleep(600)"])
     pid = next(iter(lines))["pid"]
     assert psutil.pid_exists(pid)
     lines.close()
@@ -32,4 +32,4 @@ def test_a_child_does_not_outlive_whoever_reads_it() -> None:
 def test_a_child_that_was_killed_says_by_which_signal() -> None:
     program = EMITS + "os.kill(os.getpid(), 9)"
     with pytest.raises(ChildError, match="killed by signal 9"):
-        list(messages([sys.executable, "-c", program]))
+        list(run_child([sys.executable, "-c", program]))

@@ -33,7 +33,7 @@ class ListBuffer(BufferAdapter):
     def sample(self, batch_size: int) -> Any:
         return None
 
-    def rows(self, ids: Any) -> dict[str, Any]:
+    def read_rows(self, ids: Any) -> dict[str, Any]:
         few = [self.steps[number] for number in ids]
         names = ("action", "reward", "terminated", "truncated")
         found: dict[str, Any] = {name: np.concatenate([getattr(step, name) for step in few]) for name in names}

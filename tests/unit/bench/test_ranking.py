@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdall.tools.bench.run import rankings
-from holdall.tools.report.results import Interval, TrainingRun, summaries
+from holdall.tools.bench.run import rank_runs
+from holdall.tools.report.results import Interval, TrainingRun, summarize_seeds
 
 
 def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> TrainingRun:
@@ -25,7 +25,7 @@ def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> Tra
 
 
 def by(name: str, runs: list[TrainingRun]) -> Any:
-    return next(ranking for ranking in rankings(runs) if ranking.by == name)
+    return next(ranking for ranking in rank_runs(runs) if ranking.by == name)
 
 
 def test_memory_is_ranked_by_the_median_peak_over_all_phases() -> None:
@@ -81,19 +81,19 @@ def test_speed_is_not_ranked_where_all_intervals_overlap_or_one_seed_was_run() -
 
 
 def test_reward_is_the_mean_of_the_later_half_of_the_episodes() -> None:
-    (summary,) = summaries([run("fast", rewards=(0.0, 0.0, 4.0, 6.0)), run("fast", seed=1, rewards=(9.0, 7.0))])
+    (summary,) = summarize_seeds([run("fast", rewards=(0.0, 0.0, 4.0, 6.0)), run("fast", seed=1, rewards=(9.0, 7.0))])
     assert summary.reward is not None
     assert summary.reward.mean == 6.0
 
 
 def test_nothing_is_ranked_while_runs_are_missing() -> None:
-    assert [ranking.refused for ranking in rankings([run("fast")], missing=3)] == [
+    assert [ranking.refused for ranking in rank_runs([run("fast")], missing=3)] == [
         "3 runs are missing. --resume makes them"
     ] * 3
 
 
 def test_nothing_at_all_is_refused_without_a_fault() -> None:
-    assert all(ranking.refused for ranking in rankings([]))
+    assert all(ranking.refused for ranking in rank_runs([]))
 
 
 def test_the_interval_is_students() -> None:

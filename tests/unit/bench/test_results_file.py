@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.run import open_results, rankings, read_results, write_line
+from holdall.tools.bench.run import open_results, rank_runs, read_results, write_line
 from holdall.tools.report import BENCH_FORMAT as FORMAT
 from holdall.tools.report.results import TrainingRun
 
@@ -25,7 +25,7 @@ def test_a_bench_that_was_really_run_is_read_and_ranked() -> None:
     header, runs = read_results(Path(__file__).parents[2] / "results" / "bench.jsonl")
     assert (header.text("env"), header.text("algo")) == ("demo", "sac")
     assert len(runs) == 8
-    by_memory = rankings(runs)[0]
+    by_memory = rank_runs(runs)[0]
     assert by_memory.refused is None
     assert by_memory.order == tuple(
         (profile, buffer) for profile in ("memory-efficient", "aggressive") for buffer in ("holdall", "sb3")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.run import expected_seconds, planned_runs
+from holdall.tools.bench.run import plan_runs, predict_seconds
 from holdall.tools.bench.settings import BenchSettings, Calibration, ProfileSize, Trial, compute_size, make_settings
 from holdall.tools.report.results import TrainingRun
 
@@ -21,7 +21,7 @@ def settings(**changes: Any) -> BenchSettings:
 
 
 def test_every_profile_buffer_and_seed_has_one_turn_and_the_first_one_changes() -> None:
-    order = planned_runs(settings())
+    order = plan_runs(settings())
     assert len(order) == len(set(order)) == 12
     firsts = [next(turn for turn in order if turn.seed == seed) for seed in range(3)]
     assert len({(turn.profile, turn.buffer) for turn in firsts}) == 3
@@ -31,8 +31,8 @@ def test_what_is_done_is_not_announced_again() -> None:
     seconds = {f"{profile}/{buffer}": 10.0 for profile in ("fast", "balanced") for buffer in ("sb3", "holdall")}
     calibration = Calibration({"fast": SIZE, "balanced": SIZE}, seconds)
     done = [TrainingRun("fast", "sb3", 0, "done", 1, 1), TrainingRun("fast", "sb3", 1, "failed", 1, 1)]
-    assert expected_seconds(settings(), calibration) == 120.0
-    assert expected_seconds(settings(), calibration, done) == 110.0
+    assert predict_seconds(settings(), calibration) == 120.0
+    assert predict_seconds(settings(), calibration, done) == 110.0
 
 
 def trial(fill_per_second: float | None = 100.0, saved_bytes: int = 4 * 10**8, **changes: Any) -> Trial:

@@ -69,7 +69,7 @@ def test_a_file_whose_parts_do_not_fit_together_is_refused(tmp_path: Path, broke
     with np.load(tmp_path / "trace.npz") as whole:
         arrays = {name: whole[name] for name in whole.files} | broken
     np.savez(tmp_path / "broken.npz", **{name: array for name, array in arrays.items() if array is not None})
-    with pytest.raises(ArgumentError, match="is no trace"):
+    with pytest.raises(ArgumentError, match="is not a valid trace"):
         Trace.load(tmp_path / "broken.npz")
 
 

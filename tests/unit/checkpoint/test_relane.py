@@ -116,7 +116,7 @@ def test_a_layout_names_every_id_once_and_in_order(lanes: int, new_lanes: int) -
         ids = []
         last: dict[int, int] = {}
         for start in range(0, layout.ticks, 64):
-            part = layout.between(start, min(start + 64, layout.ticks))
+            part = layout.find_ticks(start, min(start + 64, layout.ticks))
             ids += part.ids[part.is_held].tolist()
             for row, held, seam in zip(part.ids, part.is_held, part.is_last, strict=True):
                 for lane in np.flatnonzero(held).tolist():

@@ -33,7 +33,7 @@ from holdall._native import Block, Coded, Raw, decode
 from holdall.checkpoint import CheckpointReader, Manifest, MemorySnapshot, Savers, load_newest, open_reader
 from holdall.checkpoint.data_file import DataFile
 from holdall.checkpoint.directory_blobs import DirectoryBlobs, DiskEntry, FileSystem
-from holdall.checkpoint.manifest import signed
+from holdall.checkpoint.manifest import append_checksum
 from holdall.checkpoint.retention import choose
 from holdall.checkpoint.urls import is_remote, normalized_url
 from holdall.codec.codec import Codec
@@ -100,6 +100,18 @@ def test_a_loaded_memory_draws_the_batches_that_the_saved_one_would_have(tmp_pat
                     each.add(**tick)
             trainer.require_same(loaded)
             assert_same_bits(loaded.sample(100), memory.sample(100))
+
+
+def test_a_checkpoint_counts_the_transitions_that_are_held(tmp_path: Path) -> None:
+    """Entries that are not valid do not count, also if the oldest segment has evicted some of its ticks."""
+    trainer = Trainer(capacity=100)
+    valid = np.array([True, False])
+    with trainer.memory as memory:
+        for _ in range(70):
+            memory.add(**trainer.stream.tick().arguments(), valid=valid)
+        assert memory.save(tmp_path / "run").result().transitions == len(memory) == 50
+        manifest = open_reader(tmp_path / "run").manifest(1)
+        assert manifest.segments[0].first_tick < manifest.first_tick
 
 
 def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
@@ -448,8 +460,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     [
         (None, "No complete checkpoint found in .* Check the path, or save first."),
         (b"{}", "damaged or cut short"),
-        (signed(b"no json"), "The text"),
-        (signed(b'{"format":"holdall checkpoint","version":2,"features":[]}'), "Upgrade holdall"),
+        (append_checksum(b"no json"), "The text"),
+        (append_checksum(b'{"format":"holdall checkpoint","version":2,"features":[]}'), "Upgrade holdall"),
     ],
 )
 def test_a_place_without_checkpoints_of_this_version_is_refused(

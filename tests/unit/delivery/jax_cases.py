@@ -101,5 +101,5 @@ def test_whole_numbers_of_64_bits_are_taken_if_they_fit(device: str | None, dtyp
     assert got.dtype == f"{'u' * (dtype[0] == 'u')}int32"
     assert np.asarray(got).tolist() == [[1, top]]
     add(top + 1)
-    with pytest.raises(holdall.ArgumentError, match=r"obs has dtype .*int64, of which JAX would keep 32 bits"):
+    with pytest.raises(holdall.ArgumentError, match=r"obs has dtype .*int64, and JAX would keep only 32 bits"):
         held.gather([1]).jax()

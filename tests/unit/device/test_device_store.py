@@ -618,6 +618,11 @@ def test_a_budget_that_is_too_small_names_the_capacity_that_fits(device: str) ->
     assert sum(field.total_bytes for field in smaller.report().fields) <= 2**20
 
 
+def test_a_budget_that_is_too_small_for_one_tick_says_so(device: str) -> None:
+    with pytest.raises(holdall.ArgumentError, match=r"Even capacity=4 does not fit"):
+        World(device, 4, (40,)).memory(3000, budget="1KiB")
+
+
 def test_extras_can_be_written_again(device: str, tmp_path: Path) -> None:
     """With tensors of the device or arrays of the host. What is saved is what was written last."""
     world = World(device, 3)

@@ -64,7 +64,9 @@ def test_the_nearest_pyproject_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "table", ["choose = ['M']", "select = 'M'", "fail-on = ['error']", "select = [1]", "= 3"], ids=lambda text: text
+    "table",
+    ["choose = ['M']", "select = 'M'", "fail-on = ['error']", "fail-on = 3", "select = [1]", "= 3"],
+    ids=lambda text: text,
 )
 def test_a_setting_that_is_wrong_is_named(tmp_path: Path, table: str) -> None:
     file = tmp_path / "pyproject.toml"

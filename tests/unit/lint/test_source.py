@@ -49,6 +49,8 @@ def test_the_last_assignment_in_scope_is_found(text: str, expected: str | None) 
         ("N * 4", 40),
         ("-N", -10),
         ("int(1e6)", 10**6),
+        ("int(100 / 3)", 33),
+        ("int('5')", None),
         ("10 / 0", None),
         ("2**10**9", None),
         ("'a' * 10", None),

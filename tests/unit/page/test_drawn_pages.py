@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdall.tools.report.page import card, cards, number, section, write_page
+from holdall.tools.report.page import card, cards, format_number, section, write_page
 
 
 class _Seen(HTMLParser):
@@ -51,4 +51,4 @@ def test_a_page_is_whole_and_holds_its_texts_whatever_they_are(text: str) -> Non
     ("value", "text"), [(0, "0"), (50, "50"), (1351.2, "1,351"), (52.46, "52.5"), (0.1234, "0.123")]
 )
 def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.tools.report.page import thinned_positions
+from holdall.tools.report.page import choose_positions
 
 
 @given(st.lists(st.floats(-1e12, 1e12), max_size=3_000), st.integers(4, 200))
 def test_both_ends_the_smallest_and_the_largest_are_kept(values: list[float], most: int) -> None:
     array = np.array(values)
-    chosen = thinned_positions(array, most)
+    chosen = choose_positions(array, most)
     assert (np.diff(chosen) > 0).all()
     assert len(chosen) <= max(most, 4)
     if values:
@@ -24,8 +24,8 @@ def test_both_ends_the_smallest_and_the_largest_are_kept(values: list[float], mo
 def test_every_stretch_keeps_its_own_peak() -> None:
     values = np.zeros(10_000)
     values[[17, 3_333, 9_000]] = (1, 2, 3)
-    assert {17, 3_333, 9_000} <= set(thinned_positions(values, 600).tolist())
+    assert {17, 3_333, 9_000} <= set(choose_positions(values, 600).tolist())
 
 
 def test_a_short_series_stays_as_it_is() -> None:
-    assert thinned_positions(np.arange(5.0), 600).tolist() == [0, 1, 2, 3, 4]
+    assert choose_positions(np.arange(5.0), 600).tolist() == [0, 1, 2, 3, 4]

@@ -182,6 +182,24 @@ def test_smaller_sizes_come_last() -> None:
     assert f"buffer_size={change.needs.experience.size:_}" in code
 
 
+@pytest.mark.parametrize("has_images", [True, False])
+def test_an_upgrade_is_suggested_only_where_it_makes_rollouts_smaller(has_images: bool) -> None:
+    """Vectors are float32 in every version. A rollout of vectors was planned with a quarter of its size."""
+    snapshot = _snapshot(stored=None, versions={"stable_baselines3": "2.6.0"})
+    if not has_images:
+        vector = {"kind": "box", "shape": [21_168], "dtype": "float32", "low": None, "high": None}
+        snapshot = replace(snapshot, models=(replace(snapshot.models[0], observation_space=vector),))
+    rollout = replace(REPLAY, rows=100_000, row_bytes=4 * 21_168 + 56, is_rollout=True)
+    change = find_change(snapshot, replace(NEEDS, experience=rollout, stored=None), _limits(4 * GIB))
+    assert change is not None
+    assert (change.title == "upgrade Stable-Baselines3") == has_images
+
+
+def test_a_folder_is_written_unchanged_into_the_lines() -> None:
+    use = HoldallUse(GIB, prefer="memory", spill_dir="/mnt/null")
+    assert '"spill_dir": "/mnt/null"}' in write_model_code("SAC", "CnnPolicy", NEEDS, use)
+
+
 def test_changes_that_do_not_apply_are_refused() -> None:
     assert change_needs(NEEDS, "capacity", 100).experience.rows == 100
     assert change_needs(NEEDS, "batch_size", 512).need_bytes(None) == NEEDS.need_bytes(None) + 100 * MIB

@@ -110,6 +110,7 @@ def test_tensors_are_the_arrays() -> None:
     [
         ({"n": 0}, r"^n \(0\) must be a whole number of at least 1"),
         ({"n": 2.5}, r"^n \(2.5\) must be a whole number"),
+        ({"n": 2**62}, r"^n \(4611686018427387904\) must be at most 1000000"),
         ({"gamma": 1.5}, r"^gamma \(1.5\) must be a number from 0 to 1"),
         ({"gamma": float("nan")}, r"^gamma \(nan\) must be a number"),
         ({"by": Sequence(3)}, r"^by \(Sequence\) must be a sampler of single transitions"),

@@ -128,6 +128,8 @@ def test_a_tree_has_at_least_one_slot() -> None:
     """And fails where there is no memory."""
     with pytest.raises(ValueError, match="slots is 0"):
         SumTree(0)
+    with pytest.raises(ValueError, match="from 1 to"):
+        SumTree(1 << 49)
     with pytest.raises((MemoryError, ValueError)):
         SumTree(1 << 47)
 

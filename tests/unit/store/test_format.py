@@ -160,19 +160,14 @@ def test_a_segment_is_read_back_as_it_was_packed(form: str) -> None:
     assert all(isinstance(block.form, Coded) for block in list_blocks(unpacked))
 
 
-def test_a_known_dictionary_is_not_sent_again() -> None:
+def test_a_dictionary_is_packed_once_and_a_missing_one_is_noticed() -> None:
     segment = make_segment()
     dictionary = code_blocks(segment)
-    name = name_dictionary(dictionary)
-    known: dict[str, Dictionary] = {}
-    whole = pack_segment(segment)
-    unpack_segment(whole, COLUMNS, dictionaries=known)
-    assert known == {name: dictionary}
-    brief = pack_segment(segment, known=known)
-    assert len(brief) < len(whole) - len(dictionary.content)
-    assert_same(segment, unpack_segment(brief, COLUMNS, dictionaries=known))
-    with pytest.raises(DamageError, match="dictionary"):
-        unpack_segment(brief, COLUMNS)
+    packed = pack_segment(segment)
+    assert [record.kind for record in split_records(packed)].count("dictionary") == 1
+    without_dictionary = packed[len(b"".join(pack_dictionary(dictionary))) :]
+    with pytest.raises(DamageError, match=f"dictionary '{name_dictionary(dictionary)}' of a block is missing"):
+        unpack_segment(without_dictionary, COLUMNS)
 
 
 def test_every_changed_byte_and_every_cut_is_noticed() -> None:

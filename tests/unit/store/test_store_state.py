@@ -239,6 +239,7 @@ def test_adopted_segments_follow_what_is_held() -> None:
     check(store, 100, 220)
     with pytest.raises(ArgumentError, match="float32"):
         store.set_reward_dtype(np.dtype(np.float64))
+    assert all(segment.ticks for segment in store.snapshot().segments), "an empty segment cannot be loaded"
 
 
 def test_segments_are_adopted_while_another_thread_adds() -> None:

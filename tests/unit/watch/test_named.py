@@ -16,7 +16,7 @@ from holdall._native import get_heap_bytes
 from holdall.memory_registry import MEMORIES
 from holdall.tools.watch.agent import Agent
 from holdall.tools.watch.exchange import Region
-from holdall.tools.watch.held import array_regions, buffer_regions, measure_memories, network_regions
+from holdall.tools.watch.held import list_array_regions, list_buffer_regions, list_network_regions, measure_memories
 
 CAMERA = spaces.Dict({"camera": spaces.Box(0, 255, (3, 64, 64), np.uint8), "state": spaces.Box(-1, 1, (8,))})
 
@@ -91,11 +91,11 @@ def test_plain_buffers_are_named_by_their_attributes_and_filled_by_their_positio
     buffer = SimpleNamespace(
         buffer_size=10, pos=4, full=False, observations={"camera": np.zeros((10, 4))}, rewards=np.zeros(10), name="x"
     )
-    found = by_name(buffer_regions("replay", buffer))
+    found = by_name(list_buffer_regions("replay", buffer))
     assert set(found) == {"replay.observations.camera", "replay.rewards"}
     assert found["replay.rewards"][0].fill == 0.4
     buffer.full = True
-    assert by_name(buffer_regions("replay", buffer))["replay.rewards"][0].fill == 1.0
+    assert by_name(list_buffer_regions("replay", buffer))["replay.rewards"][0].fill == 1.0
 
 
 def test_modules_and_optimizers_are_told_by_what_they_hold() -> None:
@@ -104,7 +104,7 @@ def test_modules_and_optimizers_are_told_by_what_they_hold() -> None:
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, 100)).sum().backward()
     optimizer.step()
-    found = by_name(network_regions([module], [optimizer]))
+    found = by_name(list_network_regions([module], [optimizer]))
     sizes = {name: sum(region.nbytes for region in regions) for name, regions in found.items()}
     assert sizes["parameters"] == sizes["gradients"] == 4 * (100 * 50 + 50)
     assert sizes["optimizer state"] == 2 * sizes["parameters"] + 2 * 4  # and a count of steps for each
@@ -138,5 +138,5 @@ def test_the_thread_of_the_agent_does_not_read_gradients(tmp_path: Path, monkeyp
 
 def test_a_view_is_named_by_the_memory_that_it_looks_into() -> None:
     whole = np.zeros(1000)
-    (region,) = array_regions("buffers", "part", whole[100:200])
+    (region,) = list_array_regions("buffers", "part", whole[100:200])
     assert (region.address, region.nbytes) == (whole.ctypes.data, whole.nbytes)

@@ -1,16 +1,18 @@
-"""Bench: which settings and which buffers are best on this machine, measured in fresh processes.
+"""Bench: measure which settings and which buffers are best on this machine.
 
-Memory that one measurement still holds cannot affect the next one. A child prints one JSON object per line, and the
-parent reads each one at once. A child never outlives its reader. The error about a failed child has its last message.
+Every measurement runs in a process of its own, so the memory of one measurement cannot affect the next one. A child
+process prints one JSON object per line, and the parent reads each line at once. A child never outlives its reader. The
+error about a failed child has the child's last line.
 
-    settings          what is measured
+    settings          settings of a bench, and the calibration of its profiles
     run               measures and ranks whole trainings
     training          one training, in a process of its own
     search            searches for the best settings
     compare_buffers   compares replay buffers alone
-    trace             the experience that these buffers get
+    buffer_libraries  the compared libraries
+    trace             the recorded experience that the compared buffers get
 
-A measured process must load nothing that it does not use, so this module has only the functions that all of them share.
+A measured process must import only what it uses, so this module has only the functions that all of these modules share.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ from holdall.errors import HoldallError
 from holdall.machine import begin_peak, held_bytes, peak_bytes, read_text
 from holdall.threads import usable_cores
 
-_CHANNEL: dict[str, TextIO] = {}
+_channel: dict[str, TextIO] = {}
+"""The stream of messages to the parent, as `lines`. Empty until the first message."""
 
 OnProgress = Callable[[str, float], None]
-"""Gets the name of the current work, and its progress: a share, or seconds of the expected time."""
+"""Called with the name of the current work, and its progress: a share, or seconds of the expected time."""
 _DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
+"""Packages whose versions every file of results has."""
 
 
 class ChildError(HoldallError, RuntimeError):
@@ -51,18 +55,18 @@ def emit(message: Mapping[str, Any]) -> None:
 
     Libraries print greetings on stdout. After the first line, all other output goes to stderr.
     """
-    if not _CHANNEL:
+    if not _channel:
         sys.stdout.flush()
-        _CHANNEL["lines"] = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        _channel["lines"] = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
-    print(json.dumps(message), file=_CHANNEL["lines"], flush=True)
+    print(json.dumps(message), file=_channel["lines"], flush=True)
 
 
-def messages(command: list[str]) -> Generator[dict[str, Any], None, None]:
+def run_child(command: list[str]) -> Generator[dict[str, Any], None, None]:
     """Yield the JSON lines that `command` prints. Raise ChildError with its last error line if it fails."""
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8") as child,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8") as child,
     ):
         try:
             for line in child.stdout or ():
@@ -71,35 +75,36 @@ def messages(command: list[str]) -> Generator[dict[str, Any], None, None]:
             child.kill()
             raise
         if child.wait() != 0:
-            complaints.seek(0)
-            last = (complaints.read().strip().splitlines() or ["it printed nothing"])[-1]
-            ended = f"was killed by signal {-child.returncode}" if child.returncode < 0 else "ended"
-            msg = f"The process {ended} with exit code {child.returncode} ({last}). Run `{shlex.join(command)}` alone."
-            raise ChildError(msg)
+            errors.seek(0)
+            last_line = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
+            end = f"ended with exit code {child.returncode}"
+            if child.returncode < 0:
+                end = f"was killed by signal {-child.returncode}"
+            raise ChildError(f"The process {end} ({last_line}). Run `{shlex.join(command)}` alone.")
 
 
 def read_result(
     lines: Iterable[dict[str, Any]], on_message: Callable[[dict[str, Any]], None] = lambda _message: None
 ) -> dict[str, Any]:
-    """Pass every message of a child to `on_message`. Return the result, which is the last message."""
-    found: dict[str, Any] = {}
+    """Pass every message of a child to `on_message`. Return the result, which the last message has."""
+    result: dict[str, Any] = {}
     for message in lines:
-        found = message.get("result", found)
+        result = message.get("result", result)
         on_message(message)
-    return found
+    return result
 
 
-def module_command(name: str, *arguments: object) -> list[str]:
+def make_module_command(name: str, *arguments: object) -> list[str]:
     """Return the command that runs a module of holdall with this Python.
 
-    With -P, modules of the working directory cannot replace others.
+    Because of -P, modules of the working directory cannot replace other modules.
     """
     return [sys.executable, "-P", "-m", f"holdall.{name}", *map(str, arguments)]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Settings of the training of one process."""
+    """Settings of one training."""
 
     env_id: str
     algo: str
@@ -108,8 +113,8 @@ class Task:
     batch_size: int
     timesteps: int
     seed: int
-    fills: bool
-    features: str
+    fills: bool  # Whether random actions fill the buffer before training.
+    features: str  # Class of the features extractor, as module:Class. Empty: the default of the algorithm.
     policy_kwargs: dict[str, Any]
     threads: int  # Threads of torch. 0: torch's default.
     num_envs: int = 1
@@ -117,15 +122,15 @@ class Task:
 
 def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
     """Run one training in a process of its own. Yield its messages."""
-    return messages(module_command("tools.bench.training", json.dumps(asdict(task))))
+    return run_child(make_module_command("tools.bench.training", json.dumps(asdict(task))))
 
 
-def folder_bytes(folder: Path) -> int:
+def count_folder_bytes(folder: Path) -> int:
     """Add up the sizes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def measured_save(save: Callable[[Path], None], folder: Path) -> dict[str, Any]:
+def measure_save(save: Callable[[Path], None], folder: Path) -> dict[str, Any]:
     """Save into an empty folder. Return the seconds, the bytes, and the extra memory, which is None if unknown."""
     before = held_bytes().resident
     has_peak = begin_peak()
@@ -133,19 +138,19 @@ def measured_save(save: Callable[[Path], None], folder: Path) -> dict[str, Any]:
     save(folder)
     seconds = time.perf_counter() - start
     extra = max(peak_bytes() - before, 0) if has_peak else None
-    return {"seconds": seconds, "bytes": folder_bytes(folder), "extra": extra}
+    return {"seconds": seconds, "bytes": count_folder_bytes(folder), "extra": extra}
 
 
-def header_of(form: str, *distributions: str) -> dict[str, Any]:
+def make_header(form: str, *distributions: str) -> dict[str, Any]:
     """Return the first line of a file of results: its format, the command, the machine, and all versions."""
     measured_on = {"machine": machine(), "versions": versions(*distributions)}
     return {"kind": "header", "format": form, "command": sys.argv[1:], **measured_on}
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine, and how busy it is."""
+    """Describe this machine and its load."""
     return {
-        "processor": _processor(),
+        "processor": _find_processor(),
         "cores": usable_cores(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "system": platform.platform(),
@@ -156,10 +161,10 @@ def machine() -> dict[str, Any]:
 def versions(*more: str) -> dict[str, str | None]:
     """Return the versions of Python and of the measured packages. The version of a missing package is None."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    return found | {name: version_of(name) for name in (*_DISTRIBUTIONS, *more)}
+    return found | {name: find_version(name) for name in (*_DISTRIBUTIONS, *more)}
 
 
-def version_of(distribution: str) -> str | None:
+def find_version(distribution: str) -> str | None:
     """Return the version of an installed distribution."""
     try:
         return importlib.metadata.version(distribution)
@@ -167,10 +172,9 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def _find_processor() -> str:
     text = read_text(Path("/proc/cpuinfo"))
     if not text:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
-    )
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else "unknown"

@@ -1,7 +1,7 @@
-"""The replay buffers that are compared: the use of each library, and its measured setups.
+"""The replay buffers that are compared: an adapter for each library, and the setups in which it is measured.
 
 A library is imported when one of its buffers is made, because any library may be missing. A setup that cannot be
-measured here reports the reason, so that no setup is silently skipped.
+measured on this machine reports the reason, so that no setup is silently skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from holdall.errors import ArgumentError
 from holdall.memory import ReplayMemory
-from holdall.tools.bench import version_of
+from holdall.tools.bench import find_version
 from holdall.tools.bench.trace import TraceStep
 
 _FLAGS = ("terminated", "truncated")
@@ -50,10 +50,10 @@ class BufferAdapter(ABC):
         return self.buffer.sample(batch_size)
 
     @abstractmethod
-    def rows(self, ids: Any) -> dict[str, Any]:
-        """Return obs, action, reward, next_obs, terminated, truncated of transitions, counted from the first.
+    def read_rows(self, ids: Any) -> dict[str, Any]:
+        """Return obs, action, reward, next_obs, terminated, truncated of transitions. The first transition has id 0.
 
-        A buffer that does not distinguish the two ends returns `done` in place of both.
+        A buffer that does not distinguish terminated from truncated returns `done` in place of both.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ def open_sb3_extra(
 ) -> Sb3Adapter:
     """Make a buffer of sb3-extra-buffers, which compresses every observation.
 
-    It takes the element type of the space; a Dict has one for all keys, by default bytes.
+    The element type is that of the space. For a Dict, the library's default is used for all keys: bytes.
     """
     from sb3_extra_buffers.compressed import compressed_replay  # noqa: PLC0415 may be missing
 
@@ -114,14 +114,16 @@ class Sb3Adapter(BufferAdapter):
         """Add one transition."""
         self.buffer.add(*prepared)
 
-    def rows(self, ids: Any) -> dict[str, Any]:
+    def read_rows(self, ids: Any) -> dict[str, Any]:
         """Read rows as `sample` does, and the flags from their arrays."""
         batch = self.buffer._get_samples(ids)
-        ended, cut = (flags[ids, 0].astype(np.bool_) for flags in (self.buffer.dones, self.buffer.timeouts))
-        found = {"obs": batch.observations, "next_obs": batch.next_observations}
-        found |= {"action": batch.actions, "reward": batch.rewards}
-        told_apart = self.buffer.handle_timeout_termination
-        return found | ({"terminated": ended & ~cut, "truncated": cut} if told_apart else {"done": ended})
+        done = self.buffer.dones[ids, 0].astype(np.bool_)
+        truncated = self.buffer.timeouts[ids, 0].astype(np.bool_)
+        rows = {"obs": batch.observations, "next_obs": batch.next_observations}
+        rows |= {"action": batch.actions, "reward": batch.rewards}
+        if self.buffer.handle_timeout_termination:
+            return rows | {"terminated": done & ~truncated, "truncated": truncated}
+        return rows | {"done": done}
 
     def save(self, folder: Path) -> None:
         """Pickle the buffer, as `model.save_replay_buffer` does."""
@@ -142,28 +144,30 @@ class CpprbAdapter(BufferAdapter):
     def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> None:
         from cpprb import ReplayBuffer  # noqa: PLC0415 may be missing
 
-        self._made_of = (observation, action, capacity)
+        self._arguments = (observation, action, capacity)
         self._is_dict = isinstance(observation, spaces.Dict)
         parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
-        self._observed = tuple(f"obs_{key}" for key in parts)
-        fields: dict[str, Any] = {f"obs_{key}": {"shape": one.shape, "dtype": one.dtype} for key, one in parts.items()}
+        self._observation_names = tuple(f"obs_{key}" for key in parts)
+        fields: dict[str, Any] = {
+            f"obs_{key}": {"shape": space.shape, "dtype": space.dtype} for key, space in parts.items()
+        }
         fields |= {"action": {"shape": action.shape or 1, "dtype": action.dtype}, "reward": {"dtype": np.float32}}
         fields |= {name: {"dtype": np.bool_} for name in _FLAGS}
-        super().__init__(ReplayBuffer(capacity, fields, next_of=self._observed))
+        super().__init__(ReplayBuffer(capacity, fields, next_of=self._observation_names))
 
     def prepare(self, step: TraceStep) -> Any:
         """Return the fields by name, and whether the episode ends."""
-        given = {name: getattr(step, name)[0] for name in ("action", *_OUTCOMES)}
-        for name in self._observed:
-            given[name] = self._part(step.obs, name)
-            given[f"next_{name}"] = self._part(step.next_obs, name)
-        return given, bool(step.terminated[0] or step.truncated[0])
+        fields = {name: getattr(step, name)[0] for name in ("action", *_OUTCOMES)}
+        for name in self._observation_names:
+            fields[name] = self._get_part(step.obs, name)
+            fields[f"next_{name}"] = self._get_part(step.next_obs, name)
+        return fields, bool(step.terminated[0] or step.truncated[0])
 
     def add(self, prepared: Any) -> None:
         """Add one transition."""
-        given, ends = prepared
-        self.buffer.add(**given)
-        if ends:
+        fields, is_end = prepared
+        self.buffer.add(**fields)
+        if is_end:
             self.buffer.on_episode_end()
 
     def sample(self, batch_size: int) -> Any:
@@ -172,26 +176,26 @@ class CpprbAdapter(BufferAdapter):
 
         return {name: torch.as_tensor(array) for name, array in self.buffer.sample(batch_size).items()}
 
-    def rows(self, ids: Any) -> dict[str, Any]:
+    def read_rows(self, ids: Any) -> dict[str, Any]:
         """Read rows as `sample` does."""
         batch = self.buffer._encode_sample(ids)
-        found = {name: batch[name] for name in ("action", *_OUTCOMES)}
-        for side, start in (("obs", ""), ("next_obs", "next_")):
-            parts = {name.removeprefix("obs_"): batch[f"{start}{name}"] for name in self._observed}
-            found[side] = parts if self._is_dict else parts[""]
-        return found
+        rows = {name: batch[name] for name in ("action", *_OUTCOMES)}
+        for field_name, prefix in (("obs", ""), ("next_obs", "next_")):
+            parts = {name.removeprefix("obs_"): batch[f"{prefix}{name}"] for name in self._observation_names}
+            rows[field_name] = parts if self._is_dict else parts[""]
+        return rows
 
     def save(self, folder: Path) -> None:
         """Write whole transitions, which is the safe mode of cpprb."""
         self.buffer.save_transitions(str(folder / "buffer.npz"), safe=True)
 
     def load(self, folder: Path) -> CpprbAdapter:
-        """Read them into a new buffer."""
-        loaded = CpprbAdapter(*self._made_of)
+        """Read the file into a new buffer."""
+        loaded = CpprbAdapter(*self._arguments)
         loaded.buffer.load_transitions(str(folder / "buffer.npz"))
         return loaded
 
-    def _part(self, observation: Any, name: str) -> Any:
+    def _get_part(self, observation: Any, name: str) -> Any:
         return (observation[name.removeprefix("obs_")] if self._is_dict else observation)[0]
 
 
@@ -209,34 +213,35 @@ class TorchrlAdapter(BufferAdapter):
         import torch  # noqa: PLC0415 loaded with the buffer
         from tensordict import TensorDict  # noqa: PLC0415 loaded with the buffer
 
-        after = {"obs": _tensors(step.next_obs)}
-        after |= {name: torch.as_tensor(getattr(step, name)) for name in _OUTCOMES}
-        return TensorDict({"obs": _tensors(step.obs), "action": torch.as_tensor(step.action[0]), "next": after})
+        following = {"obs": _make_tensors(step.next_obs)}
+        following |= {name: torch.as_tensor(getattr(step, name)) for name in _OUTCOMES}
+        action = torch.as_tensor(step.action[0])
+        return TensorDict({"obs": _make_tensors(step.obs), "action": action, "next": following})
 
-    def rows(self, ids: Any) -> dict[str, Any]:
+    def read_rows(self, ids: Any) -> dict[str, Any]:
         """Read rows from the storage."""
         import torch  # noqa: PLC0415 loaded with the buffer
 
         batch = self.buffer.storage.get(torch.as_tensor(ids))
-        found = {"obs": _as_dict(batch["obs"]), "next_obs": _as_dict(batch["next", "obs"]), "action": batch["action"]}
-        return found | {name: batch["next", name] for name in _OUTCOMES}
+        rows = {"obs": _as_dict(batch["obs"]), "next_obs": _as_dict(batch["next", "obs"]), "action": batch["action"]}
+        return rows | {name: batch["next", name] for name in _OUTCOMES}
 
     def save(self, folder: Path) -> None:
         """Write memory maps."""
         self.buffer.dumps(folder)
 
     def load(self, folder: Path) -> TorchrlAdapter:
-        """Read them into a new buffer."""
+        """Read the memory maps into a new buffer."""
         loaded = TorchrlAdapter(None, None, self._capacity)
         loaded.buffer.loads(folder)
         return loaded
 
 
-def _tensors(observation: Any) -> Any:
+def _make_tensors(observation: Any) -> Any:
     import torch  # noqa: PLC0415 loaded with the buffer
 
     if isinstance(observation, dict):
-        return {key: _tensors(part) for key, part in observation.items()}
+        return {key: _make_tensors(part) for key, part in observation.items()}
     return torch.as_tensor(np.ascontiguousarray(observation[0]))
 
 
@@ -245,8 +250,8 @@ def open_tianshou(
 ) -> TianshouAdapter:
     """Make a buffer of Tianshou.
 
-    With `ignore_obs_next` it stores observations once, and only the last frame of a stack. Small leading axes of bytes
-    are taken to be stacked frames.
+    With `ignore_obs_next`, the buffer stores observations once, and only the last frame of a stack. A leading axis of
+    length 4 is taken for a stack of frames.
     """
     from tianshou.data import ReplayBuffer  # noqa: PLC0415 may be missing
 
@@ -265,14 +270,15 @@ class TianshouAdapter(BufferAdapter):
         """Make the record that Tianshou's collector makes."""
         from tianshou.data import Batch  # noqa: PLC0415 loaded with the buffer
 
-        return Batch(**{theirs: _first_env(getattr(step, ours)) for ours, theirs in _TIANSHOU_NAMES.items()}, info={})
+        fields = {theirs: _drop_lane_axis(getattr(step, ours)) for ours, theirs in _TIANSHOU_NAMES.items()}
+        return Batch(**fields, info={})
 
     def sample(self, batch_size: int) -> Any:
         """Draw a batch."""
         batch, _ = self.buffer.sample(batch_size)
         return batch.to_torch_()
 
-    def rows(self, ids: Any) -> dict[str, Any]:
+    def read_rows(self, ids: Any) -> dict[str, Any]:
         """Read rows as `sample` does."""
         batch = self.buffer[np.asarray(ids)]
         return {ours: _as_dict(getattr(batch, theirs)) for ours, theirs in _TIANSHOU_NAMES.items()}
@@ -288,7 +294,7 @@ class TianshouAdapter(BufferAdapter):
         return TianshouAdapter(ReplayBuffer.load_hdf5(str(folder / "buffer.h5")))
 
 
-def _first_env(rows: Any) -> Any:
+def _drop_lane_axis(rows: Any) -> Any:
     return {key: part[0] for key, part in rows.items()} if isinstance(rows, dict) else rows[0]
 
 
@@ -302,7 +308,7 @@ def _as_dict(observed: Any) -> Any:
 def open_holdall(
     observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int, *, budget: str | int | None = "auto"
 ) -> HoldallAdapter:
-    """Make a memory whose batches are torch tensors."""
+    """Make a memory that returns batches of torch tensors."""
     return HoldallAdapter(ReplayMemory(observation, action, capacity, device="cpu", seed=0, budget=budget), budget)
 
 
@@ -329,8 +335,8 @@ class HoldallAdapter(BufferAdapter):
         """Free the blocks at once."""
         self.buffer.close()
 
-    def rows(self, ids: Any) -> dict[str, Any]:
-        """Gather."""
+    def read_rows(self, ids: Any) -> dict[str, Any]:
+        """Gather rows."""
         batch = self.buffer.gather(ids)
         return {name: getattr(batch, name) for name in TraceStep._fields}
 
@@ -351,18 +357,18 @@ class BufferSetup:
     distribution: str
     opener: Callable[..., BufferAdapter]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    is_box_only: bool = False
+    is_box_only: bool = False  # Whether the library takes no Dict observations.
     needs: str = ""  # A further distribution that must be installed.
 
     @property
     def version(self) -> str | None:
         """The installed version."""
-        return version_of(self.distribution)
+        return find_version(self.distribution)
 
-    def missing(self, space: spaces.Space[Any] | None = None) -> str | None:
+    def explain_absence(self, space: spaces.Space[Any] | None = None) -> str | None:
         """Return why the setup cannot be measured, or None if it can."""
         for distribution in (self.distribution, self.needs):
-            if distribution and version_of(distribution) is None:
+            if distribution and find_version(distribution) is None:
                 return f"{distribution} is not installed"
         if self.is_box_only and isinstance(space, spaces.Dict):
             return "it takes no Dict observations"
@@ -390,14 +396,17 @@ BUFFER_SETUPS = {
 }
 
 
-def setups_named(names: list[str]) -> list[BufferSetup]:
+def find_setups(names: list[str]) -> list[BufferSetup]:
     """Return the setups selected by names of libraries or of single setups."""
-    found: dict[str, BufferSetup] = {}
+    selected: dict[str, BufferSetup] = {}
     for name in names:
-        start = f"{name} "
-        meant = [one for one in BUFFER_SETUPS.values() if name in {"all", one.name} or one.name.startswith(start)]
-        if not meant:
+        matching = {
+            setup.name: setup
+            for setup in BUFFER_SETUPS.values()
+            if name in {"all", setup.name} or setup.name.startswith(f"{name} ")
+        }
+        if not matching:
             known = f"all, {', '.join(LIBRARIES)}, or {', '.join(BUFFER_SETUPS)}"
-            raise ArgumentError(f"libraries ({name!r}) must be among {known}")
-        found |= {setup.name: setup for setup in meant}
-    return list(found.values())
+            raise ArgumentError(f"libraries ({name!r}) must be among {known}.")
+        selected |= matching
+    return list(selected.values())

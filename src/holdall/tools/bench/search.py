@@ -1,7 +1,6 @@
 """Search for the best settings with Optuna, every trial in a process of its own under a memory limit.
 
-A trial that does not fit is not started. A trial whose memory grows towards more than the limit is stopped before it
-gets there.
+A trial that does not fit is not started. A trial that is going to exceed the limit is stopped before it does.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from holdall.tools.bench.settings import ALGOS, BenchSettings, Trial, run_trial
 from holdall.units import format_bytes
 
 _MIN_PROJECTED_SHARE = 0.2
-"""Share of the buffer from which on its final size is predicted. Before, the heap still grows for other reasons."""
+"""Filled share of a buffer from which on its final size is predicted. Before, the heap also grows for other reasons."""
 _MAX_BATCH_FACTOR = 8
+"""Largest batch that is tried, as a multiple of the algorithm's default."""
 _LARGEST_SHARE = 1.25
-"""Largest capacity that is tried, as a share of what is predicted to fit."""
+"""Largest capacity that is tried, as a share of the capacity that is predicted to fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SearchTrial:
 
     @property
     def capacity(self) -> int:
-        """Transitions held."""
+        """Transitions of the buffer."""
         return self.settings.get("capacity", 0)
 
 
@@ -75,7 +75,7 @@ class Search:
         if settings.is_on_policy:
             raise ArgumentError(f"algo ({settings.algo}) has no replay buffer whose size could be searched. Take sac.")
         self.settings = settings
-        # The largest batches need most memory, so what fits with them fits with all.
+        # The largest batches need most memory. A capacity that fits with them fits with all batches.
         self.trial = trial or run_trial(settings, _MAX_BATCH_FACTOR * settings.batch_size, settings.buffers[0])
         self.space = space or self._choose_space()
         self._study = optuna.create_study(
@@ -91,33 +91,33 @@ class Search:
         states = _import_optuna().trial.TrialState
         while sum(trial.state.is_finished() for trial in self._study.trials) < trials:
             trial = self._study.ask()
-            drawn = self._suggest(trial)
+            chosen = self._draw_settings(trial)
             try:
-                figures = self._measure(drawn, partial(on_progress, f"trial {trial.number}"))
+                figures = self._measure(chosen, partial(on_progress, f"trial {trial.number}"))
             except (TrialStopped, ChildError) as error:
                 trial.set_user_attr("reason", str(error))
                 self._study.tell(trial, state=states.PRUNED if isinstance(error, TrialStopped) else states.FAIL)
             else:
                 trial.set_user_attr("steps_per_second", figures["steps_per_second"])
                 trial.set_user_attr("peak_bytes", max(figures["peaks"].values()))
-                samples_per_second = figures["steps_per_second"] * drawn["batch_size"]
-                self._study.tell(trial, [samples_per_second, float(drawn["capacity"])])
+                samples_per_second = figures["steps_per_second"] * chosen["batch_size"]
+                self._study.tell(trial, [samples_per_second, float(chosen["capacity"])])
             yield next(found for found in self.list_trials() if found.number == trial.number)
 
     def list_trials(self) -> list[SearchTrial]:
         """Return every trial that has ended."""
         best = {trial.number for trial in self._study.best_trials}
-        names = {"complete": "complete", "pruned": "pruned"}
+        states = {"COMPLETE": "complete", "PRUNED": "pruned"}
         return [
             SearchTrial(
-                trial.number,
-                names.get(trial.state.name.lower(), "failed"),
-                dict(trial.params),
-                trial.values[0] if trial.values else None,
-                trial.user_attrs.get("steps_per_second"),
-                trial.user_attrs.get("peak_bytes"),
-                trial.user_attrs.get("reason", ""),
-                trial.number in best,
+                number=trial.number,
+                state=states.get(trial.state.name, "failed"),
+                settings=dict(trial.params),
+                samples_per_second=trial.values[0] if trial.values else None,
+                steps_per_second=trial.user_attrs.get("steps_per_second"),
+                peak_bytes=trial.user_attrs.get("peak_bytes"),
+                reason=trial.user_attrs.get("reason", ""),
+                is_best=trial.number in best,
             )
             for trial in self._study.trials
             if trial.state.is_finished()
@@ -136,7 +136,7 @@ class Search:
         call = "".join(f"\n    {argument}," for argument in ["policy, env", *arguments])
         return "\n".join([*lines, f"model = {ALGOS[self.settings.algo]}({call}\n)"])
 
-    def _suggest(self, trial: Any) -> dict[str, int]:
+    def _draw_settings(self, trial: Any) -> dict[str, int]:
         return {
             "capacity": trial.suggest_int("capacity", *self.space.capacity, log=True),
             "batch_size": trial.suggest_categorical("batch_size", list(self.space.batch_sizes)),
@@ -144,20 +144,20 @@ class Search:
             "threads": trial.suggest_categorical("threads", list(self.space.threads)),
         }
 
-    def _measure(self, drawn: dict[str, int], on_progress: Callable[[float], None]) -> dict[str, Any]:
+    def _measure(self, chosen: dict[str, int], on_progress: Callable[[float], None]) -> dict[str, Any]:
         settings = self.settings
-        need_bytes = self.trial.predict_peak(drawn["capacity"])
+        need_bytes = self.trial.predict_peak(chosen["capacity"])
         if need_bytes > _LARGEST_SHARE * settings.limit_bytes:
             limit = format_bytes(settings.limit_bytes)
-            raise TrialStopped(f"not started: it would take {format_bytes(need_bytes)}, of {limit}")
+            raise TrialStopped(f"not started: it would take {format_bytes(need_bytes)}, and the limit is {limit}")
         task = settings.make_task(
             settings.buffers[0],
-            drawn["capacity"],
-            drawn["batch_size"],
+            chosen["capacity"],
+            chosen["batch_size"],
             settings.timesteps,
             fills=True,
-            threads=drawn["threads"],
-            num_envs=drawn["num_envs"],
+            threads=chosen["threads"],
+            num_envs=chosen["num_envs"],
         )
         base_bytes = 0
 
@@ -179,7 +179,7 @@ class Search:
         largest = int(_LARGEST_SHARE * self.trial.find_largest(self.settings.limit_bytes))
         if largest < 4 * base:
             limit = format_bytes(self.settings.limit_bytes)
-            raise ArgumentError(f"limit ({limit}) leaves no room for a buffer besides the process. Raise it.")
+            raise ArgumentError(f"limit ({limit}) is too small for the process and a buffer. Raise it.")
         batch_sizes = (base, 2 * base, 4 * base, _MAX_BATCH_FACTOR * base)
         return SearchSpace((max(largest // 16, 2 * base), largest), batch_sizes, (1, 2, 4), (1, 2))
 
@@ -193,7 +193,8 @@ def require_room(message: dict[str, Any], base_bytes: int, limit_bytes: int) -> 
         expected = int(base_bytes + (resident - base_bytes) / share)
     if expected > limit_bytes:
         raise TrialStopped(
-            f"stopped at {format_bytes(resident)}: {format_bytes(expected)} to come, of {format_bytes(limit_bytes)}"
+            f"stopped at {format_bytes(resident)}: it would take {format_bytes(expected)}, and the limit is "
+            f"{format_bytes(limit_bytes)}"
         )
 
 
@@ -201,7 +202,7 @@ def require_peak(peaks: Mapping[str, int], limit_bytes: int) -> None:
     """Raise TrialStopped if a trial exceeded the limit between two readings."""
     peak = max(peaks.values())
     if peak > limit_bytes:
-        raise TrialStopped(f"took {format_bytes(peak)} at its peak, of {format_bytes(limit_bytes)}")
+        raise TrialStopped(f"took {format_bytes(peak)} at its peak, and the limit is {format_bytes(limit_bytes)}")
 
 
 def _import_optuna() -> Any:
@@ -209,6 +210,6 @@ def _import_optuna() -> Any:
         import optuna  # noqa: PLC0415  An extra.
         import optuna.storages.journal  # noqa: PLC0415  Likewise.
     except ImportError as error:
-        raise MissingPackageError("holdall bench search needs optuna; run `pip install 'holdall[search]'`") from error
+        raise MissingPackageError("holdall bench search needs optuna. Run: pip install 'holdall[search]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

@@ -29,13 +29,15 @@ PROFILES = {
     "quality": (0.7, 1),
     "aggressive": (0.55, 4),
 }
-"""Share of the limit that a whole run may take, and the factor of its batch size."""
+"""Share of the limit that a whole run may take, and the factor by which the algorithm's batch size is multiplied."""
 _TRIAL_SIZE = 1_000
+"""Capacity of a trial's replay buffer, unless two batches are larger."""
 _TRIAL_STEPS = 120
 _TRIAL_ROLLOUT = 256
+"""Steps of a trial's rollout."""
 _MIN_SAVED_PER_SECOND = 200e6
-"""Bytes per second at which the further bytes of a larger checkpoint are written, at least. The rate of a small one is
-too low, because creating its files takes most of the time."""
+"""Lower bound on the bytes per second at which a large checkpoint is predicted to be written. The rate of a trial's
+small checkpoint is too low, because creating its files takes most of the time."""
 
 SHIPPED_ENVS: dict[str, dict[str, Any]] = {
     "demo": {
@@ -53,7 +55,7 @@ SHIPPED_ENVS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """Everything that decides what is run."""
+    """Settings of a bench: the environment, the algorithm, and the runs."""
 
     env: str
     algo: str
@@ -63,10 +65,10 @@ class BenchSettings:
     buffers: tuple[str, ...]
     limit_bytes: int
     batch_size: int
-    fills: bool = True
-    limit_source: str = ""  # Where the limit comes from.
+    fills: bool = True  # Whether random actions fill the buffer before training.
+    limit_source: str = ""  # Name of the system's limit, or of the option.
     env_id: str = ""
-    features: str = ""
+    features: str = ""  # Class of the features extractor, as module:Class. Empty: the default of the algorithm.
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 0  # Number of torch's threads. 0: torch's default.
 
@@ -76,7 +78,7 @@ class BenchSettings:
         return self.algo == "ppo"
 
     def make_task(self, buffer: str, size: int, batch_size: int, timesteps: int, seed: int = 0, **changes: Any) -> Task:
-        """Return what one process trains."""
+        """Return the settings of one training."""
         own = {name: getattr(self, name) for name in ("fills", "features", "threads", "policy_kwargs")}
         return Task(self.env_id, self.algo, buffer, size, batch_size, timesteps, seed, **own | changes)
 
@@ -128,9 +130,8 @@ def _read_limit(limit: str | None, default: str) -> tuple[int, str]:
     if (limit or default) == "machine":
         return nearest.free_bytes, nearest.name
     if limit is None:
-        return parse_bytes(
-            default
-        ), "default of this environment, so that the bench takes minutes; --limit machine uses all free memory"
+        source = "default of this environment, so that the bench takes minutes; --limit machine uses all free memory"
+        return parse_bytes(default), source
     given = parse_bytes(limit, "limit")
     if given > nearest.free_bytes:
         raise ArgumentError(
@@ -163,7 +164,7 @@ class ProfileSize:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the trials showed."""
+    """Sizes and expected seconds, computed from the trials."""
 
     sizes: dict[str, ProfileSize]
     seconds: dict[str, float]  # Expected seconds of a run, by "profile/buffer".
@@ -177,13 +178,13 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Figures of a short run, from which those of a longer one follow."""
+    """Figures of a short run, from which the figures of a longer one are predicted."""
 
     size: int
     buffer_bytes: int  # Bytes of the full buffer. On-policy: also those of the copy in an update.
     peak_bytes: int
     figures: Mapping[str, Any]
-    whole_seconds: float
+    whole_seconds: float  # Seconds of the whole process.
 
     @property
     def bytes_each(self) -> float:
@@ -200,29 +201,29 @@ class Trial:
 
     def predict_seconds(self, size: int, timesteps: int, *, fills: bool) -> float:
         """Return how long a run takes: start, filling, training and saving."""
-        filling = self.figures["fill_per_second"]
-        training = self.figures["steps_per_second"]
+        filled_per_s = self.figures["fill_per_second"]  # None: on-policy.
+        steps_per_s = self.figures["steps_per_second"]
         saved = self.figures["checkpoint"]
-        filled_s = self.size / filling if filling else 0.0
-        start_s = self.whole_seconds - filled_s - self.figures["steps"] / training - saved["seconds"]
-        fill_s = size / filling if filling and fills else 0.0
-        steps = timesteps if filling else -(-max(timesteps, size) // size) * size  # Rollouts are always completed.
-        save_s = saved["seconds"]
-        if filling:
-            rate = max(saved["bytes"] / saved["seconds"], _MIN_SAVED_PER_SECOND)
-            save_s += saved["bytes"] * (size / self.size - 1) / rate
-        return float(start_s + fill_s + steps / training + save_s)
+        start_s = self.whole_seconds - self.figures["steps"] / steps_per_s - saved["seconds"]
+        if not filled_per_s:
+            steps = -(-max(timesteps, size) // size) * size  # Rollouts are always completed.
+            return float(start_s + steps / steps_per_s + saved["seconds"])
+        start_s -= self.size / filled_per_s
+        fill_s = size / filled_per_s if fills else 0.0
+        saved_per_s = max(saved["bytes"] / saved["seconds"], _MIN_SAVED_PER_SECOND)
+        save_s = saved["seconds"] + saved["bytes"] * (size / self.size - 1) / saved_per_s
+        return float(start_s + fill_s + timesteps / steps_per_s + save_s)
 
 
 def run_trial(settings: BenchSettings, batch_size: int, buffer: str) -> Trial:
     """Train for a short time with a small buffer."""
     size = _TRIAL_ROLLOUT if settings.is_on_policy else max(_TRIAL_SIZE, 2 * batch_size)
     steps = 2 * size if settings.is_on_policy else _TRIAL_STEPS
-    begun = time.perf_counter()
+    started = time.perf_counter()
     figures = read_result(run_task(settings.make_task(buffer, size, batch_size, steps, fills=True)))
     copies = 2 if settings.is_on_policy else 1
     peak_bytes = max(figures["peaks"].values())
-    return Trial(size, copies * figures["buffer_bytes"], peak_bytes, figures, time.perf_counter() - begun)
+    return Trial(size, copies * figures["buffer_bytes"], peak_bytes, figures, time.perf_counter() - started)
 
 
 def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
@@ -246,13 +247,15 @@ def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
 
 
 def compute_size(settings: BenchSettings, name: str, batch_size: int, trials: Mapping[str, Trial]) -> ProfileSize:
-    """Return the largest size that fits into a profile's share.
+    """Return the size of a profile: the largest size that fits into its share of the limit.
 
-    It is that of Stable-Baselines3's buffer, or of the first buffer that fits if that one does not. 0: nothing fits.
+    Stable-Baselines3's buffer decides. If it does not fit, the first buffer that fits decides. 0: no buffer fits.
     """
     share, _ = PROFILES[name]
     limit_bytes = int(share * settings.limit_bytes)
     largest = {buffer: trial.find_largest(limit_bytes) for buffer, trial in trials.items()}
     fits = tuple(buffer for buffer in settings.buffers if largest[buffer] > batch_size)
-    size = largest[fits[0] if "sb3" not in fits else "sb3"] if fits else 0
+    size = 0
+    if fits:
+        size = largest["sb3" if "sb3" in fits else fits[0]]
     return ProfileSize(share, limit_bytes, batch_size, size, largest.get("holdall"), fits)

@@ -1,10 +1,16 @@
-"""Recorded experience: the file format, reading, and `python -m holdall.tools.bench.trace` to record.
+"""Traces, which are files of recorded experience. `python -m holdall.tools.bench.trace` records one.
 
-The file is an .npz: `f_<key>` holds the frames of all episodes, one after another, each episode with its final
-observation (`f_obs` if the space is no Dict); `ep` holds rows of [first frame, number of transitions]; `action`,
-`reward`, `terminated`, `truncated` have one row a transition; `meta` is JSON, and its `stack` is the number of frames
-in an observation (the first frame is repeated after a reset). Images are channels first, as in Stable-Baselines3.
-Invariant: reading a file runs no code of it, and a file that is inconsistent is refused before the first step.
+The file is an .npz with these arrays:
+
+    f_<key>    frames of all episodes, one after another, each episode with its final observation. `f_obs` if the space
+               is not a Dict
+    ep         rows of [first frame, number of transitions], one per episode
+    action, reward, terminated, truncated
+               one row per transition
+    meta       JSON. `stack` is the number of frames in an observation; the first frame is repeat_steps after a reset
+
+Observations are returned with channels first, as in Stable-Baselines3. Reading a file runs no code from it, and an
+inconsistent file is refused before the first step.
 """
 
 from __future__ import annotations
@@ -28,10 +34,11 @@ from holdall.tools.plan.environments import make_env
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
 _EMIT_EVERY = 200
+"""Transitions between two reports of progress."""
 
 
 class TraceStep(NamedTuple):
-    """One transition with a lane axis of one; `next_obs` is the final observation where an episode ended."""
+    """One transition with a lane axis of length one. At the end of an episode, `next_obs` is its final observation."""
 
     obs: Any
     action: NDArray[Any]
@@ -53,7 +60,7 @@ class Trace:
             self._check()
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ArgumentError(
-                f"trace ({name}) is no trace ({error}); docs/bench.md says what one holds, and `--env` records one"
+                f"trace ({name}) is not a valid trace ({error}). docs/bench.md describes the format. --env records one."
             ) from error
 
     @classmethod
@@ -65,7 +72,7 @@ class Trace:
         except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"trace ({file}) cannot be read ({error}); name an .npz file") from error
+            raise ArgumentError(f"trace ({file}) cannot be read ({error}). Name an .npz file.") from error
 
     def __len__(self) -> int:
         """Count the transitions."""
@@ -73,55 +80,56 @@ class Trace:
 
     @property
     def observation_space(self) -> spaces.Space[Any]:
-        """What an observation looks like; the bounds are those of its dtype."""
-        return _space_of(self._observe(0, 0))
+        """Space of the observations. Its bounds are those of the dtypes."""
+        return _infer_space(self._observe(0, 0))
 
     @property
     def action_space(self) -> spaces.Space[Any]:
-        """What an action looks like."""
+        """Space of the actions."""
         actions = self._arrays["action"]
         if actions.dtype.kind in "iu" and actions.ndim == 1:
             return spaces.Discrete(int(actions.max()) + 1)
         return spaces.Box(-1, 1, actions.shape[1:], actions.dtype.type)
 
     def steps(self) -> Iterator[TraceStep]:
-        """Play the trace once, in arrays of the caller's own."""
-        done = 0
+        """Play the trace once. The arrays belong to the caller."""
+        row = 0
         for begin, length in self._arrays["ep"].tolist():
             obs = self._observe(begin, begin)
             for frame in range(begin + 1, begin + length + 1):
                 next_obs = self._observe(begin, frame)
-                action, reward, terminated, truncated = (self._arrays[name][None, done] for name in _PER_TRANSITION)
-                ended = terminated.astype(np.bool_)
-                cut = truncated.astype(np.bool_)
-                yield TraceStep(obs, action.copy(), reward.astype(np.float32), next_obs, ended, cut & ~ended)
+                action, reward, terminated, truncated = (self._arrays[name][None, row] for name in _PER_TRANSITION)
+                is_terminated = terminated.astype(np.bool_)
+                is_truncated = truncated.astype(np.bool_) & ~is_terminated
+                yield TraceStep(obs, action.copy(), reward.astype(np.float32), next_obs, is_terminated, is_truncated)
                 obs = next_obs
-                done += 1
+                row += 1
 
-    def repeated(self) -> Iterator[TraceStep]:
+    def repeat_steps(self) -> Iterator[TraceStep]:
         """Play the trace again and again, without end."""
         return itertools.chain.from_iterable(self.steps() for _ in itertools.count())
 
     def _observe(self, begin: int, frame: int) -> Any:
         """Return the observation at `frame` of the episode that begins at `begin`, with a lane axis."""
         if self._stack > 1:
-            return self._frames["obs"][np.maximum(np.arange(frame - self._stack + 1, frame + 1), begin)][None]
-        seen = {key: _channels_first(frames[frame : frame + 1].copy()) for key, frames in self._frames.items()}
-        return seen["obs"] if set(seen) == {"obs"} else seen
+            numbers = np.arange(frame - self._stack + 1, frame + 1)
+            return self._frames["obs"][np.maximum(numbers, begin)][None]
+        parts = {key: _move_channels_first(frames[frame : frame + 1].copy()) for key, frames in self._frames.items()}
+        return parts["obs"] if set(parts) == {"obs"} else parts
 
     def _check(self) -> None:
         episodes = self._arrays["ep"]
         counts = {name: len(self._arrays[name]) for name in _PER_TRANSITION}
         if episodes.ndim != 2 or episodes.shape[1] != 2 or len(episodes) == 0 or (episodes < 0).any():
-            raise ValueError("`ep` must be rows of first frame and number of transitions")
+            raise ValueError("`ep` must have rows of first frame and number of transitions")
         total = int(episodes[:, 1].sum())
         if total == 0 or set(counts.values()) != {total}:
-            raise ValueError(f"`ep` counts {total} transitions, the other arrays {counts}")
+            raise ValueError(f"`ep` has {total} transitions, but the other arrays have {counts}")
         if not self._frames or (self._stack > 1 and set(self._frames) != {"obs"}) or self._stack < 1:
-            raise ValueError(f"a stack of {self._stack} of the frames {sorted(self._frames)}")
+            raise ValueError(f"`stack` is {self._stack}, and the frames are {sorted(self._frames)}")
         last = int(episodes.sum(axis=1).max())
         if any(frames.dtype.kind not in "biuf" or len(frames) <= last for frames in self._frames.values()):
-            raise ValueError(f"frames must be numbers, and there must be more than {last} of each key")
+            raise ValueError(f"frames must be numbers, and each key must have more than {last} frames")
 
 
 class TraceRecorder:
@@ -135,50 +143,51 @@ class TraceRecorder:
         self._stack = stack
         self._frames: dict[str, list[NDArray[Any]]] = {}
         self._episodes: list[list[int]] = []
-        self._taken: dict[str, list[Any]] = {name: [] for name in _PER_TRANSITION}
-        self._count = 0
+        self._values: dict[str, list[Any]] = {name: [] for name in _PER_TRANSITION}
+        self._frame_count = 0
 
     def begin(self, frame: Any) -> None:
         """Record the first observation of an episode."""
-        self._episodes.append([self._count, 0])
-        self._see(frame)
+        self._episodes.append([self._frame_count, 0])
+        self._add_frame(frame)
 
     def step(self, action: Any, reward: float, frame: Any, terminated: bool, truncated: bool) -> None:
         """Record one transition."""
         for name, value in zip(_PER_TRANSITION, (action, reward, terminated, truncated), strict=True):
-            self._taken[name].append(value)
+            self._values[name].append(value)
         self._episodes[-1][1] += 1
-        self._see(frame)
+        self._add_frame(frame)
 
     def save(self, file: Path) -> None:
         """Write the trace."""
         frames: dict[str, Any] = {f"f_{key}": np.stack(rows) for key, rows in self._frames.items()}
-        taken: dict[str, Any] = {name: np.array(values) for name, values in self._taken.items()}
+        per_transition: dict[str, Any] = {name: np.array(values) for name, values in self._values.items()}
         episodes = np.array([episode for episode in self._episodes if episode[1]], np.int64)
-        np.savez(file, meta=np.array(json.dumps({"stack": self._stack})), ep=episodes, **frames, **taken)
+        meta = np.array(json.dumps({"stack": self._stack}))
+        np.savez(file, meta=meta, ep=episodes, **frames, **per_transition)
 
-    def _see(self, frame: Any) -> None:
+    def _add_frame(self, frame: Any) -> None:
         named = frame if isinstance(frame, dict) else {"obs": frame}
-        for key, seen in named.items():
-            array = np.array(seen)
+        for key, value in named.items():
+            array = np.array(value)
             is_screen = self._stack > 1 and array.ndim == 3 and array.shape[-1] == 1
             self._frames.setdefault(key, []).append(array[..., 0] if is_screen else array)
-        self._count += 1
+        self._frame_count += 1
 
 
-def _channels_first(batch: NDArray[Any]) -> NDArray[Any]:
+def _move_channels_first(batch: NDArray[Any]) -> NDArray[Any]:
     is_image = batch.ndim == 4 and batch.dtype == np.uint8 and batch.shape[-1] <= 4
     return np.moveaxis(batch, -1, -3) if is_image else batch
 
 
-def _space_of(observation: Any) -> spaces.Space[Any]:
+def _infer_space(observation: Any) -> spaces.Space[Any]:
     if isinstance(observation, dict):
-        return spaces.Dict({key: _space_of(part) for key, part in observation.items()})
+        return spaces.Dict({key: _infer_space(part) for key, part in observation.items()})
     return stored_space(observation.shape[1:], observation.dtype)
 
 
 def play_randomly(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bool, bool]]:
-    """Yield obs, action, reward, next_obs, terminated and truncated of random steps without end."""
+    """Play random actions without end. Yield obs, action, reward, next_obs, terminated and truncated of every step."""
     env.action_space.seed(seed)
     obs, _ = env.reset(seed=seed)
     while True:
@@ -193,15 +202,15 @@ def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) 
     space = env.observation_space
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
     if not all(isinstance(part, spaces.Box) for part in parts):
-        raise ArgumentError(f"env observes {space}; a trace holds a Box, or a Dict of them")
+        raise ArgumentError(f"env has observations of {space}. A trace can have a Box, or a Dict of Boxes.")
     recorder = TraceRecorder(stack)
-    begins = True
+    is_first = True
     for count, step in enumerate(itertools.islice(play_randomly(env, seed), transitions)):
         obs, action, reward, next_obs, terminated, truncated = step
-        if begins:
+        if is_first:
             recorder.begin(obs)
         recorder.step(action, reward, next_obs, terminated, truncated)
-        begins = terminated or truncated
+        is_first = terminated or truncated
         if count % _EMIT_EVERY == 0:
             emit({"done": count, "total": transitions})
     recorder.save(file)

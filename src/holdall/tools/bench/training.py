@@ -1,8 +1,9 @@
-"""One training in a process of its own: `python -m holdall.tools.bench.training TASK`, the task as JSON.
+"""One training in a process of its own: `python -m holdall.tools.bench.training TASK`, with the task as JSON.
 
-Out: JSON lines, {"phase", "done", "total"} while it runs and {"result"} last. With an off-policy
-algorithm, random actions fill the buffer before training. Peaks are resident bytes, reset for every phase. The
-features extractor of the shipped environment is here because it needs torch and Stable-Baselines3, as a training does.
+Out: JSON lines, {"phase", "done", "total"} during the training and {"result"} at the end. With an off-policy algorithm,
+random actions fill the buffer before training. Peaks are resident bytes, and are measured separately for every phase.
+The features extractor of the shipped environment is here because it needs torch and Stable-Baselines3, as a training
+does.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.bench import Task, emit, measured_save
+from holdall.tools.bench import Task, emit, measure_save
 from holdall.tools.bench.settings import ALGOS
 from holdall.tools.plan.environments import make_env
 from holdall.tools.probe.arrays import count_bytes, walk_arrays
 
 PATCH_PX = 12  # Side of the patch that one convolution covers.
 _EMIT_EVERY_S = 0.2
-_READINGS = 50
-_WARM_UP = 0.2  # Share of the steps at the beginning that are not timed.
+_READINGS = 50  # Readings of the memory in every phase.
+_WARM_UP_SHARE = 0.2  # Share of the steps at the beginning that are not timed.
 
 
 class CameraExtractor(BaseFeaturesExtractor):
@@ -68,11 +69,11 @@ class MeasureCallback(BaseCallback):
         super().__init__()
         self.phase = phase
         self.total = total
-        self.moments: list[float] = []  # Start time of every rollout. Off-policy, a rollout is one step.
+        self.moments: list[float] = []  # Start time of every rollout, and the end. Off-policy, a rollout is one step.
         self.readings: list[tuple[int, int]] = []  # Steps done, and bytes that only this process uses.
         self.returns: list[float] = []
         self._every = max(total // _READINGS, 1)
-        self._emitted = 0.0
+        self._emitted_at = 0.0
         self._steps = steps
 
     def _on_rollout_start(self) -> None:
@@ -84,8 +85,8 @@ class MeasureCallback(BaseCallback):
         self.returns += [float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info]
         if self._steps // self._every != (self._steps - self.training_env.num_envs) // self._every:
             self.readings.append((self._steps, held_bytes().unique))
-        if now - self._emitted > _EMIT_EVERY_S:
-            self._emitted = now
+        if now - self._emitted_at > _EMIT_EVERY_S:
+            self._emitted_at = now
             resident = held_bytes().resident
             emit({"phase": self.phase, "done": self._steps, "total": self.total, "resident": resident})
         return True
@@ -104,9 +105,9 @@ def measure_training(task: Task) -> dict[str, Any]:
     model = _make_model(task)
     peaks["construct"] = peak_bytes()
     measure = _measure_on_policy if hasattr(model, "rollout_buffer") else _measure_off_policy
-    found = measure(model, task, peaks)
-    found["checkpoint"] = _measure_save(model, task, peaks)
-    return found | {"peaks": peaks, "seconds": time.perf_counter() - started}
+    figures = measure(model, task, peaks)
+    figures["checkpoint"] = _measure_save(model, task, peaks)
+    return figures | {"peaks": peaks, "seconds": time.perf_counter() - started}
 
 
 def count_buffer_bytes(buffer: Any) -> int:
@@ -126,23 +127,23 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
     peaks["collect"] = peak_bytes()
     if task.buffer == "holdall":
         model.replay_buffer.memory.store.wait_idle()
-    held = model.replay_buffer.size()
+    filled = model.replay_buffer.size()
     model.learning_starts = 0
     training = MeasureCallback("train", task.timesteps)
     begin_peak()
     model.learn(task.timesteps, callback=training, reset_num_timesteps=False)
     peaks["train"] = peak_bytes()
     seconds = np.diff(training.moments)
-    settled = seconds[int(_WARM_UP * len(seconds)) :]
+    settled = seconds[int(_WARM_UP_SHARE * len(seconds)) :]
     return {
         "steps": len(seconds) * task.num_envs,
         "buffer_bytes": count_buffer_bytes(model.replay_buffer),
-        "filled": held / model.replay_buffer.buffer_size,
+        "filled": filled / model.replay_buffer.buffer_size,
         # The median, because other processes of a busy machine distort the mean.
         "steps_per_second": task.num_envs / float(np.median(settled)),
         "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
-        # After a short fill, the process has grown more for other reasons.
-        "bytes_per_transition": late_slope(filling.readings) if task.fills else None,
+        # During a short fill, the process grows mostly for other reasons.
+        "bytes_per_transition": fit_late_slope(filling.readings) if task.fills else None,
         "rewards": training.returns[-1_000:],
     }
 
@@ -153,7 +154,8 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
     training = MeasureCallback("train", -(-total // rollout) * rollout)
     begin_peak()
     model.learn(total, callback=training)
-    peaks["train"] = peaks["collect"] = peak_bytes()
+    peaks["train"] = peak_bytes()
+    peaks["collect"] = peaks["train"]
     seconds = np.diff(training.moments)
     return {
         "steps": training.num_timesteps,
@@ -161,7 +163,7 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
         "filled": min(training.num_timesteps / rollout, 1.0),
         "steps_per_second": rollout / float(np.median(seconds)),
         "fill_per_second": None,
-        "bytes_per_transition": late_slope([reading for reading in training.readings if reading[0] <= rollout]),
+        "bytes_per_transition": fit_late_slope([reading for reading in training.readings if reading[0] <= rollout]),
         "rewards": training.returns[-1_000:],
     }
 
@@ -175,7 +177,7 @@ def _make_model(task: Task) -> Any:
         if task.buffer == "holdall":
             settings["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
     else:
-        # As many updates as steps: more environments do not mean fewer updates per transition.
+        # As many updates as transitions, however many environments there are.
         settings |= {"buffer_size": task.size, "train_freq": 1, "gradient_steps": -1}
         if task.buffer == "holdall":
             settings["replay_buffer_class"] = importlib.import_module("holdall.sb3").ReplayBuffer
@@ -193,7 +195,7 @@ def _make_model(task: Task) -> Any:
 
 
 def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
-    """Save what a resumed training needs: the model, and the replay buffer if there is one."""
+    """Save the model, and the replay buffer if there is one, so that the training could be resumed."""
     replay = getattr(model, "replay_buffer", None)
 
     def save(folder: Path) -> None:
@@ -207,18 +209,18 @@ def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, An
 
     emit({"phase": "save", "done": 0, "total": 1})
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        found = measured_save(save, Path(folder))
+        figures = measure_save(save, Path(folder))
     peaks["save"] = peak_bytes()
-    return found
+    return figures
 
 
-def late_slope(readings: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that one more transition costs: the slope of the readings without their first quarter."""
+def fit_late_slope(readings: list[tuple[int, int]]) -> float | None:
+    """Return the bytes per transition, from the readings without their first quarter. None: too few readings."""
     late = readings[len(readings) // 4 :]
     if len(late) < 3:
         return None
-    held, taken = np.array(late, np.float64).T
-    return float(np.polyfit(held, taken, 1)[0])
+    transitions, nbytes = np.array(late, np.float64).T
+    return float(np.polyfit(transitions, nbytes, 1)[0])
 
 
 def main() -> None:

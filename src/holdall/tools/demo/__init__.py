@@ -1,9 +1,9 @@
-"""The demo's environment, a rover that looks for a beacon through its camera, and the figures of a training in it.
+"""The demo's environment, a rover that looks for a beacon through its camera, and the results of the demo's parts.
 
 In:  accelerations in [-1, 1], one per axis.  Out: a camera image (uint8, HWC) and a state vector (float32).
 An episode terminates when the beacon is reached and is truncated after `max_steps`. The same seed gives the same
-episodes. Only NumPy and Gymnasium are imported here: plan measures what this environment takes. training.py is one
-training in a process of its own; `holdall.cli.demo` runs everything.
+episodes. Only NumPy and Gymnasium are imported here, because plan measures the memory of this environment. `training`
+runs one training in a process of its own. `holdall.cli.demo` runs the whole demo.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.max_steps = max_steps
         self.render_mode = render_mode
-        self._ground = _ground()
+        self._ground = _make_ground()
         self._position = np.zeros(2)  # Row and column in the field, in pixels.
         self._velocity = np.zeros(2)
         self._last_action = np.zeros(2)
@@ -52,7 +52,7 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Place the rover and the beacon, at a distance from each other."""
+        """Place the rover and the beacon at random, at some distance from each other."""
         super().reset(seed=seed, options=options)
         self._position = self.np_random.uniform(0.3, 0.7, 2) * FIELD_PX
         angle = self.np_random.uniform(0.0, 2.0 * np.pi)
@@ -64,7 +64,7 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         return self._observe(), {}
 
     def step(self, action: NDArray[np.float32]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Accelerate and move. The reward falls with the distance to the beacon."""
+        """Accelerate and move. The reward decreases with the distance to the beacon."""
         self._last_action = np.clip(np.asarray(action, np.float64), -1.0, 1.0)
         self._velocity = np.clip(0.9 * self._velocity + self._last_action, -TOP_SPEED_PX, TOP_SPEED_PX)
         moved = self._position + self._velocity
@@ -107,10 +107,10 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         return view
 
 
-def _ground() -> NDArray[np.uint8]:
+def _make_ground() -> NDArray[np.uint8]:
     """Return the field, which is equal in every run: coarse hills with a fine grain, dark outside the fence."""
     rng = np.random.default_rng(0)
-    # Rows, columns, channels.
+    # The axes are rows, columns and channels.
     hills = np.kron(rng.integers(60, 160, (16, 16, 3)), np.ones((FIELD_PX // 16, FIELD_PX // 16, 1), np.int64))
     grain = rng.integers(-12, 13, (FIELD_PX, FIELD_PX, 1))
     margin = VIEW_PX // 2
@@ -133,11 +133,11 @@ def _paint_disc(view: NDArray[np.uint8], row: int, column: int, radius: int, col
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The figures of one training, all measured in its own process."""
+    """Figures of one training, measured in its own process."""
 
     buffer: str
     bytes_per_transition: float  # Growth of the process's unique memory per transition, while the buffer was filled.
-    peak_bytes: int  # Resident set of the whole process, with all transitions held.
+    peak_bytes: int  # Largest resident set of the process.
     steps_per_second: float  # Median over training steps, each with an environment step and an update.
     transitions: int  # Transitions held at the end.
     weights_sha256: str
@@ -145,7 +145,7 @@ class DemoResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFingerprint:
-    """A checkpoint, and the batches that its memory draws next."""
+    """A checkpoint, and a hash of the batches that its memory draws next."""
 
     step: int
     batches_sha256: str

@@ -1,7 +1,7 @@
-"""One training in a process of its own: `python -m holdall.tools.demo.training TASK`, the task as JSON.
+"""One training in a process of its own: `python -m holdall.tools.demo.training TASK`, with the task as JSON.
 
-Out: JSON lines, {"done", "total"} while it runs, {"saved"} or {"resumed"}, and {"result"} last.
-Two runs that differ only in the buffer, or in being killed and resumed, must end with the same weights.
+Out: JSON lines, {"done", "total"} during the training, {"saved"} or {"resumed"}, and {"result"} at the end.
+Two trainings with different buffers must end with the same weights, even if one of them is killed and resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdall.machine import peak_bytes
 from holdall.memory import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench import emit, folder_bytes
+from holdall.tools.bench import count_folder_bytes, emit
 from holdall.tools.bench.training import CameraExtractor, MeasureCallback
 from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 
@@ -64,89 +64,97 @@ def train(
     """Train for `steps`, then let random actions fill the same buffer up to `transitions`.
 
     Args:
-        checkpoint: Folder of the checkpoint that is saved half-way, or resumed from. Empty: none.
+        checkpoint: Folder of the checkpoint that is saved half-way, or that is resumed. Empty: no checkpoint.
         record: File of the watch's record. Empty: the training is not watched.
         limit: Memory limit that the page of the record shows.
         buffer_kwargs: Settings of a new buffer. A resumed buffer keeps its own.
     """
-    # With several threads, sums would depend on the number of threads.
+    # The sums of several threads would depend on the number of threads.
     torch.set_num_threads(1)
-    model = _resumed(checkpoint) if resumes else _new(buffer, steps + transitions, buffer_kwargs)
-    begun = model.num_timesteps
-    progress = MeasureCallback("train", steps + transitions, begun)
+    model = _resume_model(checkpoint) if resumes else _make_model(buffer, steps + transitions, buffer_kwargs)
+    first_step = model.num_timesteps
+    progress = MeasureCallback("train", steps + transitions, first_step)
     callbacks: list[BaseCallback] = [progress]
     if record:
         callbacks.append(WatchCallback(interval_s=1.0, record=record, limit=limit, verbose=0))
     if checkpoint and not resumes:
         callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
-    model.learn(steps - begun, callback=CallbackList(callbacks), reset_num_timesteps=False)
+    model.learn(steps - first_step, callback=CallbackList(callbacks), reset_num_timesteps=False)
     # The median, because other processes of a busy machine distort the mean.
-    steps_per_second = 1.0 / float(np.median(np.diff(progress.moments[max(RANDOM_STEPS - begun, 0) :])))
-    weights = weights_digest(model.policy)
+    steps_per_second = 1.0 / float(np.median(np.diff(progress.moments[max(RANDOM_STEPS - first_step, 0) :])))
+    weights = hash_weights(model.policy)
 
     # SB3's own loop fills the buffer: no gradient step happens before `learning_starts`, only random actions.
     model.learning_starts = steps + transitions + 1
     progress.readings.clear()
     model.learn(transitions, callback=CallbackList(callbacks[:2]), reset_num_timesteps=False)
-    filled, held = np.array(progress.readings, np.float64).T
-    bytes_per_transition = float((held.max() - held[0]) / (filled[-1] - filled[0]))
-    return DemoResult(buffer, bytes_per_transition, peak_bytes(), steps_per_second, model.num_timesteps, weights)
+    held_transitions, process_bytes = np.array(progress.readings, np.float64).T
+    growth_bytes = process_bytes.max() - process_bytes[0]
+    return DemoResult(
+        buffer=buffer,
+        bytes_per_transition=float(growth_bytes / (held_transitions[-1] - held_transitions[0])),
+        peak_bytes=peak_bytes(),
+        steps_per_second=steps_per_second,
+        transitions=model.num_timesteps,
+        weights_sha256=weights,
+    )
 
 
-def _new(buffer: str, capacity: int, buffer_kwargs: dict[str, Any] | None) -> Any:
+def _make_model(buffer: str, capacity: int, buffer_kwargs: dict[str, Any] | None) -> Any:
     network = {"features_extractor_class": CameraExtractor, "net_arch": [64, 64], "share_features_extractor": True}
     settings: dict[str, Any] = {"buffer_size": capacity, "learning_starts": RANDOM_STEPS, "batch_size": 32}
     settings |= {"replay_buffer_class": BUFFERS[buffer], "replay_buffer_kwargs": buffer_kwargs}
-    return SAC("MultiInputPolicy", environment(), **settings, seed=SEED, policy_kwargs=network, device="cpu")
+    return SAC("MultiInputPolicy", make_environment(), **settings, seed=SEED, policy_kwargs=network, device="cpu")
 
 
-def _resumed(checkpoint: str) -> Any:
-    """Continue from a checkpoint; a second memory draws the batches whose fingerprint is reported."""
+def _resume_model(checkpoint: str) -> Any:
+    """Return the model of a checkpoint. Report the fingerprint of batches that a second copy of its memory draws."""
     start = time.perf_counter()
-    model = resume(checkpoint, environment(), device="cpu", env_state=(get_env_state, set_env_state))
+    model = resume(checkpoint, make_environment(), device="cpu", env_state=(get_env_state, set_env_state))
     seconds = time.perf_counter() - start
     with ReplayMemory.load(checkpoint) as memory:
         _emit_fingerprint("resumed", model.num_timesteps, memory, seconds, Path(checkpoint))
     return model
 
 
-def _emit_fingerprint(what: str, step: int, memory: ReplayMemory, seconds: float, place: Path) -> None:
-    fingerprint = hashlib.sha256()
+def _emit_fingerprint(event: str, step: int, memory: ReplayMemory, seconds: float, folder: Path) -> None:
+    """Send the message `event` with a hash of the next batches of `memory` and the size of the checkpoint."""
+    digest = hashlib.sha256()
     for _ in range(BATCHES):
         batch = memory.sample(32)
         for array in (*batch.obs.values(), batch.action, batch.reward, *batch.next_obs.values(), batch.ids):
-            fingerprint.update(np.ascontiguousarray(array).tobytes())
-    found = CheckpointFingerprint(step, fingerprint.hexdigest(), seconds, folder_bytes(place))
-    emit({what: dataclasses.asdict(found)})
+            digest.update(np.ascontiguousarray(array).tobytes())
+    fingerprint = CheckpointFingerprint(step, digest.hexdigest(), seconds, count_folder_bytes(folder))
+    emit({event: dataclasses.asdict(fingerprint)})
 
 
-def environment() -> VecEnv:
-    """Return the task, wrapped as Stable-Baselines3 would."""
+def make_environment() -> VecEnv:
+    """Return the rover, with the wrappers that Stable-Baselines3 adds to an environment."""
     return DummyVecEnv([lambda: Monitor(CameraRover())])
 
 
 def get_env_state(env: VecEnv) -> bytes:
-    """Return the state of the rover; its generator is saved by holdall."""
-    return json.dumps(_rover(env).get_state()).encode()
+    """Return the state of the rover without its random generator, which holdall saves."""
+    return json.dumps(_get_rover(env).get_state()).encode()
 
 
 def set_env_state(env: VecEnv, state: bytes) -> None:
-    """Put the rover back into a state."""
+    """Restore the state of the rover."""
     env.reset()
-    _rover(env).set_state(json.loads(state))
+    _get_rover(env).set_state(json.loads(state))
 
 
-def _rover(env: Any) -> Any:
+def _get_rover(env: Any) -> Any:
     return env.unwrapped.envs[0].unwrapped
 
 
-def weights_digest(policy: torch.nn.Module) -> str:
-    """Return a fingerprint of every parameter's name and bytes."""
-    fingerprint = hashlib.sha256()
+def hash_weights(policy: torch.nn.Module) -> str:
+    """Return a hash of the name and the bytes of every parameter."""
+    digest = hashlib.sha256()
     for name, tensor in sorted(policy.state_dict().items()):
-        fingerprint.update(name.encode())
-        fingerprint.update(tensor.cpu().contiguous().numpy().tobytes())
-    return fingerprint.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Recorded data sets of other libraries, which become checkpoints.
+"""Import of data sets that other libraries recorded, for `holdall checkpoint import`.
 
     recording   the protocol of readers, and the import of a reader's steps into a memory
     lerobot     LeRobotDataset, versions 2.0, 2.1 and 3.0, on disk
     robomimic   HDF5 files of robomimic
 
-A data set is read a few hundred steps at a time. Compressed blocks go to a temporary folder next to the checkpoint, so
-that the memory in use depends on the size of a step and not on the size of the data set.
+A data set is read a few hundred steps at a time. Compressed blocks are moved to a temporary folder next to the
+checkpoint, so the memory in use depends on the size of a step, not on the size of the data set.
 """
 
 from __future__ import annotations

@@ -48,18 +48,19 @@ class LeRobotRecording:
         self._videos = {name for name, feature in self._features.items() if feature["dtype"] == "video"}
         self._images = {name for name, feature in self._features.items() if feature["dtype"] == "image"}
         self._files = sorted((root / "data").glob("*/*.parquet"))
-        self._frames: dict[str, VideoFrames] = {}
+        self._videos_being_read: dict[str, VideoFrames] = {}  # By feature.
         self._video_places: dict[int, dict[str, VideoPlace]] | None = None  # By episode; None: not read yet.
         self.steps = self._count_steps()
-        self._observations = self._list_observations()
-        self._numeric = [
+        self._observation_names = self._list_observations()
+        self._extra_names = [
             name
             for name, feature in self._features.items()
             if not name.startswith(_OBSERVATION) and name not in _NOT_STORED and _is_number(feature["dtype"])
         ]
         self.observation_space, self.action_space = self._find_spaces()
         self.extras: dict[str, spaces.Space[Any]] = {
-            name: stored_space(self._row_shape(name), np.dtype(self._features[name]["dtype"])) for name in self._numeric
+            name: stored_space(self._get_row_shape(name), np.dtype(self._features[name]["dtype"]))
+            for name in self._extra_names
         }
         self.metadata = {
             "source": "lerobot",
@@ -72,29 +73,29 @@ class LeRobotRecording:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all episodes."""
-        before: RunOfSteps | None = None
-        for run in self._runs():
-            if before is not None:
-                yield self._make_piece(before, is_last=run.episode != before.episode)
-            before = run
-        if before is not None:
-            yield self._make_piece(before, is_last=True)
+        previous: RunOfSteps | None = None
+        for run in self._read_runs():
+            if previous is not None:
+                yield self._make_piece(previous, is_last=run.episode != previous.episode)
+            previous = run
+        if previous is not None:
+            yield self._make_piece(previous, is_last=True)
 
     def close(self) -> None:
         """Close the videos."""
-        for frames in self._frames.values():
+        for frames in self._videos_being_read.values():
             frames.close()
-        self._frames.clear()
+        self._videos_being_read.clear()
 
     # ---------------------------------------------------------------- steps
 
-    def _runs(self) -> Iterator[RunOfSteps]:
+    def _read_runs(self) -> Iterator[RunOfSteps]:
         """Yield the rows of all files, cut where the episode changes."""
         wanted = [name for name in self._features if name not in self._videos]
         for path in self._files:
             file = self._open(path)
             columns = [name for name in wanted if name in file.schema_arrow.names]
-            for name in ("episode_index", "timestamp", *self._observations, "action"):
+            for name in ("episode_index", "timestamp", *self._observation_names, "action"):
                 if name not in columns and name not in self._videos:
                     raise ArgumentError(f"{path} has no column {name!r}, which meta/info.json names. Record it again.")
             for batch in file.iter_batches(STEPS_AT_ONCE, columns=columns):
@@ -102,22 +103,22 @@ class LeRobotRecording:
                 starts = [0, *(np.flatnonzero(np.diff(episodes)) + 1).tolist(), len(episodes)]
                 for start, end in itertools.pairwise(starts):
                     part = batch.slice(start, end - start)
-                    found = {name: part.column(name) for name in columns}
-                    yield RunOfSteps(int(episodes[start]), found, end - start)
+                    arrays = {name: part.column(name) for name in columns}
+                    yield RunOfSteps(int(episodes[start]), arrays, end - start)
 
     def _make_piece(self, run: RunOfSteps, *, is_last: bool) -> Piece:
         reward = np.zeros(run.steps, np.float32)
         if "next.reward" in run.columns:
-            reward = self._numbers(run, "next.reward").reshape(run.steps)
+            reward = self._read_numbers(run, "next.reward").reshape(run.steps)
         terminated = np.zeros(run.steps, np.bool_)
         if "next.done" in run.columns:
-            terminated = self._numbers(run, "next.done").reshape(run.steps).astype(np.bool_)
+            terminated = self._read_numbers(run, "next.done").reshape(run.steps).astype(np.bool_)
         return Piece(
-            obs={name.removeprefix(_OBSERVATION): self._observe(run, name) for name in self._observations},
-            action=self._numbers(run, "action"),
+            obs={name.removeprefix(_OBSERVATION): self._observe(run, name) for name in self._observation_names},
+            action=self._read_numbers(run, "action"),
             reward=reward,
             terminated=terminated,
-            extras={name: self._numbers(run, name) for name in self._numeric},
+            extras={name: self._read_numbers(run, name) for name in self._extra_names},
             is_last=is_last,
         )
 
@@ -127,16 +128,16 @@ class LeRobotRecording:
             return self._read_video(name, run.episode, times)
         if name in self._images:
             return np.stack([_decode_image(each, self._root) for each in run.columns[name].to_pylist()])
-        return self._numbers(run, name)
+        return self._read_numbers(run, name)
 
-    def _numbers(self, run: RunOfSteps, name: str) -> Array:
-        """Return a numeric feature, whose rows are numbers or nested lists of them."""
+    def _read_numbers(self, run: RunOfSteps, name: str) -> Array:
+        """Return a numeric feature. Its rows are numbers or nested lists of numbers."""
         column = run.columns[name]
         while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
             column = column.flatten()
         flat = column.to_numpy(zero_copy_only=False)
         dtype = np.dtype(self._features[name]["dtype"])
-        shape = (run.steps, *self._row_shape(name))
+        shape = (run.steps, *self._get_row_shape(name))
         if flat.dtype != dtype or flat.size != np.prod(shape):
             raise ArgumentError(
                 f"{self._root}: {name!r} has {flat.size} values of {flat.dtype} in {run.steps} rows, but "
@@ -145,7 +146,7 @@ class LeRobotRecording:
         rows: Array = flat.reshape(shape)
         return rows
 
-    def _row_shape(self, name: str) -> tuple[int, ...]:
+    def _get_row_shape(self, name: str) -> tuple[int, ...]:
         shape = tuple(int(length) for length in self._features[name]["shape"])
         is_scalar = name in _SCALARS or name.startswith("next.")
         return () if is_scalar and shape == (1,) else shape
@@ -154,12 +155,12 @@ class LeRobotRecording:
 
     def _read_video(self, key: str, episode: int, times: NDArray[np.float64]) -> Array:
         place = self._find_video(key, episode)
-        frames = self._frames.get(key)
+        frames = self._videos_being_read.get(key)
         if frames is None or frames.path != place.path or times[0] + place.start_s < frames.time_s:
             if frames is not None:
                 frames.close()
             frames = VideoFrames(place.path, 0.5 / float(self._info["fps"]))
-            self._frames[key] = frames
+            self._videos_being_read[key] = frames
         return np.stack([frames.read(time + place.start_s) for time in times.tolist()])
 
     def _find_video(self, key: str, episode: int) -> VideoPlace:
@@ -171,13 +172,13 @@ class LeRobotRecording:
             return VideoPlace(self._root / name, 0.0)
         if self._video_places is None:
             self._video_places = self._read_video_places(template)
-        found = self._video_places.get(episode, {}).get(key)
-        if found is None:
+        place = self._video_places.get(episode, {}).get(key)
+        if place is None:
             raise ArgumentError(
                 f"{self._root}: meta/episodes does not name the video {key!r} of episode {episode}. If a recording is "
                 "still running, wait, and call its finalize()."
             )
-        return found
+        return place
 
     def _read_video_places(self, template: str) -> dict[int, dict[str, VideoPlace]]:
         places: dict[int, dict[str, VideoPlace]] = {}
@@ -211,14 +212,14 @@ class LeRobotRecording:
             ) from error
 
     def _count_steps(self) -> int:
-        found = sum(int(self._open(path).metadata.num_rows) for path in self._files)
+        frames = sum(int(self._open(path).metadata.num_rows) for path in self._files)
         expected = self._info.get("total_frames")
-        if found == 0 or found != expected:
+        if frames == 0 or frames != expected:
             raise ArgumentError(
-                f"{self._root} has {found} frames, but meta/info.json says {expected}. If a recording is still "
+                f"{self._root} has {frames} frames, but meta/info.json says {expected}. If a recording is still "
                 "running, wait, and call its finalize()."
             )
-        return found
+        return frames
 
     def _list_observations(self) -> list[str]:
         names = [name for name in self._features if name.startswith(_OBSERVATION)]
@@ -235,13 +236,13 @@ class LeRobotRecording:
 
     def _find_spaces(self) -> tuple[spaces.Dict, spaces.Box]:
         """Return the spaces of observations and actions. The first step determines their shapes."""
-        run = next(self._runs())
+        run = next(self._read_runs())
         first = RunOfSteps(run.episode, {name: column.slice(0, 1) for name, column in run.columns.items()}, 1)
         named: dict[str, spaces.Space[Any]] = {}
-        for name in self._observations:
+        for name in self._observation_names:
             rows = self._observe(first, name)
             named[name.removeprefix(_OBSERVATION)] = stored_space(rows.shape[1:], rows.dtype)
-        action = self._numbers(first, "action")
+        action = self._read_numbers(first, "action")
         return spaces.Dict(named), stored_space(action.shape[1:], action.dtype)
 
     def _read_tasks(self) -> list[str]:
@@ -251,8 +252,8 @@ class LeRobotRecording:
         table = self._root / "meta" / "tasks.parquet"
         if lines.is_file():
             for line in lines.read_text(encoding="utf-8").splitlines():
-                words = json.loads(line)
-                tasks[int(words["task_index"])] = str(words["task"])
+                task = json.loads(line)
+                tasks[int(task["task_index"])] = str(task["task"])
         elif table.is_file():
             for row in self._open(table).read().to_pylist():
                 number = int(row.pop("task_index"))

@@ -99,54 +99,52 @@ def import_recording(
 
 def _add_steps(memory: ReplayMemory, recording: RecordedSteps, on_progress: OnProgress, *, drop_last: bool) -> None:
     done = 0
-    waiting: Piece | None = None  # A step whose next observation was not read yet.
+    pending: Piece | None = None  # One step, whose next observation was not read yet.
     for piece in recording.pieces():
         done += len(piece)
         if piece.next_obs is not None:
             _extend(memory, piece, piece.next_obs)
         else:
-            whole = piece if waiting is None else _join(waiting, piece)
-            waiting = _add_but_newest(memory, whole, drop_last=drop_last)
-        # Wait for the compressor. If it fell behind, it would use fast codecs, and the checkpoint would be larger.
+            joined = piece if pending is None else _join(pending, piece)
+            pending = _add_known_steps(memory, joined, drop_last=drop_last)
+        # Wait for the compactor. If it fell behind, it would use fast codecs, and the checkpoint would be larger.
         memory.store.wait_idle()
         on_progress(done, recording.steps)
-    if waiting is not None:
+    if pending is not None:
         raise AssertionError("The last piece of a reader must end its episode.")
     if len(memory) == 0:
         raise ArgumentError("source has no steps, so there is nothing to import. Record some first.")
 
 
-def _add_but_newest(memory: ReplayMemory, piece: Piece, *, drop_last: bool) -> Piece | None:
+def _add_known_steps(memory: ReplayMemory, piece: Piece, *, drop_last: bool) -> Piece | None:
     """Add the steps whose next observations are known. Return the last step if its episode continues."""
-    if piece.is_last:
-        if drop_last and not piece.terminated[-1]:
-            if len(piece) > 1:
-                following = _cut_rows(piece.obs, slice(1, None))
-                _extend(memory, replace(_cut(piece, slice(-1)), is_last=True), following)
-            return None
-        following = {key: np.concatenate([rows[1:], rows[-1:]]) for key, rows in piece.obs.items()}
-        _extend(memory, piece, following)
+    is_dropped = drop_last and not piece.terminated[-1]
+    if piece.is_last and not is_dropped:
+        # The observation of the last step stands in for its next observation, which was not recorded.
+        next_obs = {key: np.concatenate([rows[1:], rows[-1:]]) for key, rows in piece.obs.items()}
+        _extend(memory, piece, next_obs)
         return None
     if len(piece) > 1:
-        _extend(memory, replace(_cut(piece, slice(-1)), is_last=False), _cut_rows(piece.obs, slice(1, None)))
-    return _cut(piece, slice(-1, None))
+        _extend(memory, _cut(piece, slice(-1)), _cut_rows(piece.obs, slice(1, None)))
+    return None if piece.is_last else _cut(piece, slice(-1, None))
 
 
 def _extend(memory: ReplayMemory, piece: Piece, next_obs: dict[str, Array]) -> None:
+    """Add all steps of `piece`. If the piece ends an episode that did not terminate, the last step is truncated."""
     truncated = np.zeros(len(piece), np.bool_)
     truncated[-1] = piece.is_last and not piece.terminated[-1]
     memory.extend(
-        _with_lanes(piece.obs),
+        _add_lane_axis(piece.obs),
         piece.action[:, None],
         piece.reward[:, None],
-        _with_lanes(next_obs),
+        _add_lane_axis(next_obs),
         piece.terminated[:, None],
         truncated[:, None],
-        extras=_with_lanes(piece.extras) or None,
+        extras=_add_lane_axis(piece.extras) or None,
     )
 
 
-def _with_lanes(arrays: dict[str, Array]) -> dict[str, Array]:
+def _add_lane_axis(arrays: dict[str, Array]) -> dict[str, Array]:
     return {key: rows[:, None] for key, rows in arrays.items()}
 
 

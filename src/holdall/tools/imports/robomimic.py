@@ -25,13 +25,13 @@ class RobomimicRecording:
         self._path = path
         self._file: Any = _open(path)
         try:
-            self._demos = self._find_demos()
+            self._demos = self._list_demos()
             first = self._demos[0]
-            keys = sorted(self._find(first, "obs"))
-            self.observation_space = spaces.Dict({key: self._space(first, f"obs/{key}") for key in keys})
-            self.action_space = self._space(first, "actions")
+            keys = sorted(self._get(first, "obs"))
+            self.observation_space = spaces.Dict({key: self._read_space(first, f"obs/{key}") for key in keys})
+            self.action_space = self._read_space(first, "actions")
             self.extras: dict[str, spaces.Space[Any]] = {}
-            self.steps = sum(len(self._find(demo, "actions")) for demo in self._demos)
+            self.steps = sum(len(self._get(demo, "actions")) for demo in self._demos)
             self._reward_dtype = self._file[first]["rewards"].dtype if "rewards" in self._file[first] else np.float32
             self.metadata = self._read_metadata()
         except BaseException:
@@ -41,7 +41,7 @@ class RobomimicRecording:
     def pieces(self) -> Iterator[Piece]:
         """Yield all demonstrations."""
         for demo in self._demos:
-            steps = len(self._find(demo, "actions"))
+            steps = len(self._get(demo, "actions"))
             for start in range(0, steps, STEPS_AT_ONCE):
                 rows = slice(start, min(start + STEPS_AT_ONCE, steps))
                 yield self._read(demo, rows, is_last=rows.stop == steps)
@@ -61,38 +61,41 @@ class RobomimicRecording:
             terminated = np.asarray(group["dones"][rows]) != 0
         keys = list(self.observation_space)
         return Piece(
-            obs={key: self._rows(demo, f"obs/{key}", rows) for key in keys},
-            action=self._rows(demo, "actions", rows),
+            obs={key: self._read_rows(demo, f"obs/{key}", rows) for key in keys},
+            action=self._read_rows(demo, "actions", rows),
             reward=reward,
             terminated=terminated,
             extras={},
             is_last=is_last,
-            next_obs={key: self._rows(demo, f"next_obs/{key}", rows) for key in keys} if "next_obs" in group else None,
+            next_obs={key: self._read_rows(demo, f"next_obs/{key}", rows) for key in keys}
+            if "next_obs" in group
+            else None,
         )
 
-    def _rows(self, demo: str, name: str, rows: slice) -> Array:
-        found = np.asarray(self._find(demo, name)[rows])
-        if len(found) != rows.stop - rows.start:
+    def _read_rows(self, demo: str, name: str, rows: slice) -> Array:
+        array = np.asarray(self._get(demo, name)[rows])
+        if len(array) != rows.stop - rows.start:
             raise ArgumentError(
-                f"{self._path}: {demo}/{name} has {rows.start + len(found)} rows, but actions has more. Record the "
-                "demonstration again, or remove it from the file."
+                f"{self._path}: {demo}/{name} has {rows.start + len(array)} rows, but {demo}/actions has more. Record "
+                "the demonstration again, or remove it from the file."
             )
-        return found
+        return array
 
-    def _space(self, demo: str, name: str) -> spaces.Box:
-        found = self._find(demo, name)
-        return stored_space(tuple(found.shape[1:]), found.dtype)
+    def _read_space(self, demo: str, name: str) -> spaces.Box:
+        dataset = self._get(demo, name)
+        return stored_space(tuple(dataset.shape[1:]), dataset.dtype)
 
-    def _find(self, demo: str, name: str) -> Any:
-        found = self._file.get(f"{demo}/{name}")
-        if found is not None:
-            return found
+    def _get(self, demo: str, name: str) -> Any:
+        """Return a group or a data set of HDF5. Raise ArgumentError if it does not exist."""
+        member = self._file.get(f"{demo}/{name}")
+        if member is not None:
+            return member
         remedy = "Remove the demonstration from the file, or record it again."
         if name.startswith("obs") and "obs" not in self._file[demo]:
             remedy = "Extract observations first, with robomimic's script dataset_states_to_obs.py."
         raise ArgumentError(f"{self._path} has no {demo}/{name}. {remedy}")
 
-    def _find_demos(self) -> list[str]:
+    def _list_demos(self) -> list[str]:
         group = self._file.get("data")
         names = [name for name in group or () if name.startswith(_DEMO) and name[len(_DEMO) :].isdecimal()]
         if not names:
@@ -103,17 +106,17 @@ class RobomimicRecording:
 
     def _read_metadata(self) -> dict[str, Any]:
         """Return the arguments of the environment and its control frequency, if the file has them."""
-        found: dict[str, Any] = {"source": "robomimic", "episodes": len(self._demos)}
-        words = self._file["data"].attrs.get("env_args")
-        if isinstance(words, str | bytes):
+        metadata: dict[str, Any] = {"source": "robomimic", "episodes": len(self._demos)}
+        env_args = self._file["data"].attrs.get("env_args")
+        if isinstance(env_args, str | bytes):
             try:
-                found["env_args"] = json.loads(words)
+                metadata["env_args"] = json.loads(env_args)
             except ValueError:
-                return found
-            frequency = found["env_args"].get("env_kwargs", {}).get("control_freq")
+                return metadata
+            frequency = metadata["env_args"].get("env_kwargs", {}).get("control_freq")
             if isinstance(frequency, int | float) and frequency > 0:
-                found["fps"] = float(frequency)
-        return found
+                metadata["fps"] = float(frequency)
+        return metadata
 
 
 def _open(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """Lint: find mistakes in a training run, with figures, before it starts. The public name is `holdall.lint`.
 
-`files` and `text` read scripts as syntax trees and execute nothing. `model` looks at a live model, and `snapshot` at
-what a command had built when `holdall.tools.probe` stopped it.
+`files` and `text` read scripts as syntax trees and execute nothing. `model` looks at a live model. `snapshot` looks at
+the models and buffers that a command had built when `holdall.tools.probe` stopped it.
 
     rule, rules/        one class per rule, in files by subject
     source, source_sb3  a file as a syntax tree, for rules about files
@@ -51,10 +51,10 @@ def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[F
     rules = chosen.rules()
     machine = chosen.machine()
     given = list(paths)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for path in find_files(given, chosen.exclude):
-        found += check_file(path, rules, machine, is_named=path in given)
-    return found
+        findings += check_file(path, rules, machine, is_named=path in given)
+    return findings
 
 
 def model(
@@ -72,10 +72,10 @@ def model(
         >>> [finding.rule for finding in lint.model(DQN("MlpPolicy", env, buffer_size=2_000), total_timesteps=1_000)]
         ['M09']
     """
-    seen = Snapshot("", "live", **inspect_model(model, total_timesteps, list(callbacks)))
-    if not seen.models:
+    run = Snapshot("", "live", **inspect_model(model, total_timesteps, list(callbacks)))
+    if not run.models:
         raise ArgumentError(f"model ({type(model).__name__}) must be a model of Stable-Baselines3 or sb3-contrib")
-    return snapshot(seen, settings)
+    return snapshot(run, settings)
 
 
 def snapshot(snapshot: Snapshot, settings: LintSettings | None = None) -> list[Finding]:

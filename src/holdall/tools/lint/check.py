@@ -1,4 +1,4 @@
-"""Run rules over a file, or over what a command had built.
+"""Run rules over a file, or over the snapshot of a run.
 
 Nothing of a file is executed or imported. A file that cannot be parsed gives one finding (F01), never an exception.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdall.errors import ArgumentError
 from holdall.tools.lint.finding import Edit, Finding, Place
-from holdall.tools.lint.ignores import read_ignores
+from holdall.tools.lint.ignores import IgnoreComment, read_ignores
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.rules.files import NotParsed, UnusedIgnore
@@ -29,8 +29,11 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "node_modules", "s
 def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
     """Return the findings in a Python file, in the order of its text."""
     found = list(_check_source(text, path, rules, machine))
-    found = [*_remove_ignored(found, text, path, rules)]
-    return sorted(found, key=lambda finding: (finding.place, finding.rule))
+    ignores = read_ignores(text, path)
+    findings = [finding for finding in found if not any(ignore.accepts(finding) for ignore in ignores)]
+    if UnusedIgnore.code in rules:
+        findings += _find_unused_ignores(ignores, found, rules)
+    return sorted(findings, key=lambda finding: (finding.place, finding.rule))
 
 
 def _check_source(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
@@ -60,31 +63,25 @@ def _report_not_parsed(message: str, place: Place, rules: Rules) -> Iterator[Fin
         yield NotParsed().make_finding(Match(f"cannot be parsed by Python {python}: {message}", place))
 
 
-def _remove_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:
-    """Yield the findings that no comment accepts, and a finding for every comment that accepts nothing."""
-    ignores = read_ignores(text, path)
-    for finding in found:
-        if not any(ignore.accepts(finding) for ignore in ignores):
-            yield finding
-    if UnusedIgnore.code not in rules:
-        return
+def _find_unused_ignores(ignores: list[IgnoreComment], found: list[Finding], rules: Rules) -> Iterator[Finding]:
+    """Yield a finding for every comment that accepts nothing, or that names a rule for which it accepts nothing."""
     for ignore in ignores:
         used = {finding.rule for finding in found if ignore.accepts(finding)}
-        idle = ignore.codes - used
-        is_idle = bool(idle) if ignore.codes else not used
+        unused = ignore.codes - used
+        has_unused = bool(unused) if ignore.codes else not used
         # A rule that is not in force, or that needs a run, was not checked here. Its code may still be needed.
-        is_checked = all(code in rules and not rules[code].needs_run for code in idle)
-        if is_idle and is_checked:
-            named = ", ".join(sorted(idle)) or "all rules"
-            removal = Edit(ignore.place, ignore.text, "") if idle == ignore.codes else None
-            text_ = f"this comment ignores {named}, but nothing is found here"
-            yield UnusedIgnore().make_finding(Match(text_, ignore.place, edit=removal))
+        is_checked = all(code in rules and not rules[code].needs_run for code in unused)
+        if has_unused and is_checked:
+            names = ", ".join(sorted(unused)) or "all rules"
+            removal = Edit(ignore.place, ignore.text, "") if unused == ignore.codes else None
+            message = f"this comment ignores {names}, but nothing is found here"
+            yield UnusedIgnore().make_finding(Match(message, ignore.place, edit=removal))
 
 
 def check_run(run: Snapshot, rules: Rules, machine: Machine) -> list[Finding]:
     """Return the findings in the models and buffers of a run, the worst first."""
-    found = [rule.make_finding(match) for rule in rules.values() for match in rule.check_run(run, machine)]
-    return sorted(found, key=lambda finding: (-finding.severity, finding.rule))
+    findings = [rule.make_finding(match) for rule in rules.values() for match in rule.check_run(run, machine)]
+    return sorted(findings, key=lambda finding: (-finding.severity, finding.rule))
 
 
 def check_file(path: Path, rules: Rules, machine: Machine, *, is_named: bool = True) -> list[Finding]:
@@ -142,7 +139,7 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the text of a file in the encoding that it declared before."""
+    """Write `text` in the encoding that the file on disk declares."""
     try:
         path.write_bytes(text.encode(_detect_encoding(path.read_bytes())))
     except OSError as error:

@@ -27,8 +27,8 @@ class Severity(IntEnum):
 class Place:
     """A range of a file, or an object of a run.
 
-    Lines and columns start at 1. The end column is one past the last character. Of an object in a run, `path` is its
-    name and all numbers are 0.
+    Lines and columns start at 1. The end column is one past the last character. For an object of a run, `path` is the
+    object's name, and all numbers are 0.
     """
 
     path: str
@@ -70,17 +70,17 @@ class Finding:
 def apply_edits(text: str, findings: Iterable[Finding]) -> tuple[str, list[Finding]]:
     """Return the corrected text and the findings that were corrected.
 
-    An edit is skipped if its place holds something else than expected, or if it overlaps another edit.
+    An edit is skipped if the text at its place is not `old`, or if the edit overlaps another one.
     """
     lines = text.split("\n")
-    fixable = [finding for finding in findings if finding.edit is not None]
-    fixable.sort(key=lambda finding: _find_span(lines, finding.edit), reverse=True)
+    fixable = [(finding, finding.edit) for finding in findings if finding.edit is not None]
+    # From the end of the text to its beginning, so that the offsets of the remaining edits stay valid.
+    fixable.sort(key=lambda pair: _find_span(lines, pair[1]), reverse=True)
     made: list[Finding] = []
     next_start = len(text)
-    for finding in fixable:
-        edit = finding.edit
+    for finding, edit in fixable:
         start, end = _find_span(lines, edit)
-        if edit is None or end > next_start or text[start:end] != edit.old:
+        if end > next_start or text[start:end] != edit.old:
             continue
         text = text[:start] + edit.text + text[end:]
         next_start = start
@@ -88,10 +88,8 @@ def apply_edits(text: str, findings: Iterable[Finding]) -> tuple[str, list[Findi
     return text, made[::-1]
 
 
-def _find_span(lines: Sequence[str], edit: Edit | None) -> tuple[int, int]:
+def _find_span(lines: Sequence[str], edit: Edit) -> tuple[int, int]:
     """Return the offsets in the text at which an edit begins and ends."""
-    if edit is None:
-        return 0, 0
     place = edit.place
     start = sum(len(line) + 1 for line in lines[: place.line - 1]) + place.column - 1
     end = sum(len(line) + 1 for line in lines[: place.end_line - 1]) + place.end_column - 1

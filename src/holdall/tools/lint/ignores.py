@@ -18,7 +18,7 @@ _WHOLE_FILE = 0
 
 @dataclass(frozen=True, slots=True)
 class IgnoreComment:
-    """One comment."""
+    """A comment that accepts findings."""
 
     place: Place
     text: str
@@ -45,12 +45,12 @@ def read_ignores(text: str, path: str) -> list[IgnoreComment]:
         place = Place(path, number, match.start() + 1, number, match.end() + 1)
         codes = frozenset(_CODE.findall(match["codes"] or ""))
         if match["file"]:
-            accepted = _WHOLE_FILE
+            accepted_line = _WHOLE_FILE
         elif line[: match.start()].strip():
-            accepted = number
+            accepted_line = number
         else:
-            accepted = _find_next_code_line(lines, number)
-        found.append(IgnoreComment(place, match[0], accepted, codes))
+            accepted_line = _find_next_code_line(lines, number)
+        found.append(IgnoreComment(place, match[0], accepted_line, codes))
     return found
 
 

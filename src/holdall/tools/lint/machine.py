@@ -1,4 +1,4 @@
-"""Limits of the machine, with which rules compare a run."""
+"""Limits of the machine. Rules compare a run with them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Machine:
     limit_bytes: int
     """The smallest of RAM and all control groups, or the budget of the user."""
     limit_name: str
+    """Where `limit_bytes` comes from: `RAM`, `the budget`, or the name of a control group."""
     vram_bytes: int | None = None
     disk_bytes: int | None = None
     python: tuple[int, int] = (3, 11)

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.rule import Rule, RuleExample
-from holdall.units import counted
+from holdall.units import count_noun
 
 SCHEMA_VERSION = 1
 
@@ -20,15 +20,15 @@ def format_line(finding: Finding) -> str:
     return f"{where}: {finding.rule} {finding.severity.word}: {finding.message} [{finding.name}]"
 
 
-def format_findings(findings: Sequence[Finding], least: Severity, files: int = 0) -> str:
-    """Return one line for each finding whose severity is at least `least`, and a line that counts all findings.
+def format_findings(findings: Sequence[Finding], min_severity: Severity, files: int = 0) -> str:
+    """Return one line for each finding of at least `min_severity`, and a line that counts all findings.
 
     `files` is the number of files that were read.
     """
-    lines = [format_line(finding) for finding in findings if finding.severity >= least]
-    summary = ", ".join(counted(count, word) for word, count in _count(findings).items())
+    lines = [format_line(finding) for finding in findings if finding.severity >= min_severity]
+    summary = ", ".join(count_noun(count, word) for word, count in _count(findings).items())
     if files:
-        summary += f" in {counted(files, 'file')}"
+        summary += f" in {count_noun(files, 'file')}"
     if len(lines) < len(findings):
         summary += " (--infos lists them)"
     return "\n".join([*lines, summary])

@@ -1,6 +1,6 @@
 """The base class of rules, and the documentation that every rule carries.
 
-A rule is one class in one file of `holdall.tools.lint.rules`. It sets `code` and `severity` and overrides
+A rule is a class in a file of `holdall.tools.lint.rules`. It sets `code` and `severity` and overrides
 `check_source`, `check_run` or both. Its docstring is its documentation: one paragraph about what the rule finds, then
 `Why:`, `Fix:`, and an example that is `Bad:` and one that is `Good:`. Tests check the examples, and `docs/lint_page.py`
 writes the page from the docstrings. Brackets after `Bad` or `Good` describe the machine or the model for which the
@@ -27,7 +27,7 @@ _WORD = re.compile(r"[A-Z][a-z0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a check found. The rule adds its code, name and severity."""
+    """A problem that a check found. The rule adds its code, name and severity."""
 
     message: str
     place: Place

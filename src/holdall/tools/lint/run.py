@@ -1,4 +1,4 @@
-"""Places and titles of the objects that a run has built, and the model that each buffer belongs to."""
+"""Places and names of the buffers, memories and models of a run, and the model of each buffer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdall.units import parse_bytes
 Owned = TypeVar("Owned", FoundBuffer, FoundMemory)
 
 
-def pair_with_models(owned: Iterable[Owned], run: Snapshot) -> Iterator[tuple[Owned, FoundModel | None]]:
+def pair_with_models(buffers: Iterable[Owned], run: Snapshot) -> Iterator[tuple[Owned, FoundModel | None]]:
     """Yield each buffer or memory with its model, or with None if it belongs to no model.
 
     Buffers and memories of models that do not learn are left out.
     """
-    for one in owned:
+    for one in buffers:
         models = [model for model in run.models if model.buffer_owner == one.owner]
         learning = [model for model in models if model in run.learning_models]
         if learning or not models:
@@ -29,13 +29,13 @@ def locate_model(model: FoundModel) -> Place:
     return Place(f"live {model.class_name.rpartition('.')[2]}")
 
 
-def locate(owned: FoundBuffer | FoundMemory, model: FoundModel | None) -> Place:
+def locate(buffer: FoundBuffer | FoundMemory, model: FoundModel | None) -> Place:
     """Return the place of a buffer or memory: its model, or else the variable or attribute that refers to it."""
-    return Place(owned.owner) if model is None else locate_model(model)
+    return Place(buffer.owner) if model is None else locate_model(model)
 
 
 def name_buffer(buffer: FoundBuffer, model: FoundModel | None) -> str:
-    """Return words for a buffer, such as `the replay buffer` of a model."""
+    """Return a name for messages: `the replay buffer` for the buffer of a model, else its variable and class."""
     if model is not None:
         return "the rollout" if model.is_on_policy else "the replay buffer"
     return f"{buffer.owner} ({buffer.class_name.rpartition('.')[2]})" if buffer.class_name else buffer.owner

@@ -101,10 +101,16 @@ def read_settings(file: Path) -> LintSettings:
     for key, value in table.items():
         if key not in known:
             raise ArgumentError(f"{file}: [tool.holdall.lint] {key} is unknown. Known are {', '.join(known)}")
-        wants_list = isinstance(getattr(defaults, known[key]), tuple)
+        default = getattr(defaults, known[key])
         is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        if wants_list != is_list:
-            wanted = "a list of strings" if wants_list else "one value"
+        wanted = ""
+        if isinstance(default, tuple) and not is_list:
+            wanted = "a list of strings"
+        elif isinstance(default, str) and not isinstance(value, str):
+            wanted = "a string"
+        elif default is None and isinstance(value, list):
+            wanted = "one value"
+        if wanted:
             raise ArgumentError(f"{file}: [tool.holdall.lint] {key} ({value!r}) must be {wanted}")
         given[known[key]] = tuple(value) if is_list else value
     return defaults.change(given)

@@ -1,7 +1,8 @@
 """A Python file as a syntax tree: parents, loops, imports, and the last assignment of a name.
 
-Nothing of a file is executed or imported. Rules ask `get_full_name` for the full name of an imported thing,
-`find_last_assignment` for the expression behind a name, and `evaluate` for the value of a simple expression.
+Nothing of a file is executed or imported. Rules ask `get_full_name` for the full name of an imported object,
+`find_last_assignment` for the expression that was assigned to a name, and `evaluate` for the value of a simple
+expression.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _USUAL_NAMES = {"torch": "torch", "np": "numpy", "gc": "gc", "os": "os"}
 """Names that `from x import *` may define, with their full names."""
 _SHARED_NODES = (ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boolop)
 """Nodes without a parent of their own: the tree uses one object for all contexts or operators of a kind."""
-_MAX_NAMES = 50
-"""Most assignments that are followed from name to name, and deepest expression that is evaluated."""
+_MAX_DEPTH = 50
+"""Assignments that are followed from name to name, and nesting of an expression that is evaluated."""
 _MAX_EXPONENT = 64
 _STEP_METHODS = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
 """First words of the names of methods that a training loop calls once per step or update."""
@@ -46,7 +47,7 @@ class Binding:
 
     node: ast.AST
     value: ast.expr | None
-    """None if the value does not come from one expression: a parameter, an import, a loop, `+=`."""
+    """None if the value is not one expression of the file: a parameter, a loop, `with`, `+=`, `global`."""
 
 
 class Source:
@@ -77,18 +78,18 @@ class Source:
         return [self.tree, *self._parents]
 
     @cached_property
-    def _by_kind(self) -> dict[type[ast.AST], list[Any]]:
-        found: dict[type[ast.AST], list[Any]] = defaultdict(list)
+    def _nodes_by_class(self) -> dict[type[ast.AST], list[Any]]:
+        nodes: dict[type[ast.AST], list[Any]] = defaultdict(list)
         for node in self.nodes:
-            found[type(node)].append(node)
-        return found
+            nodes[type(node)].append(node)
+        return nodes
 
     def find_nodes(self, kind: type[Node]) -> list[Node]:
         """Return all nodes of exactly this class."""
-        return self._by_kind.get(kind, [])
+        return self._nodes_by_class.get(kind, [])
 
     def get_place(self, node: ast.AST) -> Place:
-        """Return the place of a node. Columns are counted in characters, but the tree counts them in bytes."""
+        """Return the place of a node. A place counts columns in characters, and the tree counts them in bytes."""
         line = getattr(node, "lineno", 1)
         end_line = getattr(node, "end_lineno", 1)
         column = self._find_column(line, getattr(node, "col_offset", 0))
@@ -100,10 +101,11 @@ class Source:
         return self.text.split("\n")
 
     def _find_column(self, line: int, offset: int) -> int:
+        """Return the column of the byte `offset` of a line."""
         text = self._lines[line - 1] if line <= len(self._lines) else ""
         return len(text.encode()[:offset].decode(errors="replace")) + 1
 
-    # ---------------------------------------------------------------- around a node
+    # ---------------------------------------------------------------- nodes that contain a node
 
     def get_parent(self, node: ast.AST) -> ast.AST | None:
         """Return the node that contains this one."""
@@ -140,7 +142,7 @@ class Source:
         return None
 
     def find_block(self, node: ast.AST) -> ast.AST | None:
-        """Return the innermost statement whose body contains a node: a module, function, loop, condition or `with`."""
+        """Return the innermost node with a body around a node: a module, class, function, loop, condition or `with`."""
         return next((parent for parent in self.ancestors(node) if hasattr(parent, "body")), None)
 
     def describe_repetition(self, node: ast.AST) -> str:
@@ -214,7 +216,7 @@ class Source:
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """Full names by the names that imports give them, anywhere in the file."""
+        """Full names by the names under which the file imports them, in any scope."""
         full: dict[str, str] = {}
         for node in self.find_nodes(ast.Import):
             for alias in node.names:
@@ -245,7 +247,7 @@ class Source:
         return node.id if node.id in self.classes or node.id in self.functions else ""
 
     def find_called_function(self, call: ast.Call) -> Function | None:
-        """Return the function of this file that a call calls: by its name, or by the only method of that name."""
+        """Return the function of this file that `call` calls, or the method if only one has the called name."""
         if isinstance(call.func, ast.Name):
             return self.functions.get(call.func.id)
         name = getattr(call.func, "attr", "")
@@ -280,10 +282,10 @@ class Source:
             scope = self.find_scope(scope)
         bindings = self._bindings[scope, node.id]
         if scope is own_scope:
-            # An assignment does not hold yet in its own right-hand side.
-            around = {parent for parent in self.ancestors(node) if isinstance(parent, _ASSIGNMENTS)}
+            # In its own right-hand side, an assignment has no effect yet.
+            unfinished = {parent for parent in self.ancestors(node) if isinstance(parent, _ASSIGNMENTS)}
             bindings = [
-                one for one in bindings if _get_position(one.node) < _get_position(node) and one.node not in around
+                one for one in bindings if _get_position(one.node) < _get_position(node) and one.node not in unfinished
             ]
             bindings.sort(key=lambda one: _get_position(one.node))
         elif len(bindings) > 1:
@@ -300,8 +302,8 @@ class Source:
         return values[0] if len(values) == 1 else None
 
     def resolve(self, node: ast.expr | None) -> ast.expr | None:
-        """Follow names and attributes of `self` to the expression that they stand for."""
-        for _ in range(_MAX_NAMES):
+        """Follow names and attributes of `self` to the expression that was assigned to them."""
+        for _ in range(_MAX_DEPTH):
             value = self.find_last_assignment(node)
             if value is None:
                 return node
@@ -309,14 +311,14 @@ class Source:
         return node
 
     def evaluate(self, node: ast.AST | None) -> Any:
-        """Return the value of an expression of literals, arithmetic and assigned names. None for every other one."""
+        """Return the value of an expression of literals, arithmetic and assigned names, or None for any other one."""
         try:
             return self._evaluate(node, 0)
         except (ArithmeticError, TypeError, ValueError):
             return None
 
     def _evaluate(self, node: ast.AST | None, depth: int) -> Any:
-        if depth > _MAX_NAMES:
+        if depth > _MAX_DEPTH:
             return None
         match node:
             case ast.Constant(value=value):
@@ -331,8 +333,11 @@ class Source:
                 if isinstance(op, ast.Pow):
                     return first**second if abs(second) <= _MAX_EXPONENT else None
                 return _OPERATORS[type(op)](first, second) if type(op) in _OPERATORS else None
-            case ast.Call(func=ast.Name(id="int" | "float"), args=[value], keywords=[]):
-                return self._evaluate(value, depth + 1)
+            case ast.Call(func=ast.Name(id="int" | "float" as kind), args=[value], keywords=[]):
+                number = self._evaluate(value, depth + 1)
+                if not isinstance(number, int | float):
+                    return None
+                return int(number) if kind == "int" else float(number)
             case ast.Name() | ast.Attribute():
                 return self._evaluate(self.find_last_assignment(node), depth + 1)
         return None
@@ -411,6 +416,7 @@ def _find_assigned_names(target: ast.expr, value: ast.expr, node: ast.AST) -> It
 
 
 def _find_unknown_names(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
+    """Yield the names in `target`, which get values that the file does not show."""
     for part in ast.walk(target):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
             yield part.id, Binding(node, None)

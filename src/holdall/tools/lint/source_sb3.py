@@ -32,13 +32,12 @@ def find_model(source: Source, node: ast.expr | None) -> SourceModel | None:
     algorithm = _find_algorithm(source, call.func)
     if algorithm:
         return SourceModel(algorithm, call, get_argument(call, "env", 1), is_loaded=False)
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "load":
-        algorithm = _find_algorithm(source, call.func.value)
-        if algorithm:
-            return SourceModel(algorithm, call, get_argument(call, "env", 1), is_loaded=True)
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "learn":  # `learn` returns the model.
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    if call.func.attr == "learn":  # `learn` returns the model.
         return find_model(source, call.func.value)
-    return None
+    algorithm = _find_algorithm(source, call.func.value) if call.func.attr == "load" else ""
+    return SourceModel(algorithm, call, get_argument(call, "env", 1), is_loaded=True) if algorithm else None
 
 
 def find_models(source: Source) -> Iterator[SourceModel]:

@@ -1,8 +1,8 @@
-"""Plan: check whether a training run fits in memory before it starts, what would fit, and what to change.
+"""Plan: check before a training run whether it fits in memory, which sizes would fit, and what to change.
 
     config       settings from options and files
-    stand_in     a script for a run that settings describe
-    planner      probes a command (`holdall.tools.probe`), and makes a Plan of its report
+    stand_in     the script that is probed if settings describe a run
+    planner      probes a command (`holdall.tools.probe`), and makes a Plan from its report
     needs        the arithmetic: parts of the peak, bounds, verdicts
     algorithms   algorithms of Stable-Baselines3 and their defaults
     environments spaces as text and as data, environments by name

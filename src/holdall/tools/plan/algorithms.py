@@ -1,4 +1,4 @@
-"""What plan and lint know about Stable-Baselines3: its algorithms, their defaults, and the bytes of a transition.
+"""Facts about Stable-Baselines3 for plan and lint: its algorithms, their defaults, and the bytes of a transition.
 
 Neither torch nor Stable-Baselines3 is imported.
 """
@@ -29,25 +29,27 @@ _ESTIMATE_BYTES = 6 * 4
 
 def parse_version(text: str) -> Version:
     """Read `2.7.0` or `2.8.0a3` as numbers."""
-    found = [re.match(r"\d+", part) for part in [*text.split("."), "0", "0"][:3]]
-    if None in found:
+    matches = [re.match(r"\d+", part) for part in [*text.split("."), "0", "0"][:3]]
+    if None in matches:
         raise ArgumentError(f"sb3 version ({text!r}) must be written like '2.7.1'.")
-    major, minor, patch = (int(one[0]) for one in found if one)
+    major, minor, patch = (int(match[0]) for match in matches if match)
     return major, minor, patch
 
 
 def count_transition_bytes(observation: spaces.Space[Any], action: spaces.Space[Any]) -> int:
     """Return the bytes of one transition in Stable-Baselines3's replay buffer, which stores observations twice."""
-    (taken,) = Tree.of(action, "action").leaves
-    action_bytes = min(taken.dtype.itemsize, 4) if taken.dtype.kind == "f" else taken.dtype.itemsize
-    observed = sum(count_observation_bytes(observation))
-    return 2 * observed + prod(taken.shape) * action_bytes + _OUTCOME_BYTES
+    (leaf,) = Tree.of(action, "action").leaves
+    number_bytes = leaf.dtype.itemsize
+    if leaf.dtype.kind == "f":  # Stable-Baselines3 stores float64 actions as float32.
+        number_bytes = min(number_bytes, 4)
+    observation_bytes = sum(count_observation_bytes(observation))
+    return 2 * observation_bytes + prod(leaf.shape) * number_bytes + _OUTCOME_BYTES
 
 
 def count_step_bytes(observation: spaces.Space[Any], action: spaces.Space[Any]) -> int:
     """Return the bytes of one step of one environment in Stable-Baselines3's rollout buffer."""
-    (taken,) = Tree.of(action, "action").leaves
-    return sum(count_observation_bytes(observation)) + prod(taken.shape) * taken.dtype.itemsize + _ESTIMATE_BYTES
+    (leaf,) = Tree.of(action, "action").leaves
+    return sum(count_observation_bytes(observation)) + prod(leaf.shape) * leaf.dtype.itemsize + _ESTIMATE_BYTES
 
 
 def count_observation_bytes(observation: spaces.Space[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Read the settings of a run to plan: options, and TOML files.
+"""Settings of a run to plan, from options and from TOML files.
 
 Input: the values of command-line options, or the path of a file. Output: settings by name, which
 `stand_in.describe_run` checks. An unknown key in a file raises an error that names the key.
@@ -40,6 +40,7 @@ OPTIONS = {
     "vram",
     "wrapper",
 }
+"""Names of all settings."""
 _OTHER_NAMES = {"n_envs": "num_envs", "n_timesteps": "total_timesteps", "buffer_size": "capacity"}
 """Names of Stable-Baselines3 and rl-zoo for these settings."""
 _MAX_FILE_BYTES = 4 * 2**20
@@ -52,7 +53,7 @@ def parse_count(value: Any, argument: str) -> int:
     except ValueError:
         number = float("nan")
     if isinstance(value, bool) or not number.is_integer():
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number, as in 400000, 4e5 or 400_000")
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number, as in 400000, 4e5 or 400_000.")
     return int(number)
 
 
@@ -83,8 +84,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     unknown = sorted(set(renamed) - OPTIONS)
     if unknown:
         close = [match for name in unknown for match in get_close_matches(name, sorted(OPTIONS), n=1)]
-        hint = f"did you mean {', '.join(close)}? " if close else ""
-        raise ArgumentError(f"{path} has the keys {unknown}; {hint}holdall plan knows {sorted(OPTIONS)}")
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise ArgumentError(f"{path} has unknown keys: {', '.join(unknown)}.{hint} Use {', '.join(sorted(OPTIONS))}.")
     return renamed
 
 
@@ -103,7 +104,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ArgumentError(f"file ({path}) cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"file ({path}) is not UTF-8 text; save it as such") from error
+        raise ArgumentError(f"file ({path}) is not UTF-8 text. Save it as UTF-8.") from error
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -1,7 +1,7 @@
 """Spaces as text and as plain data, and environments by their name.
 
-In:  `84x84x3:uint8` or `discrete(4)` as people write them; an id that gymnasium knows, or `module:Class`.
-Out: gymnasium spaces, dicts of plain numbers that travel to another process as JSON, and environments.
+In:  spaces as users write them, such as `84x84x3:uint8` or `discrete(4)`; ids of gymnasium, or `module:Class`.
+Out: gymnasium spaces, dicts of plain numbers that another process reads as JSON, and environments.
 `space_from_dict(space_to_dict(space))` keeps the shapes, dtypes and bounds that memory depends on. Text is never
 evaluated. Importing this module imports neither torch nor Stable-Baselines3.
 """
@@ -52,7 +52,8 @@ def parse_observation(texts: Sequence[str], argument: str = "obs") -> spaces.Spa
     for name, equals, rest in named:
         if not equals or not name or name in children:
             raise ArgumentError(
-                f"{argument} ({name + equals + rest!r}) needs a name of its own beside other spaces; write NAME=SHAPE"
+                f"{argument} ({name + equals + rest!r}) has no name of its own. Each of several spaces needs one. "
+                "Write NAME=SPACE."
             )
         children[name] = parse_space(rest, f"{argument} {name}")
     return spaces.Dict(children)
@@ -90,40 +91,47 @@ def has_images(space: spaces.Space[Any]) -> bool:
 
 
 def _is_image(space: spaces.Box) -> bool:
-    bounds = len(space.shape) == 3 and space.dtype == np.uint8
-    return bounds and bool((space.low == 0).all()) and bool((space.high == 255).all())
+    if len(space.shape) != 3 or space.dtype != np.uint8:
+        return False
+    return bool((space.low == 0).all() and (space.high == 255).all())
 
 
 def _make_box(
-    shape: tuple[int, ...], dtype: str, called: str, low: float | None = None, high: float | None = None
+    shape: tuple[int, ...], dtype: str, label: str, low: float | None = None, high: float | None = None
 ) -> spaces.Box:
     try:
         kind = np.dtype(dtype)
     except TypeError as error:
-        raise ArgumentError(f"{called} has no NumPy dtype {dtype!r}. Write uint8, float32 or another one.") from error
+        raise ArgumentError(f"{label} has no NumPy dtype {dtype!r}. Write uint8, float32 or another one.") from error
     if kind.kind not in "biuf" or 0 in shape or np.prod(shape, dtype=np.float64) > _MAX_ELEMENTS:
         raise ArgumentError(
-            f"{called} must have a plain number dtype, sides of at least 1 and at most {_MAX_ELEMENTS:,} elements; "
-            f"write it like {_FORMS}"
+            f"{label} must have a plain number dtype, sides of at least 1 and at most {_MAX_ELEMENTS:,} elements. "
+            f"Write it like {_FORMS}."
         )
     if low is None or high is None:
-        low, high = (-np.inf, np.inf) if kind.kind == "f" else (0, 1)
-        if kind.kind in "iu":
-            low = int(np.iinfo(kind).min)
-            high = int(np.iinfo(kind).max)
+        low, high = _get_bounds(kind)
     return spaces.Box(low, high, shape, kind.type)
 
 
-def _make_counted_space(kind: str, counts: list[int], called: str, dtype: str | None = None) -> spaces.Space[Any]:
+def _get_bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return the smallest and the largest number of a dtype."""
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    if dtype.kind == "b":
+        return 0, 1
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def _make_counted_space(kind: str, counts: list[int], label: str, dtype: str | None = None) -> spaces.Space[Any]:
     if not counts or min(counts) < 1:
-        raise ArgumentError(f"{called} must count from 1 up; write it like {_FORMS}")
+        raise ArgumentError(f"{label} must have counts of at least 1. Write it like {_FORMS}.")
     if kind == "discrete" and len(counts) == 1:
         return spaces.Discrete(counts[0], dtype=np.dtype(dtype or "int64").type)
     if kind == "multidiscrete":
         return spaces.MultiDiscrete(counts, dtype=np.dtype(dtype or "int64").type)
     if kind == "multibinary":
         return spaces.MultiBinary(counts[0] if len(counts) == 1 else counts)
-    raise ArgumentError(f"{called} takes one count; write it like {_FORMS}")
+    raise ArgumentError(f"{label} must have exactly one count. Write it like {_FORMS}.")
 
 
 def make_env(env_id: str, wrapper: str = "") -> Any:
@@ -132,12 +140,13 @@ def make_env(env_id: str, wrapper: str = "") -> Any:
     Modules of the working directory are found after those of the libraries, so that a file such as `random.py` there
     does not replace a module of Python.
     """
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.append(working_directory)
     module, _, name = env_id.rpartition(":")
     try:
-        found = getattr(importlib.import_module(module), name, None) if module else None
-        env: Any = found() if isinstance(found, type) else gym.make(env_id)
+        env_class = getattr(importlib.import_module(module), name, None) if module else None
+        env: Any = env_class() if isinstance(env_class, type) else gym.make(env_id)
     except (gym.error.Error, ImportError) as error:
         raise ArgumentError(
             f"env ({env_id!r}) cannot be made here ({error}). Install its packages, or write module:Class for a class "

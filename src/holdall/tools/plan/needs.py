@@ -2,8 +2,8 @@
 
 In:  the measurements of a probe, the run's buffer, and the limits of a machine.  Out: parts, their sum, and a verdict.
 
-A part is exact, or measured, or an estimate. The bound of a run is its exact parts plus the other parts and `MARGIN` of
-them, plus `ROOM_BYTES`. "fits" is said only if the bound is below the limit.
+A part is exact, or measured, or an estimate. The bound of a run is the sum of its exact parts, of the other parts
+enlarged by `MARGIN`, and of `ROOM_BYTES`. A run fits only if its bound is not above the limit.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from holdall.machine import Limit
 from holdall.store.budget import Budget
 from holdall.store.tuning import Tuning
 from holdall.tools.probe.snapshot import StoredSteps
-from holdall.units import counted
+from holdall.units import count_noun
 
 MARGIN = 0.15
 """Share by which a part that is not exact may be larger than measured or estimated."""
 ROOM_BYTES = 32 * 2**20
 """Bytes that the bound of a run adds to all parts."""
 PLAIN_LAYOUT = "a plain layout"
-"""Library of the layout that holdall's memory replaces in a loop of the user's own."""
+"""`library` of an `Experience` in holdall's memory if there is no model, so that no library's buffer is replaced."""
 NOISE_BOUND = "upper bound (noise)"
-"""Source of holdall's part if the observations are made-up noise, which cannot be compressed as real ones can."""
+"""Source of holdall's part if the observations are noise, which cannot be compressed like real observations."""
 _OPTIMIZER_COPIES = 3
 """Gradients and the two moments of Adam, as multiples of the weights."""
 _MAX_COUNT = 1 << 40
 
 
 class FitVerdict(IntEnum):
-    """Whether a run fits; the value is the command's exit code."""
+    """Whether a run fits. The value is the exit code of `holdall plan`."""
 
     FITS = 0
     TIGHT = 1
@@ -45,7 +45,7 @@ class FitVerdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One thing that takes memory at the peak."""
+    """One part of the memory at the peak."""
 
     name: str
     nbytes: int
@@ -185,17 +185,19 @@ class HoldallUse:
     budget_bytes: int | None = None
     """A hard limit; None: no limit in bytes."""
     is_auto: bool = False
-    """Whether the budget is "auto": data stays raw in up to a quarter of the free memory."""
+    """Whether the budget is "auto": a quarter of the free memory is used for raw data."""
     prefer: str = "balanced"
     spill_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunNeeds:
-    """Everything that decides how much memory a run needs.
+    """All figures that the memory of a run depends on.
 
-    Every answer of a plan is computed by these methods, and `checks` is the only place that compares needs with limits.
-    So the verdict, the table, the largest sizes and the suggested changes agree.
+    The methods compute every answer of a plan, and `checks` is the only place that compares needs with limits. So the
+    verdict, the table, the largest sizes and the suggested changes agree.
+
+    Most methods take a `use`: the settings of holdall's memory, or None for the library's own buffer.
     """
 
     experience: Experience
@@ -231,18 +233,23 @@ class RunNeeds:
     gpu_reserved_bytes: int = 0
     """Peak of the bytes that torch's allocator reserved on the GPU."""
 
+    @property
+    def candidate(self) -> HoldallUse:
+        """Return the settings with which holdall's memory is compared: those of the run, or the plan's defaults."""
+        return self.holdall or HoldallUse()
+
     # ---------------------------------------------------------------- parts
 
     def parts(self, use: HoldallUse | None) -> list[MemoryPart]:
-        """Return the parts at the peak, with holdall's memory if `use` is given, else with the library's buffer."""
-        further = self._count_further_envs()
-        base = self.base_bytes + min(further, 0) * self.environment_bytes
+        """Return the parts of the memory at the peak."""
+        further_envs = self._count_further_envs()
+        base = self.base_bytes + min(further_envs, 0) * self.environment_bytes
         parts = [MemoryPart("interpreter, libraries, environments, weights", max(base, 0), "measured")]
-        if further > 0 and self.environment_bytes:
-            name = counted(further, "further environment")
-            parts.append(MemoryPart(name, further * self.environment_bytes, "estimate"))
+        if further_envs > 0 and self.environment_bytes:
+            name = count_noun(further_envs, "further environment")
+            parts.append(MemoryPart(name, further_envs * self.environment_bytes, "estimate"))
         if self.processes:
-            name = counted(self.processes, "worker process", "worker processes")
+            name = count_noun(self.processes, "worker process", "worker processes")
             parts.append(MemoryPart(name, self.process_bytes, "measured"))
         parts += self.others
         parts.append(self._make_buffer_part(use))
@@ -257,7 +264,7 @@ class RunNeeds:
         return parts
 
     def _count_further_envs(self) -> int:
-        """Return the number of environments minus the number that was measured."""
+        """Return the environments that were not measured. Negative: fewer environments than were measured."""
         return self.experience.n_envs - self.measured_envs if self.measured_envs else 0
 
     @property
@@ -294,7 +301,7 @@ class RunNeeds:
         if self.experience.is_rollout:
             return raw + stored.working_bytes
         if use.budget_bytes is not None:
-            # Transitions stay raw while they fit into the limit, which covers everything that the memory holds.
+            # Transitions stay raw while they fit into the budget, and the budget also covers the working memory.
             return min(raw + stored.working_bytes, use.budget_bytes)
         compressed = min(self._compressed_bytes(stored, transitions), raw)
         if use.is_auto:
@@ -367,22 +374,24 @@ class RunNeeds:
     def with_envs(self, n_envs: int) -> RunNeeds:
         """Return the run with another number of environments. A replay buffer keeps its capacity."""
         before = self.experience
-        times = n_envs / before.n_envs
+        factor = n_envs / before.n_envs
         rows = before.rows if before.is_rollout else max(before.transitions // n_envs, 1)
         max_rows = before.max_rows
         if max_rows is not None:
-            max_rows = round(max_rows / times)
+            max_rows = round(max_rows / factor)
         experience = replace(
             before,
             rows=rows,
             n_envs=n_envs,
-            row_bytes=before.row_bytes * times,
-            copied_row_bytes=before.copied_row_bytes * times,
+            row_bytes=before.row_bytes * factor,
+            copied_row_bytes=before.copied_row_bytes * factor,
             max_rows=max_rows,
         )
-        processes = round(self.processes * times)
         return replace(
-            self, experience=experience, processes=processes, process_bytes=round(self.process_bytes * times)
+            self,
+            experience=experience,
+            processes=round(self.processes * factor),
+            process_bytes=round(self.process_bytes * factor),
         )
 
     def largest_size(self, use: HoldallUse | None, limits: MachineLimits) -> int:
@@ -397,20 +406,20 @@ def _count_room(budget_bytes: int) -> int:
 
 
 def largest_count(fits: Callable[[int], bool], top: int = _MAX_COUNT) -> int:
-    """Return the largest number up to `top` for which `fits` holds, if it holds for all smaller ones; 0 for none."""
+    """Return the largest number up to `top` for which `fits` is true, or 0. It must be true for all smaller numbers."""
     if not fits(1):
         return 0
-    good = 1
-    while good < top and fits(min(2 * good, top)):
-        good = min(2 * good, top)
-    bad = min(2 * good, top + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
+    fitting = 1
+    while fitting < top and fits(min(2 * fitting, top)):
+        fitting = min(2 * fitting, top)
+    too_large = min(2 * fitting, top + 1)
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
         if fits(middle):
-            good = middle
+            fitting = middle
         else:
-            bad = middle
-    return good
+            too_large = middle
+    return fitting
 
 
 def is_unlimited(count: int) -> bool:

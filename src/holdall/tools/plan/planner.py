@@ -2,7 +2,7 @@
 
 In:  a `Snapshot`.  Out: a `Plan`, for the terminal and JSON, with the parts of the peak, the table of capacities, the
 largest sizes and the cheapest change.
-Every recommended change is checked by the same arithmetic as the run itself, and fits.
+A suggested change is checked by the same arithmetic as the run itself, and is shown only if it fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdall.tools.plan.algorithms import (
     count_transition_bytes,
     parse_version,
 )
-from holdall.tools.plan.environments import space_from_dict
+from holdall.tools.plan.environments import has_images, space_from_dict
 from holdall.tools.plan.needs import (
     PLAIN_LAYOUT,
     Experience,
@@ -40,21 +40,25 @@ from holdall.tools.plan.needs import (
 )
 from holdall.tools.probe.launch import probe
 from holdall.tools.probe.snapshot import FoundBuffer, FoundEnvironment, FoundMemory, FoundModel, Snapshot, StoredSteps
-from holdall.units import counted, format_bytes, parse_bytes
+from holdall.units import count_noun, format_bytes, parse_bytes
 
 MEASURE_S = 10.0
 TIMEOUT_S = 300.0
 SCHEMA = "holdall.plan/2"
 _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Shares of the run's capacity for which the table has a row."""
 _MIN_BUDGET = 256 * 2**20
+"""Smallest budget that is suggested."""
 _CODE_COLUMNS = 80
 _MAX_ROWS_AFTER_FAILURE = 10_000
+"""Capacity with which a run is measured if its own buffer could not be allocated."""
 _CHANGES = ("buffer_size", "n_steps", "batch_size", "n_envs", "total_timesteps")
+"""Settings that `--set` changes."""
 _OTHER_NAMES = {"capacity": "buffer_size", "num_envs": "n_envs", "timesteps": "total_timesteps"}
 
 
 class PlanError(HoldallError, RuntimeError):
-    """A command cannot be planned: nothing was found in it, or a change does not apply to it."""
+    """A command cannot be planned: it has no buffer, or a change does not apply to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +107,8 @@ class Plan:
 
     @property
     def size_word(self) -> str:
-        """Return what the table's sizes count."""
-        return "steps" if self.needs.experience.is_rollout else "capacity"
-
-    @property
-    def candidate(self) -> HoldallUse:
-        """Return the settings with which holdall's memory is compared."""
-        return self.needs.holdall or HoldallUse()
+        """Return the word for the sizes in the table: `steps` of a rollout, or `capacity`."""
+        return _choose_size_word(self.needs)
 
     @property
     def code(self) -> str:
@@ -119,7 +118,7 @@ class Plan:
         return write_code(self.snapshot, self.change.needs, self.change.use)
 
     def largest_sizes(self) -> Iterator[tuple[str, str]]:
-        """Name the largest sizes that fit, each if nothing else changes."""
+        """Yield the name of each size and the largest value that fits if nothing else changes."""
         for name, count in self.largest.items():
             if count is not None:
                 yield name, format_count(count)
@@ -145,7 +144,7 @@ class Plan:
             "need_bytes": self.needs.need_bytes(self.needs.holdall),
             "most_bytes": self.needs.most_bytes(self.needs.holdall),
             "parts": [asdict(part) for part in self.needs.parts(self.needs.holdall)],
-            "holdall_parts": [asdict(part) for part in self.needs.parts(self.candidate)],
+            "holdall_parts": [asdict(part) for part in self.needs.parts(self.needs.candidate)],
             "stored": None if self.needs.stored is None else asdict(self.needs.stored),
             "checks": [check.as_dict() for check in self.checks],
             "limits": self.limits.as_list(),
@@ -236,7 +235,7 @@ def plan_snapshot(
     *,
     is_noise: bool = False,
 ) -> Plan:
-    """Plan a run from what a probe found."""
+    """Plan a run from the report of a probe."""
     limits = limits or find_limits()
     needs, notes = read_needs(snapshot, limits)
     needs = replace(needs, is_noise=is_noise)
@@ -246,11 +245,11 @@ def plan_snapshot(
     checks = tuple(needs.checks(use, limits))
     fits = all(check.verdict is FitVerdict.FITS for check in checks)
     change = None if fits else find_change(snapshot, needs, limits)
-    candidate = use or HoldallUse()
+    size_word = _choose_size_word(needs)
     has_stored = needs.stored is not None
     largest: dict[str, int | None] = {
-        f"{_size_word(needs)} with {needs.experience.layout}": needs.largest_size(None, limits),
-        f"{_size_word(needs)} with holdall's": needs.largest_size(candidate, limits) if has_stored else None,
+        f"{size_word} with {needs.experience.layout}": needs.largest_size(None, limits),
+        f"{size_word} with holdall's": needs.largest_size(needs.candidate, limits) if has_stored else None,
         "batch": largest_batch(needs, limits),
     }
     return Plan(
@@ -282,11 +281,11 @@ def change_needs(needs: RunNeeds, name: str, value: int) -> RunNeeds:
     raise PlanError(f"--set {name} does not apply to this run. It has {kind}. Known names: {', '.join(_CHANGES)}.")
 
 
-# ---------------------------------------------------------------- what the run is
+# ---------------------------------------------------------------- from a snapshot to needs
 
 
 def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, list[str]]:
-    """Return what the run needs, and notes about what is missing."""
+    """Return the needs of the run, and notes about figures that were not measured."""
     model = snapshot.models[0] if snapshot.models else None
     memory = _find_memory(snapshot, model)
     buffer = None if memory is not None else _find_main_buffer(snapshot, model)
@@ -296,7 +295,7 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
     elif buffer is not None:
         experience = _read_buffer(buffer, model)
     else:
-        raise PlanError(_explain_nothing(snapshot))
+        raise PlanError(_explain_missing_buffer(snapshot))
     base = snapshot.resident_bytes - snapshot.probe_bytes - sum(_count_resident(one) for one in snapshot.buffers)
     workers = [process for process in snapshot.processes if not process.is_reporter]
     others = [
@@ -341,7 +340,7 @@ def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, lis
 
 
 def _read_stored(snapshot: Snapshot, model: FoundModel | None, buffer: FoundBuffer | None) -> StoredSteps | None:
-    """Return what holdall's memory needs for the steps, with the further arrays of sb3-contrib's rollout buffers."""
+    """Return the measured needs of holdall's memory, plus the further arrays of sb3-contrib's rollout buffers."""
     stored = snapshot.stored
     if stored is None or model is None or buffer is None or model.algorithm not in {"MaskablePPO", "RecurrentPPO"}:
         return stored
@@ -352,14 +351,14 @@ def _read_stored(snapshot: Snapshot, model: FoundModel | None, buffer: FoundBuff
     return replace(stored, raw_bytes=stored.raw_bytes + max(further, 0.0))
 
 
-def _explain_nothing(snapshot: Snapshot) -> str:
-    """Say why a command cannot be planned."""
-    last = snapshot.error.strip().splitlines()[-1] if snapshot.error and snapshot.error.strip() else ""
+def _explain_missing_buffer(snapshot: Snapshot) -> str:
+    """Return the reason why a command without a buffer cannot be planned."""
+    last_line = snapshot.error.strip().splitlines()[-1] if snapshot.error and snapshot.error.strip() else ""
     if snapshot.allocation is not None:
         size = format_bytes(snapshot.allocation.nbytes)
-        return f"The command could not allocate {size}, shape {snapshot.allocation.shape}. {last}"
-    if last:
-        return f"The command failed before it trained: {last}"
+        return f"The command could not allocate {size}, shape {snapshot.allocation.shape}. {last_line}"
+    if last_line:
+        return f"The command failed before it trained: {last_line}"
     if snapshot.is_ready:
         return f"The command was stopped by {snapshot.stopped_by}, and it has no buffer of 16 MiB or more."
     advice = " Pass a larger --timeout." if snapshot.trigger == "timeout" else ""
@@ -482,10 +481,10 @@ def _read_batch(model: FoundModel | None, experience: Experience) -> int:
     return experience.transitions if experience.is_rollout else 0
 
 
-# ---------------------------------------------------------------- what the plan says
+# ---------------------------------------------------------------- titles, tables and suggested changes
 
 
-def _size_word(needs: RunNeeds) -> str:
+def _choose_size_word(needs: RunNeeds) -> str:
     return "steps" if needs.experience.is_rollout else "capacity"
 
 
@@ -493,26 +492,30 @@ def _write_title(snapshot: Snapshot, needs: RunNeeds) -> str:
     """Return the run in one line."""
     experience = needs.experience
     if experience.is_rollout:
-        size = f"rollouts of {counted(experience.rows, 'step')}"
+        size = f"rollouts of {count_noun(experience.rows, 'step')}"
     else:
-        size = counted(experience.transitions, "transition")
+        size = count_noun(experience.transitions, "transition")
     words = [snapshot.models[0].algorithm if snapshot.models else experience.name, size]
-    words.append(counted(experience.n_envs, "environment"))
+    words.append(count_noun(experience.n_envs, "environment"))
     if needs.batch_size:
         words.append(f"batches of {needs.batch_size:,}")
     return ", ".join(words)
 
 
 def _make_table(needs: RunNeeds, limits: MachineLimits) -> Iterator[CapacityRow]:
-    """Compare both buffers at the run's capacity and at smaller ones."""
-    candidate = needs.holdall or HoldallUse()
+    """Compare the library's and holdall's buffer at the run's capacity and at smaller ones."""
+    has_stored = needs.stored is not None
     sizes = {max(int(needs.experience.size * share), 1) for share in _TABLE_SHARES}
     for size in sorted(sizes, reverse=True):
-        one = needs.resized(size)
-        full = replace(one, experience=replace(one.experience, max_rows=None))
-        ours = None if needs.stored is None else full.holdall_bytes(candidate)
-        ours_verdict = None if needs.stored is None else one.verdict(candidate, limits)
-        yield CapacityRow(size, one.experience.allocated_bytes, one.verdict(None, limits), ours, ours_verdict)
+        run = needs.resized(size)
+        full_run = replace(run, experience=replace(run.experience, max_rows=None))
+        yield CapacityRow(
+            size=size,
+            plain_bytes=run.experience.allocated_bytes,
+            plain_verdict=run.verdict(None, limits),
+            holdall_bytes=full_run.holdall_bytes(run.candidate) if has_stored else None,
+            holdall_verdict=run.verdict(run.candidate, limits) if has_stored else None,
+        )
 
 
 def largest_batch(needs: RunNeeds, limits: MachineLimits) -> int | None:
@@ -524,7 +527,7 @@ def largest_batch(needs: RunNeeds, limits: MachineLimits) -> int | None:
 
 
 def find_change(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> SuggestedChange | None:
-    """Return the first change that makes the run fit. Changes that do not alter what is learnt are first."""
+    """Return the first change that makes the run fit. Changes that do not alter the training are tried first."""
     for change in _suggest_changes(snapshot, needs, limits):
         if change.needs.verdict(change.use, limits) is FitVerdict.FITS:
             return change
@@ -532,13 +535,12 @@ def find_change(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> S
 
 
 def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> Iterator[SuggestedChange]:
-    version = snapshot.versions.get("stable_baselines3")
     experience = needs.experience
     if experience.filled_rows < experience.rows:
         filled = experience.filled_rows * experience.n_envs
-        why = f"the run ends after {counted(filled, 'step')}, so this buffer keeps all of them"
+        why = f"the run ends after {count_noun(filled, 'step')}, so this buffer keeps all of them"
         yield SuggestedChange(f"a capacity of {filled:,}", why, needs.resized(filled), needs.holdall)
-    if experience.is_rollout and version is not None and parse_version(version) < ROLLOUTS_KEEP_DTYPES:
+    if needs.holdall is None and experience.is_rollout and _stores_images_as_floats(snapshot):
         smaller = replace(
             experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4
         )
@@ -564,18 +566,27 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
         power = 1 << (batch.bit_length() - 1)
         why = f"activations grow with the batch, of {needs.batch_size:,}"
         yield SuggestedChange(f"batches of {power:,}", why, needs.with_batch(power), needs.holdall)
-    envs = experience.n_envs
-    while envs > 1:
-        envs //= 2
+    n_envs = experience.n_envs
+    while n_envs > 1:
+        n_envs //= 2
         why = "each environment takes memory of its own"
-        yield SuggestedChange(counted(envs, "environment"), why, needs.with_envs(envs), needs.holdall)
+        yield SuggestedChange(count_noun(n_envs, "environment"), why, needs.with_envs(n_envs), needs.holdall)
+
+
+def _stores_images_as_floats(snapshot: Snapshot) -> bool:
+    """Return whether rollouts of this version of Stable-Baselines3 store the model's images as float32."""
+    version = snapshot.versions.get("stable_baselines3")
+    if version is None or parse_version(version) >= ROLLOUTS_KEEP_DTYPES:
+        return False
+    space = snapshot.models[0].observation_space if snapshot.models else None
+    return space is not None and has_images(space_from_dict(space))
 
 
 def _suggest_budget(needs: RunNeeds, free: int) -> Iterator[SuggestedChange]:
-    """Suggest a budget with a disk tier, which together keep every transition."""
+    """Suggest a budget and a disk tier that together hold every transition."""
     room = free - needs.most_bytes(HoldallUse(budget_bytes=0, spill_dir="disk"))
     unit = 2**30 // 10 if room >= 2**30 else 2**20
-    budget = int(room / 1.2) // unit * unit
+    budget = int(room / 1.2) // unit * unit  # The bound of holdall's part is up to `MARGIN` above the budget.
     if budget < _MIN_BUDGET:
         return
     use = HoldallUse(budget, prefer="memory", spill_dir="/path/on/disk")
@@ -596,7 +607,7 @@ def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
         yield f"The command was not about to train when it was stopped: {snapshot.stopped_by}"
     if experience.max_rows is not None and not experience.is_rollout and experience.max_rows < experience.rows:
         steps = experience.max_rows * experience.n_envs
-        yield f"The run ends after {counted(steps, 'step')}, so its buffer is never fuller"
+        yield f"The run ends after {count_noun(steps, 'step')}, so its buffer is never fuller"
     if needs.stored is not None and needs.stored.compressed_bytes is None and not experience.is_rollout:
         yield "Compression was not measured, so holdall's need is that of uncompressed data"
     if needs.measured_envs and experience.n_envs > needs.measured_envs:
@@ -648,8 +659,8 @@ def write_model_code(
         settings.append(f"{kind}_buffer_class={name}")
         kwargs = _write_use(use) if kind == "replay" else {}
         if kwargs:
-            text = json.dumps(kwargs).replace("null", "None")
-            settings.append(f"replay_buffer_kwargs={text}")
+            text = ", ".join(f'"{name}": {_write_value(value)}' for name, value in kwargs.items())
+            settings.append(f"replay_buffer_kwargs={{{text}}}")
     policy = json.dumps(policy)
     line = f"model = {algorithm}({', '.join([policy, 'env', *settings])})"
     if len(line) > _CODE_COLUMNS:
@@ -670,6 +681,11 @@ def _write_use(use: HoldallUse) -> dict[str, Any]:
     return kwargs
 
 
+def _write_value(value: Any) -> str:
+    """Return a text, a number or None as Python code."""
+    return "None" if value is None else json.dumps(value)
+
+
 def _write_buffer_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
     """Return the lines that make a buffer of a loop without a model."""
     experience = needs.experience
@@ -678,7 +694,7 @@ def _write_buffer_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | No
     found = _find_memory(snapshot, None) or _find_main_buffer(snapshot, None)
     library = "" if found is None else found.class_name
     settings = {} if experience.is_rollout else _write_use(use)
-    written = [f"{name}={json.dumps(value).replace('null', 'None')}" for name, value in settings.items()]
+    written = [f"{name}={_write_value(value)}" for name, value in settings.items()]
     if library.startswith(("torchrl.", "holdall.torchrl.")):
         settings_text = ", ".join([f"{experience.size:_}", *written])
         return f"from holdall.torchrl import HoldallStorage\nstorage = HoldallStorage({settings_text})"

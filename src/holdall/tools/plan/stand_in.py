@@ -20,16 +20,17 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.tools.plan.algorithms import ALGORITHM_CLASSES, ALGORITHMS, DEFAULT_BUFFER_SIZE
+from holdall.tools.plan.algorithms import ALGORITHM_CLASSES, ALGORITHMS, DEFAULT_BUFFER_SIZE, Algorithm
 from holdall.tools.plan.config import parse_count, read_observation
 from holdall.tools.plan.environments import has_images, make_env, parse_space, space_from_dict, space_to_dict
 
 _MAX_ROWS = 10_000
 """Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
 _ENDLESS = 10**12
+"""Steps of a run without `total_timesteps`."""
 _NOISE_NOTE = (
-    "The observations are made up. They are noise, which cannot be compressed, so holdall's part is an upper bound, "
-    "and the environment itself is not counted. To measure both, pass --env, or run your script: "
+    "The observations are made up. They are noise, which cannot be compressed, so holdall's part is an upper bound. "
+    "The environment itself is not counted. To measure both, pass --env, or run your script: "
     "holdall plan -- python train.py"
 )
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
@@ -45,7 +46,7 @@ _MAX_ENVS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """Arguments that start the stand-in, and the changes that the plan makes afterwards to get the real sizes."""
+    """Arguments of a stand-in with a small buffer, and the changes that give the plan the real sizes."""
 
     arguments: dict[str, Any]
     changes: dict[str, int]
@@ -59,26 +60,21 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
     """Check settings, and return the stand-in for them."""
     given = {name: value for name, value in settings.items() if value is not None}
     algo = str(given.get("algo", "")).lower()
-    if algo not in ALGORITHMS:
-        own = {name.lower() for name, one in ALGORITHM_CLASSES.items() if not one.has_plain_buffer}
-        rule = "has a buffer class of its own; plan its script instead: holdall plan -- python train.py. Known here:"
-        rule = rule if algo in own else "must be one of"
-        raise ArgumentError(f"algo ({algo or None}) {rule} {', '.join(ALGORITHMS)}. Name it with --algo.")
-    algorithm = ALGORITHMS[algo]
+    algorithm = _find_algorithm(algo)
     if algorithm.on_policy and "capacity" in given:
         raise ArgumentError(
             f"capacity ({given['capacity']}) is that of a replay buffer, and {algo} has none. It collects rollouts of "
             "--n-steps for each environment."
         )
     counts = {name: parse_count(given[name], name) for name in _COUNTS if name in given}
-    for given_name, count in counts.items():
+    for name, count in counts.items():
         if count < 1:
-            raise ArgumentError(f"{given_name} ({count}) must be at least 1.")
+            raise ArgumentError(f"{name} ({count}) must be at least 1.")
     arguments: dict[str, Any] = {"algo": algo} | counts
     arguments |= {name: str(given[name]) for name in _TEXTS if name in given}
     arguments |= {name: given[name] for name in ("uses_holdall", "policy_kwargs") if name in given}
     notes = []
-    _check(arguments)
+    _check_arguments(arguments)
     if "env" not in arguments:
         observation, action = _read_spaces(given)
         arguments |= {"observation": space_to_dict(observation), "action": space_to_dict(action)}
@@ -87,14 +83,26 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
     changes = {"n_envs": num_envs}
     if algorithm.on_policy:
         steps = counts.get("n_steps", algorithm.n_steps)
-        rows_of_batch = -(-counts.get("batch_size", algorithm.batch_size or 1) // num_envs)
-        arguments["n_steps"] = max(min(steps, _MAX_ROWS), min(rows_of_batch, steps))
+        batch_rows = -(-counts.get("batch_size", algorithm.batch_size or 1) // num_envs)
+        arguments["n_steps"] = min(steps, max(_MAX_ROWS, batch_rows))
         changes["n_steps"] = steps
     else:
         capacity = counts.get("capacity", DEFAULT_BUFFER_SIZE)
         arguments["capacity"] = min(capacity, max(_MAX_ROWS, 2 * num_envs))
         changes["buffer_size"] = capacity
     return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes), "env" not in arguments)
+
+
+def _find_algorithm(algo: str) -> Algorithm:
+    if algo in ALGORITHMS:
+        return ALGORITHMS[algo]
+    known = ", ".join(ALGORITHMS)
+    if algo in {name.lower() for name in ALGORITHM_CLASSES}:
+        raise ArgumentError(
+            f"algo ({algo}) has a buffer class of its own. Plan its script: holdall plan -- python train.py. "
+            f"Without a script, --algo can be {known}."
+        )
+    raise ArgumentError(f"algo ({algo or None}) must be one of {known}. Name it with --algo.")
 
 
 def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
@@ -109,8 +117,8 @@ def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Sp
     return read_observation(given["obs"]), action
 
 
-def _check(arguments: Mapping[str, Any]) -> None:
-    """Refuse misspelt settings. Stable-Baselines3 refuses other invalid settings itself when the stand-in runs."""
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for misspelt settings. Stable-Baselines3 refuses other invalid settings when it gets them."""
     for name, choices in _CHOICES.items():
         given = arguments.get(name, choices[0])
         if given not in choices:

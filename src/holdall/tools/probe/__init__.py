@@ -9,7 +9,7 @@
     import_hook   calls functions right after a module was imported
     triggers      the events that stop the command: add a new one here
     inspection    finds models, buffers, arrays, environments among the live objects; lists the modules that it uses
-    measurement   measures one real update and the storage of a few hundred steps, for `holdall plan`
+    measurement   measures a real update and the storage of a few hundred steps, for `holdall plan`
     stored        fills holdall's memories with these steps; the only module of this process that imports holdall
 
 The modules that run in the command's process import only the standard library and what the command has imported itself.

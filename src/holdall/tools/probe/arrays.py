@@ -13,18 +13,19 @@ from .objects import NOT_OWNERS, classify, get_attributes, get_package
 from .snapshot import FoundArray
 
 MAX_DEPTH = 6
+"""Most attributes and items that are followed from an object to an array."""
 MAX_SAMPLED_ITEMS = 64
+"""Most items of a sequence whose bytes are counted."""
 _MAX_COUNTED_OBJECTS = 200_000
-"""Most objects that are visited to count the bytes of sampled items. The walk then takes less than a second."""
+"""Most objects that are visited to count the bytes of sampled items. So many take less than a second."""
 
 
 def find_root(array: Any) -> Any:
     """Return the array that owns the data of `array`: `array` itself, or the array that it is a view of."""
-    while isinstance(getattr(array, "base", None), type(array)) or type(getattr(array, "base", None)).__name__ in {
-        "ndarray",
-        "memmap",
-    }:
-        array = array.base
+    base = getattr(array, "base", None)
+    while isinstance(base, type(array)) or type(base).__name__ in {"ndarray", "memmap"}:
+        array = base
+        base = getattr(array, "base", None)
     return array
 
 
@@ -77,7 +78,7 @@ def _count_resident(address: int, nbytes: int) -> int:
 
 
 def walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays in a value with their names: in the items of a mapping or tuple, or in a library's container."""
+    """Yield the names and the arrays in a value: an array, a mapping, a tuple, or a container of a library."""
     kind = classify(type(value))
     if kind == "array":
         yield name, value
@@ -97,7 +98,7 @@ def walk_arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def count_new_bytes(items: list[Any]) -> float:
-    """Return the mean bytes that an item adds. What it shares with the items before it is not counted again."""
+    """Return the mean bytes that an item adds. Objects that it shares with earlier items are not counted again."""
     seen: set[int] = set()
     count_deep(items[0], seen)
     if len(items) == 1:

@@ -1,4 +1,4 @@
-"""Buffers among the live objects: those of libraries, owners of large arrays, deques and lists."""
+"""Buffers among the live objects: buffers of libraries, owners of large arrays, deques and lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .arrays import (
     walk_arrays,
 )
 from .heap import MIN_ARRAY_BYTES, LiveHeap
-from .objects import get_attributes, get_count, get_package, name_class, read_settings
+from .objects import get_attributes, get_count, get_package, name_class_of, read_settings
 from .snapshot import FoundArray, FoundBuffer
 
 _CAPACITY_NAMES = (
@@ -38,11 +38,13 @@ _CAPACITY_NAMES = (
     "max_length",
     "size",
 )
-"""Attributes that may hold the capacity of an object that contains a deque or list, in order of preference."""
+"""Attributes that may have the capacity of a deque or list in the same object, in order of preference."""
+_MIN_LIST_ITEMS = 100
+"""Lists, and deques without `maxlen`, are not taken for buffers if they have fewer items."""
 
 
 def find_buffers(objects: LiveHeap) -> Iterator[FoundBuffer]:
-    """Describe every buffer: those of libraries, then owners of large arrays, then deques and lists."""
+    """Describe every buffer: buffers of libraries, then owners of large arrays, then deques and lists."""
     inner = {id(part) for buffer in objects.buffers for part in _get_parts(buffer)}
     described = [
         _describe_buffer(buffer, objects)
@@ -85,13 +87,13 @@ def _describe_buffer(buffer: Any, objects: LiveHeap) -> FoundBuffer | None:
     nbytes = sum(array.nbytes for array in arrays) + _count_info_bytes(attributes)
     listed = get_attributes(storage).get("_storage") if storage is not None else None
     if isinstance(listed, list):
-        return _describe_sequence(listed, objects, f"{objects.name_of(buffer)}.storage", name_class(buffer), rows)
+        return _describe_sequence(listed, objects, f"{objects.find_name(buffer)}.storage", name_class_of(buffer), rows)
     position = get_count(attributes, ("pos", "_size")) or 0
     filled = rows if attributes.get("full") and rows else position
     kind = "rollout" if "Rollout" in type(buffer).__name__ else "replay"
     return FoundBuffer(
-        owner=objects.name_of(buffer),
-        class_name=name_class(buffer),
+        owner=objects.find_name(buffer),
+        class_name=name_class_of(buffer),
         kind=kind,
         nbytes=nbytes,
         rows=rows,
@@ -146,7 +148,7 @@ def _count_info_bytes(attributes: Mapping[str, Any]) -> int:
 def _find_owners(objects: LiveHeap) -> Iterator[FoundBuffer]:
     """Group the remaining large arrays by the object that owns them: buffers of the user's own classes."""
     groups: dict[int, tuple[Any, list[tuple[str, Any]]]] = {}
-    for array, owners in list(objects.large_arrays()):
+    for array, owners in list(objects.find_unclaimed_arrays()):
         owner, name = objects.name_array(array, owners)
         if owner is None or _is_network(owner, array):
             continue
@@ -154,8 +156,7 @@ def _find_owners(objects: LiveHeap) -> Iterator[FoundBuffer]:
     for owner, named in groups.values():
         for _, array in named:
             objects.claim(array)
-        is_variable = isinstance(owner, (FrameType, ModuleType))
-        if is_variable:
+        if isinstance(owner, (FrameType, ModuleType)):
             for name, array in named:
                 yield _describe_arrays(name, "", [(name, array)], {})
             continue
@@ -169,7 +170,7 @@ def _find_owners(objects: LiveHeap) -> Iterator[FoundBuffer]:
         same_rows = [(name, array) for name, array in small if array.shape and int(array.shape[0]) in rows]
         for _, array in same_rows:
             objects.claim(array)
-        yield _describe_arrays(objects.name_of(owner), name_class(owner), [*named, *same_rows], attributes)
+        yield _describe_arrays(objects.find_name(owner), name_class_of(owner), [*named, *same_rows], attributes)
 
 
 def _describe_arrays(
@@ -201,14 +202,14 @@ def _is_network(owner: Any, array: Any) -> bool:
 
 
 def _find_sequences(objects: LiveHeap) -> Iterator[FoundBuffer]:
-    """Describe deques and lists whose items contain arrays and that are, or will be, large."""
+    """Describe deques and lists of arrays that are large, or will be large when they are full."""
     seen: set[int] = set()
     for sequence, owner in objects.sequences:
         if id(sequence) in seen:
             continue
         seen.add(id(sequence))
         maxlen = sequence.maxlen if isinstance(sequence, deque) else None
-        if maxlen is None and len(sequence) < 100:
+        if maxlen is None and len(sequence) < _MIN_LIST_ITEMS:
             continue
         if not has_arrays(_get_first_item(sequence)):
             continue
@@ -233,7 +234,7 @@ def _get_first_item(sequence: Any) -> Any:
 def _describe_sequence(
     sequence: Any, objects: LiveHeap, owner: str, class_name: str, rows: int | None
 ) -> FoundBuffer | None:
-    """Describe a deque or a list by the bytes of some consecutive items. Shared arrays are counted once."""
+    """Describe a deque or a list from a sample of its newest items. Arrays that items share are counted once."""
     items = [item for item in list(sequence) if item is not None]
     if not items:
         return None
@@ -241,20 +242,19 @@ def _describe_sequence(
         rows = None
     if rows is None and len(items) < len(sequence):
         rows = len(sequence)
-    sampled = items[-MAX_SAMPLED_ITEMS:]
-    each = count_new_bytes(sampled)
-    filled = int(each * len(items))
+    bytes_per_item = count_new_bytes(items[-MAX_SAMPLED_ITEMS:])
+    filled_bytes = int(bytes_per_item * len(items))
     return FoundBuffer(
         owner=owner,
         class_name=class_name,
         kind="deque" if isinstance(sequence, deque) else "list",
-        nbytes=filled if rows is None else int(each * rows),
+        nbytes=filled_bytes if rows is None else int(bytes_per_item * rows),
         rows=rows,
         n_envs=1,
-        nbytes_now=filled,
+        nbytes_now=filled_bytes,
         items_now=len(items),
         is_exact=False,
-        settings={"bytes_per_item": each},
+        settings={"bytes_per_item": bytes_per_item},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .arrays import MAX_DEPTH, MAX_SAMPLED_ITEMS, count_deep
 from .heap import LiveHeap
-from .objects import get_attributes, get_count, name_class, read_settings
+from .objects import get_attributes, get_count, name_class_of, read_settings
 from .snapshot import FoundEnvironment, Plain
 
 
@@ -53,7 +53,7 @@ def describe_environment(env: Any) -> FoundEnvironment:
     part = env
     while part is not None and len(names) < 64:
         attributes = get_attributes(part)
-        names.append(name_class(part))
+        names.append(name_class_of(part))
         settings = read_settings(attributes) | settings
         stacked = attributes.get("stacked_obs")
         if stacked is not None and "n_stack" not in settings:
@@ -68,25 +68,25 @@ def describe_environment(env: Any) -> FoundEnvironment:
         action_space = action_space or _get_space(attributes, "action_space")
         part = next(iter(_get_inner_environments(part)), None)
     return FoundEnvironment(
-        tuple(names),
-        env_id,
-        n_envs,
-        describe_space(observation_space),
-        describe_space(action_space),
-        settings,
-        start_method,
-        0 if start_method else _count_environment_bytes(env),
+        class_names=tuple(names),
+        env_id=env_id,
+        n_envs=n_envs,
+        observation_space=describe_space(observation_space),
+        action_space=describe_space(action_space),
+        settings=settings,
+        start_method=start_method,
+        nbytes_each=0 if start_method else _count_environment_bytes(env),
     )
 
 
 def _count_environment_bytes(env: Any) -> int:
-    """Return the bytes of the Python objects and arrays that one environment of `env` adds."""
+    """Return the bytes of Python objects and arrays of one environment in `env`. Shared objects count once."""
     lanes = [env]
     for part in walk_environments(env):
         envs = get_attributes(part).get("envs")
         if isinstance(envs, (list, tuple)) and envs:
             lanes = list(envs)
-    # Wrappers hide the environment several attributes deep, so the count starts at a negative depth and goes deeper.
+    # Wrappers contain the environment several attributes deep. With a negative depth, the count reaches it.
     seen: set[int] = set()
     sizes = [count_deep(lane, seen, -MAX_DEPTH) for lane in lanes[:MAX_SAMPLED_ITEMS]]
     return sizes[0] if len(sizes) == 1 else sum(sizes[1:]) // (len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""The live objects of the command's process, sorted by kind, with the names under which they were found."""
+"""The search for a command's live objects, and for the variables and attributes that refer to them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from .objects import NOT_OWNERS, classify, get_attributes
 from .snapshot import FoundArray
 
 MIN_ARRAY_BYTES = 16 * 2**20
+"""Arrays with at least this size are reported, even if they belong to no buffer."""
+
+
+class _ClassKinds(dict[type, str]):
+    """Kinds by class. Each class is classified once."""
+
+    def __missing__(self, cls: type) -> str:
+        kind = classify(cls)
+        self[cls] = kind
+        return kind
 
 
 class LiveHeap:
@@ -32,60 +42,54 @@ class LiveHeap:
         self.sequences: list[tuple[Any, Any]] = []
         """Deques and long lists, with the object that refers to them."""
         self._names: dict[int, str] = {}
+        """Names of variables and attributes, by the `id` of the object that they refer to."""
         self._arrays: dict[int, tuple[Any, list[Any]]] = {}
         """Large arrays by the address of their data, with the objects that refer to them."""
-        self._taken: set[int] = set()
+        self._claimed: set[int] = set()
+        """Addresses of the arrays that a buffer or a network has claimed."""
         self._hidden = {id(part) for value in hidden for part in (value, *value)} | {id(hidden)}
         self._frames = list(_walk_frames(context.get("error")))
         for value in context.values():
             self._sort(value)
         if has_heap:
-            self._walk()
+            self._sort_heap()
         self._name_variables()
 
     # ---------------------------------------------------------------- finding
 
-    def _walk(self) -> None:
+    def _sort_heap(self) -> None:
         """Sort every object that the garbage collector tracks, and collect large arrays with their owners."""
         own = {id(vars(self)), id(self._names), id(self._arrays), id(self._frames), *self._hidden}
-        kinds: dict[type, str] = {}
+        kinds = _ClassKinds()
         seen: set[int] = set()
         for value in gc.get_objects():
             if id(value) in own:
                 continue
-            cls = type(value)
-            kind = kinds.get(cls)
-            if kind is None:
-                kind = classify(cls)
-                kinds[cls] = kind
+            kind = kinds[type(value)]
             if kind and id(value) not in seen:
                 seen.add(id(value))
-                self._keep(kind, value)
-            if issubclass(cls, NOT_OWNERS):
+                self._add(kind, value)
+            if issubclass(type(value), NOT_OWNERS):  # `isinstance` would run code of proxy objects.
                 continue
             for part in gc.get_referents(value):
-                part_class = type(part)
-                part_kind = kinds.get(part_class)
-                if part_kind is None:
-                    part_kind = classify(part_class)
-                    kinds[part_class] = part_kind
+                part_kind = kinds[type(part)]
                 if part_kind == "array":
-                    self._keep_array(part, value)
+                    self._add_array(part, value)
                 elif part_kind == "sequence" and len(part) >= 1 and id(part) not in own:
                     self.sequences.append((part, value))
         for frame in self._frames:
             for part in frame.f_locals.values():
                 if classify(type(part)) == "array":
-                    self._keep_array(part, frame)
+                    self._add_array(part, frame)
                 elif isinstance(part, (list, deque)) and len(part) >= 1:
                     self.sequences.append((part, frame))
 
     def _sort(self, value: Any) -> None:
         kind = classify(type(value))
         if kind:
-            self._keep(kind, value)
+            self._add(kind, value)
 
-    def _keep(self, kind: str, value: Any) -> None:
+    def _add(self, kind: str, value: Any) -> None:
         target = {
             "model": self.models,
             "buffer": self.buffers,
@@ -97,7 +101,7 @@ class LiveHeap:
         if target is not None and not any(one is value for one in target):
             target.append(value)
 
-    def _keep_array(self, array: Any, owner: Any) -> None:
+    def _add_array(self, array: Any, owner: Any) -> None:
         root = find_root(array)
         if count_bytes(root) < MIN_ARRAY_BYTES:
             return
@@ -118,7 +122,7 @@ class LiveHeap:
         for owner in [*self.models, *self.environments, *self.buffers]:
             for name, value in list(get_attributes(owner).items()):
                 if classify(type(value)) in {"buffer", "memory", "environment"}:
-                    self._names.setdefault(id(value), f"{self.name_of(owner)}.{name}")
+                    self._names.setdefault(id(value), f"{self.find_name(owner)}.{name}")
         for frame in reversed(self._frames):
             self._name_locals(frame)
 
@@ -127,7 +131,7 @@ class LiveHeap:
             if name != "self":
                 self._names.setdefault(id(value), name)
 
-    def name_of(self, value: Any) -> str:
+    def find_name(self, value: Any) -> str:
         """Return the variable or attribute that refers to `value`, or the name of its class."""
         return self._names.get(id(value)) or type(value).__name__
 
@@ -142,23 +146,23 @@ class LiveHeap:
             values = holder
         else:
             values = get_attributes(holder)
-            prefix = f"{self.name_of(holder)}."
+            prefix = f"{self.find_name(holder)}."
         names = [str(name) for name, value in list(values.items()) if value is wanted]
         return f"{prefix}{names[0] if names else type(wanted).__name__}"
 
     def claim(self, array: Any) -> None:
         """Record that `array` belongs to a buffer or a network, so that it is not reported a second time."""
-        self._taken.add(find_address(find_root(array)))
+        self._claimed.add(find_address(find_root(array)))
 
-    def large_arrays(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield the large arrays that no buffer and no network has claimed, each with the objects that refer to it."""
+    def find_unclaimed_arrays(self) -> Iterator[tuple[Any, list[Any]]]:
+        """Yield the unclaimed large arrays, each with the objects that refer to it."""
         for address, (array, owners) in self._arrays.items():
-            if address not in self._taken:
+            if address not in self._claimed:
                 yield array, owners
 
-    def take_rest(self) -> Iterator[FoundArray]:
+    def describe_unclaimed_arrays(self) -> Iterator[FoundArray]:
         """Describe the large arrays that no buffer and no network has claimed."""
-        for array, owners in self.large_arrays():
+        for array, owners in self.find_unclaimed_arrays():
             yield describe_array(self.name_array(array, owners)[1], array)
 
     def name_array(self, array: Any, owners: list[Any]) -> tuple[Any, str]:

@@ -2,7 +2,7 @@
 
 Every Python of the command's process tree runs `install`. Each process that reaches a trigger, fails or is asked by
 holdall's process writes one file, `report-PID.json`, into the folder that HOLDALL_PROBE_DIR names. A process that has
-reported waits until it is ended.
+reached a trigger then waits until holdall's process ends it.
 
 This module imports only the standard library.
 """
@@ -39,11 +39,11 @@ from .triggers import TRIGGERS, Trigger
 
 _POLL_S = 0.1
 _MAX_STEPPING_S = 20.0
-"""Seconds of environment steps after which a loop is stopped that no other trigger recognises."""
+"""Seconds of environment steps after which the command is stopped if no other trigger recognises its loop."""
 _READ_EVERY = 16
-"""Steps between two readings of the resident set: added steps, or environment steps before the first added one."""
-_SERVES = re.compile(r"from multiprocessing\.\w+ import (main|spawn_main)\b")
-"""What `multiprocessing` passes to `python -c` for a worker, a fork server or a resource tracker."""
+"""Steps between two readings of the resident set. Environment steps count until the first step is added."""
+_WORKER_CODE = re.compile(r"from multiprocessing\.\w+ import (main|spawn_main)\b")
+"""The code that `multiprocessing` passes to `python -c` for a worker, a fork server or a resource tracker."""
 
 
 def install() -> None:
@@ -77,7 +77,7 @@ def _is_worker() -> bool:
     arguments = sys.orig_argv[1:]
     if "--multiprocessing-fork" in arguments or any(Path(word).name == "default_worker.py" for word in arguments):
         return True
-    return any(option == "-c" and _SERVES.match(code) is not None for option, code in pairwise(arguments))
+    return any(option == "-c" and _WORKER_CODE.match(code) is not None for option, code in pairwise(arguments))
 
 
 class Hook:
@@ -85,9 +85,9 @@ class Hook:
 
     Args:
         folder: Folder for the reports.
-        launcher_pid: Process of holdall. If it ends, this process ends, too.
+        launcher_pid: Process of holdall that launched the command. If it ends, this process ends, too.
         max_env_steps: Environment steps after which the command is stopped.
-        measure_s: Seconds that may be spent on measurements after the first sign of training; 0 for none.
+        measure_s: Seconds that may be spent on measurements after the first sign of training; 0: no measurements.
         max_buffer_size: Largest `buffer_size` of a model; 0 for no limit.
     """
 
@@ -104,12 +104,12 @@ class Hook:
         self._lock = threading.Lock()
         self._is_reported = False
         self._started_at = time.monotonic()
-        self._first_sign: tuple[str, str] | None = None
+        self._first_sign: tuple[str, str] | None = None  # Name and words of the first trigger that was reached.
         self._first_sign_at = 0.0
         self._stepping_since = 0.0
-        self._recorded: list[Step] = []
+        self._recorded: list[Step] = []  # Copies of added steps.
         self._recorded_bytes = 0
-        self._added = 0
+        self._added_steps = 0
         self._has_updated = False
         self._is_measuring = False
         self._resident_before_update = 0
@@ -133,10 +133,10 @@ class Hook:
         if self._first_sign is None:
             self._first_sign = (trigger, words)
             self._first_sign_at = time.monotonic()
-        if trigger == "add" and self._added % _READ_EVERY == 0:
+        if trigger == "add" and self._added_steps % _READ_EVERY == 0:
             self._resident_before_update = read_status("VmRSS")
         is_late = time.monotonic() - self._first_sign_at > self._measure_s
-        if self._added >= MAX_STEPS and "torch" not in sys.modules:
+        if self._added_steps >= MAX_STEPS and "torch" not in sys.modules:
             is_late = True  # Without torch, no trigger reports an update, so there is nothing to wait for.
         if trigger == "optimized" or is_late:
             self._has_updated = trigger == "optimized"
@@ -146,7 +146,7 @@ class Hook:
         """Count a call that added experience. A probe that measures keeps a copy of the added step."""
         if self._is_measuring:
             return
-        self._added += 1
+        self._added_steps += 1
         is_full = len(self._recorded) >= MAX_STEPS or self._recorded_bytes >= MAX_COPIED_BYTES
         if is_full or not self._measure_s:
             return
@@ -175,11 +175,11 @@ class Hook:
         return get_hook, ()
 
     def _count_steps(self, count: int) -> None:
-        """Count environment steps, and stop after enough of them. Steps of worker processes are not counted."""
+        """Count environment steps, and stop the command after enough of them. Worker processes never stop it."""
         if self._is_measuring:
             return
         self.env_steps += count
-        if self._measure_s and not self._added and self.env_steps % _READ_EVERY == 0:
+        if self._measure_s and not self._added_steps and self.env_steps % _READ_EVERY == 0:
             self._resident_before_update = read_status("VmRSS")
         now = time.monotonic()
         self._stepping_since = self._stepping_since or now
@@ -199,7 +199,7 @@ class Hook:
         os._exit(0)
 
     def report_end(self) -> None:
-        """Write a report when the interpreter ends: after an uncaught error, or because the command is complete."""
+        """Write a report when the interpreter ends, after an uncaught error or because the command is complete."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self.report("exit", "the command ended before it trained")
@@ -207,7 +207,7 @@ class Hook:
             self.report("error", f"{type(error).__name__}: {error}", error=error)
 
     def wait_for_request(self) -> None:
-        """Report when holdall's process asks for it, at the timeout or when memory is nearly full."""
+        """Report when holdall's process requests it, at the timeout or when memory is nearly full."""
         request = self.folder / "request"
         while self._is_wanted():
             if request.exists():
@@ -218,7 +218,7 @@ class Hook:
         os._exit(1)
 
     def report(self, trigger: str, words: str, **context: Any) -> None:
-        """Look at the live objects and write the report. The first call wins; all others do nothing."""
+        """Inspect the live objects and write the report. Only the first call has an effect."""
         with self._lock:
             if self._is_reported:
                 return
@@ -240,7 +240,7 @@ class Hook:
         if error is not None:
             facts["error"] = "".join(traceback.format_exception(error))
         try:
-            from . import inspection  # noqa: PLC0415  Commands that never report do without it.
+            from . import inspection  # noqa: PLC0415  Loaded only where it is needed.
 
             facts |= inspection.inspect(context, hidden=steps)
         except Exception:

@@ -1,7 +1,7 @@
-"""Finds what a command has built among its live objects: models, buffers, memories, arrays, environments.
+"""Finds the models, buffers, memories, arrays and environments among a command's live objects.
 
-`inspect(context)` returns fields of a `Snapshot`. Nothing is changed. The only code of the command's objects that runs
-is that of libraries: properties of arrays and spaces, `parameters` of networks, schedules, and `report` of memories.
+`inspect(context)` returns fields of a `Snapshot`. Nothing is changed. No code of the user runs, only code of libraries:
+properties of arrays and spaces, `parameters` of networks, schedules, and `report` of memories.
 
     objects       classes, attributes and plain values
     arrays        arrays and their bytes
@@ -45,7 +45,7 @@ _LIBRARIES = (
 
 
 def inspect(context: Mapping[str, Any], hidden: Sequence[tuple[Any, ...]] = ()) -> dict[str, Any]:
-    """Return what was built, as fields of a `Snapshot`.
+    """Describe the live objects of this process. Return fields of a `Snapshot`.
 
     Args:
         context: Objects of the event: `model`, `total_timesteps`, `callback`, `buffer`, `error`.
@@ -55,7 +55,7 @@ def inspect(context: Mapping[str, Any], hidden: Sequence[tuple[Any, ...]] = ()) 
 
 
 def inspect_model(model: Any, total_timesteps: int | None, callback: Any) -> dict[str, Any]:
-    """Return what belongs to one model, as fields of a `Snapshot`. No other live object is inspected."""
+    """Describe the objects of one model. Return fields of a `Snapshot`. No other live object is inspected."""
     buffer = get_model_buffer(model)
     context = {
         "model": model,
@@ -73,7 +73,7 @@ def _describe(objects: LiveHeap, context: Mapping[str, Any]) -> dict[str, Any]:
         "callbacks": lambda: find_callbacks(objects, context.get("callback")),
         "memories": lambda: find_memories(objects),
         "buffers": lambda: find_buffers(objects),
-        "arrays": objects.take_rest,
+        "arrays": objects.describe_unclaimed_arrays,
         "environments": lambda: find_environments(objects),
         "optimizers": lambda: [describe_optimizer(optimizer) for optimizer in objects.optimizers],
     }

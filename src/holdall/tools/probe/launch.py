@@ -6,9 +6,9 @@ The command runs in a session of its own, with a startup hook (`startup/sitecust
 first event of `triggers.TRIGGERS`, and when the command fails or ends. This module also asks for a report at the
 timeout and when memory is nearly full.
 
-Guarantees: the command never trains (with `measure_s`, it makes at most two updates); every process that it started is
-ended; whatever was found is returned, also after an error. The command really runs: it imports modules, uses files and
-steps environments. Callers say so to the user before they call `probe`.
+Guarantees: the command never trains (with `measure_s`, it makes at most two updates). Every process that it started is
+ended. The objects that were found are returned, also after an error. The command really runs: it imports modules, uses
+files and steps environments. Callers tell the user so before they call `probe`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def probe(
 
     Args:
         timeout_s: Seconds after which the command is stopped, even if it is not about to train.
-        max_env_steps: Environment steps after which a loop is stopped that no other trigger recognises.
+        max_env_steps: Environment steps after which the command is stopped if no other trigger recognises its loop.
         measure_s: Seconds that may be spent on measurements after the first sign of training: a real update, and
-            storing a few hundred steps in holdall's memories. 0 for none.
-        max_buffer_size: Largest `buffer_size` that models of Stable-Baselines3 get, for a command whose buffer cannot
-            be allocated. None: the command's own.
+            storing a few hundred steps in holdall's memories. 0: no measurements.
+        max_buffer_size: Upper bound on the `buffer_size` of models of Stable-Baselines3, for a command whose buffer
+            cannot be allocated. None: no bound.
         cwd: Directory in which the command runs.
     """
     if not command:
@@ -171,10 +171,10 @@ class _Run:
         """Return the report of a command that has ended by itself."""
         code = self._process.returncode
         reports = self._read_reports()
-        failed = [snapshot for snapshot in reports if snapshot.trigger == "error"]
-        if failed or reports:
-            found = max(failed or reports, key=_count_findings)
-            return found if code == 0 or found.error else replace(found, error=self._read_output())
+        if reports:
+            failed = [snapshot for snapshot in reports if snapshot.trigger == "error"]
+            fullest = max(failed or reports, key=_count_findings)
+            return fullest if code == 0 or fullest.error else replace(fullest, error=self._read_output())
         if code < 0:
             name = signal.Signals(-code).name
             return Snapshot(f"the command was ended by {name}", "killed", error=self._read_output())
@@ -197,7 +197,7 @@ class _Run:
     # ---------------------------------------------------------------- processes
 
     def _find_processes(self) -> list[psutil.Process]:
-        """Return the processes of the command: its descendants, and all that inherited the folder's variable."""
+        """Return the processes of the command: its descendants, and all processes with the variable of the folder."""
         found: dict[int, psutil.Process] = {}
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
@@ -209,6 +209,9 @@ class _Run:
                 if process.pid not in found and process.environ().get(_FOLDER_VARIABLE) == str(self._folder):
                     found[process.pid] = process
         return list(found.values())
+
+    def _find_running(self) -> list[psutil.Process]:
+        return [process for process in self._find_processes() if _is_running(process)]
 
     def _describe_processes(self) -> list[FoundProcess]:
         reporters = {int(file.stem.partition("-")[2]) for file in self._folder.glob("report-*.json")}
@@ -223,7 +226,7 @@ class _Run:
     def _end_processes(self) -> None:
         """End every process of the command, and wait until all are gone."""
         deadline = time.monotonic() + _END_S
-        running = [process for process in self._find_processes() if _is_running(process)]
+        running = self._find_running()
         while running and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -231,15 +234,15 @@ class _Run:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(0.01)
-            running = [process for process in running if _is_running(process)] or [
-                process for process in self._find_processes() if _is_running(process)
-            ]
+            running = [process for process in running if _is_running(process)]
+            if not running:  # A process may have started another one before it was killed.
+                running = self._find_running()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_END_S)
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """Return whether a process still runs. A zombie has ended, and only waits for its parent."""
+    """Return whether a process still runs. A zombie has ended, although its parent has not yet noticed."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

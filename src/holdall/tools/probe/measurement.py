@@ -4,8 +4,8 @@ A model of Stable-Baselines3 is measured when it is about to learn: random actio
 steps are added to its buffer, and `train` runs twice with the real batch size. Other commands continue by themselves to
 the end of their first update, and the hook records the experience that they add.
 
-If holdall is installed where the command runs, the steps are then added to memories of holdall. They show how much
-sharing and compression save for this data. The command is stopped afterwards, so it never notices these changes.
+If holdall is installed where the command runs, the steps are then added to memories of holdall, which shows how much
+sharing and compression save for this data. The command is stopped afterwards, so the measurement cannot affect it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any
 from .snapshot import MeasuredUpdate, StoredSteps
 
 MAX_STEPS = 1000
-"""Most transitions that are played in environments, and most vectorised steps that the probe copies."""
+"""Most transitions that are played, except that `_MIN_TICKS` are always played, and most steps that are copied."""
 MAX_COPIED_BYTES = 256 * 2**20
 """Most bytes of copied steps. Steps of many environments with images are large."""
+_MIN_TICKS = 4
+"""Fewest vectorised steps that are played. `stored.fill_memories` needs as many."""
 _UPDATES = 2
 _PLAY_SHARE = 0.4
-"""Share of the measuring time for playing in the environments."""
+"""Share of the measuring time that is spent on playing in the environments."""
 _MAX_BATCH_SHARE = 1 / 32
 """Share of the free memory that the observations of one batch may take as float32. Larger batches are made smaller."""
 
@@ -60,7 +62,7 @@ def measure_steps(steps: list[Step], resident_bytes: int) -> dict[str, Any]:
         kept = max(read_status("VmRSS") - resident_bytes, 0)
         facts["update"] = MeasuredUpdate(0, peak, kept, *_read_gpu())
     if not steps:
-        return facts | {"notes": ("The added steps could not be read, so what holdall would need was not measured.",)}
+        return facts | {"notes": ("The added steps could not be read, so holdall's need was not measured.",)}
     return facts | _store(steps, facts["notes"], is_rollout=False)
 
 
@@ -84,17 +86,17 @@ def _play(model: Any, play_s: float) -> list[Step]:
     env = model.env
     normalizer = getattr(model, "_vec_normalize_env", None)
 
-    def get_observation(seen: Any) -> Any:
-        return _copy_arrays(seen if normalizer is None else normalizer.get_original_obs())
+    def copy_raw_observation(obs: Any) -> Any:
+        return _copy_arrays(obs if normalizer is None else normalizer.get_original_obs())
 
     steps: list[Step] = []
     deadline = time.monotonic() + play_s
-    obs = get_observation(env.reset())
-    while len(steps) * env.num_envs < MAX_STEPS and (time.monotonic() < deadline or len(steps) < 2):
+    obs = copy_raw_observation(env.reset())
+    while len(steps) < _MIN_TICKS or (len(steps) * env.num_envs < MAX_STEPS and time.monotonic() < deadline):
         actions = np.array([env.action_space.sample() for _ in range(env.num_envs)])
-        seen, rewards, dones, infos = env.step(actions)
-        following = get_observation(seen)
-        next_obs = _put_final_observations(following, dones, infos)
+        returned_obs, rewards, dones, infos = env.step(actions)
+        following = copy_raw_observation(returned_obs)
+        next_obs = _restore_final_observations(following, dones, infos)
         truncated = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos])
         ended = np.asarray(dones, bool)
         steps.append((obs, actions, np.asarray(rewards, np.float32), next_obs, ended & ~truncated, ended & truncated))
@@ -102,8 +104,8 @@ def _play(model: Any, play_s: float) -> list[Step]:
     return steps
 
 
-def _put_final_observations(following: Any, dones: Any, infos: Any) -> Any:
-    """Return the observations after a step. Where an episode ended, it is the final observation, not the reset one."""
+def _restore_final_observations(following: Any, dones: Any, infos: Any) -> Any:
+    """Return `following` with the final observations of ended episodes, in place of those after their reset."""
     result = _copy_arrays(following)
     for lane, info in enumerate(infos):
         final = info.get("terminal_observation") if dones[lane] else None
@@ -128,17 +130,17 @@ def _copy_arrays(value: Any) -> Any:
 
 
 def _measure_update(model: Any, steps: list[Step]) -> MeasuredUpdate:
-    """Run the model's own `train` `_UPDATES` times, and return how much the process grew."""
+    """Run the model's own `train` `_UPDATES` times, and return the growth of the process."""
     from stable_baselines3.common.logger import Logger  # noqa: PLC0415  The command has imported it.
 
     model.set_logger(Logger(None, []))
     model._current_progress_remaining = 1.0
-    batch_size = _cut_batch(model, steps)
+    batch_size = _limit_batch_size(model, steps)
     if hasattr(model, "replay_buffer"):
         for obs, actions, rewards, next_obs, terminated, truncated in steps:
             infos = [{"TimeLimit.truncated": bool(cut)} for cut in truncated]
             ended = terminated | truncated
-            model.replay_buffer.add(obs, next_obs, _scale(model, actions), rewards, ended, infos)
+            model.replay_buffer.add(obs, next_obs, _scale_actions(model, actions), rewards, ended, infos)
         train = _Training(model, batch_size).train_off_policy
     else:
         train = _Training(model, batch_size, steps).train_on_policy
@@ -152,20 +154,20 @@ def _measure_update(model: Any, steps: list[Step]) -> MeasuredUpdate:
     return MeasuredUpdate(batch_size, max(peak, 0), kept, *_read_gpu())
 
 
-def _scale(model: Any, actions: Any) -> Any:
+def _scale_actions(model: Any, actions: Any) -> Any:
     """Return actions as the replay buffer stores them: scaled to [-1, 1] if they are continuous."""
     return model.policy.scale_action(actions) if hasattr(model.action_space, "low") else actions
 
 
-def _cut_batch(model: Any, steps: list[Step]) -> int:
+def _limit_batch_size(model: Any, steps: list[Step]) -> int:
     """Return the real batch size, or a smaller one if a batch might not fit in memory."""
     wanted = int(getattr(model, "batch_size", 0) or model.n_steps * model.n_envs)
     obs = steps[0][0]
     arrays = list(obs.values()) if isinstance(obs, dict) else [obs]
     row_bytes = sum(4 * int(array[0].size) for array in arrays)
     free = _read_free_memory()
-    most = max(int(free * _MAX_BATCH_SHARE) // max(row_bytes, 1), 2)
-    return min(wanted, most)
+    largest = max(int(free * _MAX_BATCH_SHARE) // max(row_bytes, 1), 2)
+    return min(wanted, largest)
 
 
 def _read_free_memory() -> int:
@@ -227,7 +229,7 @@ def _reset_peak() -> None:
 
 
 def _read_gpu() -> tuple[int, int]:
-    """Return two peaks on the GPU: bytes in tensors, and bytes that torch's allocator reserved."""
+    """Return the peaks of two figures of the GPU: bytes in tensors, and bytes that torch's allocator reserved."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0, 0
@@ -241,7 +243,7 @@ def copy_step(method: Callable[..., Any], arguments: tuple[Any, ...], options: d
     """Return a copy of the step that a call added, or None if the method's arguments are unknown."""
     if options:
         return None
-    import numpy as np  # noqa: PLC0415  Whoever adds experience has imported it.
+    import numpy as np  # noqa: PLC0415  The command has imported it.
 
     package = method.__module__.partition(".")[0]
     if method.__name__ == "add" and package in {"stable_baselines3", "cleanrl_utils"} and len(arguments) == 7:
@@ -265,7 +267,7 @@ def _store(steps: list[Step], notes: tuple[str, ...], *, is_rollout: bool) -> di
     try:
         from holdall.tools.probe.stored import fill_memories  # noqa: PLC0415  Only where holdall is installed.
     except ImportError:
-        return {"notes": (*notes, "holdall is not installed where the command runs, so its need was not measured.")}
+        return {"notes": (*notes, "holdall's need was not measured, because holdall is not installed for the command.")}
     try:
         stored: StoredSteps = StoredSteps(**fill_memories(steps, is_rollout=is_rollout))
     except Exception as error:

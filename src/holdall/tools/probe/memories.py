@@ -1,4 +1,4 @@
-"""holdall's own memories among the live objects: by themselves, in a buffer that contains one, or rollout buffers."""
+"""holdall's own memories among the live objects: memories, buffers that contain a memory, and rollout buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .heap import LiveHeap
-from .objects import classify, get_attributes, get_package, name_class
+from .objects import classify, get_attributes, get_package, name_class_of
 from .snapshot import FoundMemory
 
 
@@ -15,12 +15,13 @@ def find_memories(objects: LiveHeap) -> Iterator[FoundMemory]:
     """Describe holdall's memories, each with the buffer that contains it, and holdall's rollout buffers."""
     owners: dict[int, Any] = {}
     for value in gc.get_objects():
-        is_buffer = classify(type(value)) != "memory" and type(value).__name__ != "Recorder"
-        if get_package(type(value)) == "holdall" and is_buffer:
-            name = "_memory" if type(value).__name__ == "HoldallStorage" else "memory"
-            memory = get_attributes(value).get(name)
-            if memory is not None:
-                owners[id(memory)] = value
+        cls = type(value)
+        if get_package(cls) != "holdall" or cls.__name__ == "Recorder" or classify(cls) == "memory":
+            continue
+        name = "_memory" if cls.__name__ == "HoldallStorage" else "memory"
+        memory = get_attributes(value).get(name)
+        if memory is not None:
+            owners[id(memory)] = value
     for memory in objects.memories:
         capacity = getattr(memory, "capacity", 0) or memory.num_steps * memory.num_envs
         yield from _describe(memory, owners.get(id(memory), memory), capacity, memory.num_envs, objects)
@@ -40,8 +41,8 @@ def _describe(memory: Any, owner: Any, capacity: Any, n_envs: Any, objects: Live
         return
     spill_dir = settings.get("spill_dir")
     yield FoundMemory(
-        owner=objects.name_of(owner),
-        class_name=name_class(owner),
+        owner=objects.find_name(owner),
+        class_name=name_class_of(owner),
         capacity=int(capacity),
         n_envs=int(n_envs),
         budget=settings.get("budget"),

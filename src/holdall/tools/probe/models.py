@@ -9,7 +9,7 @@ from typing import Any
 from .arrays import count_bytes
 from .environments import describe_environment, describe_space, walk_environments
 from .heap import LiveHeap
-from .objects import get_attributes, name_class, name_class_itself, read_settings
+from .objects import get_attributes, name_class, name_class_of, read_settings
 from .snapshot import FoundCallback, FoundModel, FoundOptimizer
 
 
@@ -34,13 +34,13 @@ def describe_model(model: Any, objects: LiveHeap, context: Mapping[str, Any]) ->
     total_timesteps = context.get("total_timesteps")
     is_stopped_here = context.get("model") is model
     settings = read_settings(attributes)
-    settings["policy_class"] = name_class_itself(attributes.get("policy_class"))
+    settings["policy_class"] = name_class(attributes.get("policy_class"))
     for name in ("replay_buffer_class", "rollout_buffer_class"):
         if isinstance(attributes.get(name), type):
-            settings[name] = name_class_itself(attributes[name])
+            settings[name] = name_class(attributes[name])
     return FoundModel(
-        class_name=name_class(model),
-        policy_class=name_class_itself(attributes.get("policy_class")),
+        class_name=name_class_of(model),
+        policy_class=name_class(attributes.get("policy_class")),
         settings=settings,
         n_envs=int(attributes.get("n_envs") or 1),
         device=str(getattr(attributes.get("device"), "type", attributes.get("device"))),
@@ -48,7 +48,7 @@ def describe_model(model: Any, objects: LiveHeap, context: Mapping[str, Any]) ->
         action_space=describe_space(attributes.get("action_space")),
         total_timesteps=int(total_timesteps) if is_stopped_here and total_timesteps is not None else None,
         parameter_bytes=parameter_bytes,
-        buffer_owner="" if buffer is None else objects.name_of(buffer),
+        buffer_owner="" if buffer is None else objects.find_name(buffer),
         base_class=_find_library_class(type(model)),
         environment=None if env is None else describe_environment(env),
         is_on_policy="rollout_buffer" in attributes,
@@ -57,12 +57,12 @@ def describe_model(model: Any, objects: LiveHeap, context: Mapping[str, Any]) ->
 
 def _find_library_class(cls: type) -> str:
     """Return the first class of Stable-Baselines3 or sb3-contrib in the method resolution order."""
-    names = (name_class_itself(base) for base in cls.__mro__)
+    names = (name_class(base) for base in cls.__mro__)
     return next((name for name in names if name.startswith(("stable_baselines3.", "sb3_contrib."))), "")
 
 
 def find_callbacks(objects: LiveHeap, passed: Any) -> Iterator[FoundCallback]:
-    """Describe every callback that exists, and whether it is one of those `passed` to `learn` or inside one of them."""
+    """Describe all callbacks. `passed` is the argument of `learn`, which may contain some of them."""
     trained = {id(env) for model in objects.models for env in walk_environments(get_attributes(model).get("env"))}
     reached: dict[int, Any] = {}
     waiting = list(passed) if isinstance(passed, (list, tuple)) else [passed]
@@ -78,7 +78,7 @@ def find_callbacks(objects: LiveHeap, passed: Any) -> Iterator[FoundCallback]:
     for callback in (*reached.values(), *others):
         attributes = get_attributes(callback)
         shares_env = any(id(env) in trained for env in walk_environments(attributes.get("eval_env")))
-        yield FoundCallback(name_class(callback), read_settings(attributes), id(callback) in reached, shares_env)
+        yield FoundCallback(name_class_of(callback), read_settings(attributes), id(callback) in reached, shares_env)
 
 
 def describe_optimizer(optimizer: Any) -> FoundOptimizer:
@@ -90,4 +90,4 @@ def describe_optimizer(optimizer: Any) -> FoundOptimizer:
             parameter_bytes += sum(count_bytes(parameter) for parameter in group["params"])
         for state in optimizer.state.values():
             state_bytes += sum(count_bytes(value) for value in state.values() if hasattr(value, "untyped_storage"))
-    return FoundOptimizer(name_class(optimizer), parameter_bytes, state_bytes)
+    return FoundOptimizer(name_class_of(optimizer), parameter_bytes, state_bytes)

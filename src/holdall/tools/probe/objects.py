@@ -14,10 +14,11 @@ from typing import Any
 from .snapshot import Plain
 
 NOT_OWNERS = (FunctionType, ModuleType, type, FrameType)
+"""Types whose instances are never reported as the owner of an array."""
 
 
 def classify(cls: type) -> str:
-    """Return the kind of a class's instances, such as `buffer`, or an empty text for all other classes."""
+    """Return the kind of a class's instances, such as `buffer`, or an empty text for an unknown class."""
     if issubclass(cls, (deque, list)):
         return "sequence"
     for base in cls.__mro__:
@@ -58,17 +59,17 @@ _KINDS = {
 def get_attributes(value: Any) -> Mapping[str, Any]:
     """Return the attributes of an instance, without calling code of its class."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
-        found = {}
+        attributes = {}
     names = [name for base in type(value).__mro__ for name in _get_slots(base)]
     if not names:
-        return found if isinstance(found, dict) else dict(found)
+        return attributes if isinstance(attributes, dict) else dict(attributes)
     slots = {}
     for name in names:
         with contextlib.suppress(AttributeError):
             slots[name] = object.__getattribute__(value, name)
-    return {**found, **slots}
+    return {**attributes, **slots}
 
 
 def _get_slots(cls: type) -> tuple[str, ...]:
@@ -94,16 +95,16 @@ _PRIVATE_SETTINGS = ("_max_episode_steps", "_batch_size")
 
 
 def _make_plain(value: Any, depth: int = 0) -> Any:
+    """Return `value` as plain data, or `_NOT_PLAIN`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth > 3:
         return _NOT_PLAIN
-    kind = get_package(type(value))
-    if kind == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if get_package(type(value)) == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item() if value.dtype.kind in "iufb" else _NOT_PLAIN
     if isinstance(value, type):
-        return name_class_itself(value)
-    if type(value).__name__ in {"FloatSchedule", "ConstantSchedule", "LinearSchedule"} or kind == "enum":
+        return name_class(value)
+    if type(value).__name__ in {"FloatSchedule", "ConstantSchedule", "LinearSchedule"}:
         with contextlib.suppress(Exception):
             return float(value(1.0))
     if type(value).__name__ == "TrainFreq":
@@ -118,7 +119,7 @@ def _make_plain(value: Any, depth: int = 0) -> Any:
 
 
 def get_count(attributes: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """Return the first attribute of `names` that is a positive whole number."""
+    """Return the first attribute of `names` that is a positive whole number. A leading underscore is ignored."""
     for name in names:
         value = attributes.get(name, attributes.get(f"_{name}"))
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
@@ -128,13 +129,13 @@ def get_count(attributes: Mapping[str, Any], names: Iterable[str]) -> int | None
     return None
 
 
-def name_class(value: Any) -> str:
+def name_class_of(value: Any) -> str:
     """Return the name of the class of `value`, with its module."""
-    return name_class_itself(type(value))
+    return name_class(type(value))
 
 
-def name_class_itself(cls: Any) -> str:
-    """Return the name of a class with its module, or an empty text for None."""
+def name_class(cls: Any) -> str:
+    """Return the name of the class `cls` with its module, or an empty text for None."""
     if not isinstance(cls, type):
         return "" if cls is None else str(cls)
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,7 +1,7 @@
-"""What a command had built when it was stopped: dataclasses of plain values, and their JSON.
+"""The report of a probe: the objects that a command had built when it was stopped, as dataclasses and as JSON.
 
-A report is written by the command's process and read by holdall's. Reading one creates these dataclasses and nothing
-else, so a report cannot run code.
+The command's process writes the report, and holdall's process reads it. Reading creates only dataclasses of plain
+values, so a report cannot run code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _FLATTENED = frozenset({"observations", "actions", "values", "log_probs", "advantages", "returns"})
-"""Arrays that `RolloutBuffer.get` of Stable-Baselines3 copies into one axis, one after the other."""
+"""Arrays that `RolloutBuffer.get` of Stable-Baselines3 flattens with a copy, one array after the other."""
 
 Plain = dict[str, Any]
 """Settings by name: numbers, strings, booleans, None, and lists and dicts of these."""
@@ -33,20 +33,20 @@ class FoundArray:
     is_on_disk: bool = False
     """Whether a file backs the array, as in `numpy.memmap`."""
     resident_bytes: int = 0
-    """Bytes of the array's pages that are in RAM. Pages that were never written are not."""
+    """Bytes of the array's pages that are in RAM. Pages that were never written are not in RAM."""
 
 
 @dataclass(frozen=True)
 class FoundBuffer:
-    """An object that keeps experience: a buffer of a library, or the owner of large arrays, a deque or a list."""
+    """An object with experience: a buffer of a library, an owner of large arrays, a deque or a list."""
 
     owner: str
-    """Where the object was found, such as `model.replay_buffer`."""
+    """Variable or attribute that refers to the object, such as `model.replay_buffer`."""
     class_name: str
     kind: str
     """`replay`, `rollout`, `arrays`, `deque` or `list`."""
     nbytes: int
-    """Bytes when the buffer is full. Of a list without a known capacity: bytes now."""
+    """Bytes when the buffer is full. If the capacity of a list is unknown: bytes now."""
     rows: int | None
     """Vectorised steps, or items of a deque, that fit. None: unknown."""
     n_envs: int
@@ -117,7 +117,7 @@ class FoundMemory:
     held_bytes: int
     disk_bytes: int
     plain_bytes: int
-    """Bytes that a plain layout takes for the transitions that are held."""
+    """Bytes that a plain layout would take for these transitions."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class FoundEnvironment:
     settings: Plain
     """Plain attributes of all wrappers, such as `n_stack`; outer wrappers have precedence."""
     start_method: str = ""
-    """How worker processes start; empty if there are none."""
+    """Start method of the worker processes; empty if there are none."""
     nbytes_each: int = 0
     """Bytes of Python objects and arrays of one environment; 0 if environments run in processes of their own."""
 
@@ -253,11 +253,11 @@ class StoredSteps:
     steps: int
     """Transitions that were played or recorded."""
     raw_bytes: float
-    """Per transition without compression. Shared slices of observations, such as stacked frames, are stored once."""
+    """Bytes per transition without compression. Slices that observations share, such as frames, are stored once."""
     compressed_bytes: float | None
-    """Per transition; None if nothing was compressed."""
+    """Bytes per transition with compression; None if it was not measured."""
     worst_bytes: float | None
-    """Per transition, the largest of several trials."""
+    """The largest `compressed_bytes` of several trials."""
     working_bytes: int
     """Bytes of the process that belong to no transition: batches, tables, codecs."""
 
@@ -277,10 +277,10 @@ class MeasuredUpdate:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a command had built when it was stopped."""
+    """Report of the objects that a command had built when it was stopped."""
 
     stopped_by: str
-    """What stopped the command, in words."""
+    """The event that stopped the command, in words."""
     trigger: str
     """Name of the trigger, `error`, `exit`, `timeout`, `memory` or `killed`."""
     after_s: float = 0.0
@@ -303,12 +303,13 @@ class Snapshot:
     resident_bytes: int = 0
     """Resident set of the process that reported, before the inspection."""
     peak_bytes: int = 0
+    """Largest resident set of that process until then."""
     probe_bytes: int = 0
     """Bytes of the resident set that the probe itself took, for copies of added steps."""
     update: MeasuredUpdate | None = None
     stored: StoredSteps | None = None
     notes: tuple[str, ...] = ()
-    """What could not be read or measured, in words."""
+    """Sentences about everything that could not be read or measured."""
     output: str = ""
     """The last lines that the command printed."""
 

@@ -1,8 +1,7 @@
-"""Memory that holdall needs for some steps of a run. A real memory is filled with the steps, and its report is read.
+"""Memory that holdall needs for some steps of a run. Real memories are filled with the steps, and report their size.
 
 In:  steps of an environment.  Out: bytes per transition, raw and compressed, and bytes that belong to no transition.
-Every figure comes from a real memory's report or from the process. This module runs in a process of its own or in the
-probed command, never in a training.
+This module runs in the probed command or in the process of `holdall.plan.model`, never during a training.
 """
 
 from __future__ import annotations
@@ -20,49 +19,59 @@ from holdall.memory import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.rollout import RolloutMemory
 from holdall.space_leaves import stored_space
+from holdall.store.tuning import Tuning
 from holdall.tools.probe.snapshot import StoredSteps
 
 _SEGMENTS = 4
-"""Segments that the steps fill when compression is measured. All but the last segment are compressed."""
-_SEGMENTS_OF_A_CAPACITY = 16
-"""Segments into which a memory divides its capacity."""
+"""Parts that the steps are divided into. The sizes of a memory after the first and after the third are compared."""
+_MIN_SEGMENT_TICKS = 16
+"""Ticks of a segment from which on its compression is measured. Fewer ticks compress worse than those of a real run."""
 _TRIALS = 2
 _SETTLE_S = 30.0
+"""Seconds to wait for the compactor."""
 
 StepArrays = tuple[Any, Any, Any, Any, Any, Any]
 """obs, action, reward, next_obs, terminated, truncated; leading axis: environments."""
 
 
-class _Filled(NamedTuple):
-    """What a memory reports after it was filled."""
+class _MemorySize(NamedTuple):
+    """Size of a memory that was filled with the steps."""
 
     bytes_per_transition: float
     working_bytes: int
 
 
 def fill_memories(steps: Sequence[StepArrays], *, is_rollout: bool = False, prefer: str = "balanced") -> dict[str, Any]:
-    """Fill memories with `steps`. Return the fields of a `StoredSteps`."""
+    """Fill memories with `steps`. Return the fields of a `StoredSteps`. Raise ValueError for fewer than 4 steps."""
+    if len(steps) < _SEGMENTS:
+        raise ValueError(f"{len(steps)} vectorised steps are too few to measure. At least {_SEGMENTS} are needed.")
     lanes = len(np.asarray(steps[0][2]).reshape(-1))
-    steps = [_with_lanes(step, lanes) for step in steps]
+    steps = [_add_lane_axes(step, lanes) for step in steps]
     observation = _read_space(steps[0][0])
     action = _read_space(np.asarray(steps[0][1]))
     if is_rollout:
         raw = _fill_rollout(observation, action, lanes, steps)
-        found = StoredSteps(len(steps) * lanes, raw.bytes_per_transition, None, None, 0)
-        return asdict(found)
+        stored = StoredSteps(
+            steps=len(steps) * lanes,
+            raw_bytes=raw.bytes_per_transition,
+            compressed_bytes=None,
+            worst_bytes=None,
+            working_bytes=0,
+        )
+        return asdict(stored)
     compressed = []
-    if len(steps) >= 16 * _SEGMENTS:
+    if len(steps) >= _MIN_SEGMENT_TICKS * _SEGMENTS:
         compressed = [_fill_replay(observation, action, lanes, steps, prefer) for _ in range(_TRIALS)]
     raw = _fill_replay(observation, action, lanes, steps, None)
-    sizes = [min(one.bytes_per_transition, raw.bytes_per_transition) for one in compressed]
-    found = StoredSteps(
+    sizes = [min(size.bytes_per_transition, raw.bytes_per_transition) for size in compressed]
+    stored = StoredSteps(
         steps=len(steps) * lanes,
         raw_bytes=raw.bytes_per_transition,
         compressed_bytes=min(sizes) if sizes else None,
         worst_bytes=max(sizes) if sizes else None,
-        working_bytes=max([one.working_bytes for one in [raw, *compressed]]),
+        working_bytes=max(size.working_bytes for size in [raw, *compressed]),
     )
-    return asdict(found)
+    return asdict(stored)
 
 
 def _fill_replay(
@@ -71,18 +80,19 @@ def _fill_replay(
     lanes: int,
     steps: Sequence[StepArrays],
     prefer: str | None,
-) -> _Filled:
-    """Add three quarters of the steps, and compare the report with the one after the first quarter.
+) -> _MemorySize:
+    """Add three quarters of the steps, and compare the report with the report after the first quarter.
 
     Args:
-        prefer: Preference of a memory that compresses everything; None: nothing is compressed.
+        prefer: Preference of a memory that compresses everything. None: a memory with the default budget.
     """
     ticks = len(steps)
     capacity = ticks * lanes
     settings: dict[str, Any] = {}
     if prefer is not None:
         settings = {"budget": None, "prefer": prefer}
-        capacity = ticks // _SEGMENTS * _SEGMENTS_OF_A_CAPACITY * lanes
+        # With this capacity, a segment of the memory has a quarter of the ticks.
+        capacity = ticks // _SEGMENTS * Tuning().segments_per_capacity * lanes
     first = ticks // _SEGMENTS
     last = ticks // _SEGMENTS * (_SEGMENTS - 1)
     readings = []
@@ -94,14 +104,14 @@ def _fill_replay(
                 batch = memory.sample(max(first * lanes // 2, 1))
                 report = wait_until_compressed(memory)
                 readings.append((report.transitions, report.total_bytes))
-        working = held_bytes().anonymous - before - report.total_bytes
+        working_bytes = held_bytes().anonymous - before - report.total_bytes
         del batch
-    return _Filled(_compare(readings), max(working, 0))
+    return _MemorySize(_compute_bytes_per_transition(readings), max(working_bytes, 0))
 
 
 def _fill_rollout(
     observation: spaces.Space[Any], action: spaces.Space[Any], lanes: int, steps: Sequence[StepArrays]
-) -> _Filled:
+) -> _MemorySize:
     """Add all steps to a rollout, and compare its report after the first quarter with the report at the end."""
     first = len(steps) // _SEGMENTS
     last = len(steps) - 1
@@ -115,13 +125,13 @@ def _fill_rollout(
             if tick in {first, last}:
                 report = memory.report()
                 readings.append((report.transitions, report.total_bytes))
-    return _Filled(_compare(readings), 0)
+    return _MemorySize(_compute_bytes_per_transition(readings), 0)
 
 
-def _compare(readings: list[tuple[int, int]]) -> float:
-    """Return the bytes that each further transition takes, from the first and the last reading."""
-    (held, taken), (held_later, taken_later) = readings[0], readings[-1]
-    return max(taken_later - taken, 0) / max(held_later - held, 1)
+def _compute_bytes_per_transition(readings: list[tuple[int, int]]) -> float:
+    """Return the growth in bytes per transition between two readings of transitions and bytes."""
+    (first_transitions, first_bytes), (last_transitions, last_bytes) = readings
+    return max(last_bytes - first_bytes, 0) / max(last_transitions - first_transitions, 1)
 
 
 def wait_until_compressed(memory: ReplayMemory) -> MemoryReport:
@@ -137,14 +147,18 @@ def wait_until_compressed(memory: ReplayMemory) -> MemoryReport:
 # ---------------------------------------------------------------- arrays and spaces
 
 
-def _with_lanes(step: StepArrays, lanes: int) -> StepArrays:
-    """Return a step whose arrays all have a leading axis of environments."""
+def _add_lane_axes(step: StepArrays, lanes: int) -> StepArrays:
+    """Return a step with a leading axis of environments in all arrays."""
     obs, action, reward, next_obs, terminated, truncated = step
-    flags = [np.asarray(flag, np.bool_).reshape(lanes) for flag in (terminated, truncated)]
     has_axis = np.ndim(reward) > 0
-    actions = np.asarray(action) if has_axis else np.asarray(action)[None]
-    rewards = np.asarray(reward, np.float32).reshape(lanes)
-    return _add_lane_axis(obs, has_axis), actions, rewards, _add_lane_axis(next_obs, has_axis), flags[0], flags[1]
+    return (
+        _add_lane_axis(obs, has_axis),
+        _add_lane_axis(action, has_axis),
+        np.asarray(reward, np.float32).reshape(lanes),
+        _add_lane_axis(next_obs, has_axis),
+        np.asarray(terminated, np.bool_).reshape(lanes),
+        np.asarray(truncated, np.bool_).reshape(lanes),
+    )
 
 
 def _add_lane_axis(value: Any, has_axis: bool) -> Any:
@@ -154,7 +168,7 @@ def _add_lane_axis(value: Any, has_axis: bool) -> Any:
 
 
 def _read_space(value: Any) -> spaces.Space[Any]:
-    """Return a space with the shapes and dtypes of a batch of values."""
+    """Return the space of one entry of a batch, from the shapes and dtypes of the batch."""
     if isinstance(value, dict):
         return spaces.Dict({key: _read_space(item) for key, item in value.items()})
     array = np.asarray(value)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 
 class Stopper(Protocol):
-    """The side of the hook that triggers call."""
+    """The methods of the hook that triggers call."""
 
     max_buffer_size: int
 
@@ -84,10 +84,10 @@ class FirstAdd(Trigger):
                 method = vars(cls).get(name) if isinstance(cls, type) else None
                 if callable(method):
                     words = self.words or f"the first call of {class_name}.{name}"
-                    setattr(cls, name, _stop_after(method, words, hook))
+                    setattr(cls, name, _wrap_add(method, words, hook))
 
 
-def _stop_after(method: Callable[..., Any], words: str, hook: Stopper) -> Callable[..., Any]:
+def _wrap_add(method: Callable[..., Any], words: str, hook: Stopper) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(buffer: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(buffer, *args, **kwargs)
@@ -127,14 +127,14 @@ class EnvironmentSteps(Trigger):
             super(base, cls).__init_subclass__(**kwargs)
             is_wrapper = wrapper is not None and issubclass(cls, wrapper)
             if callable(vars(cls).get("step")) and not is_wrapper:
-                cls.step = _count_steps(cls.step, hook)
+                cls.step = _wrap_step(cls.step, hook)
 
         base.__init_subclass__ = classmethod(init_subclass)
 
 
 @dataclass(frozen=True)
 class SmallerBuffer(Trigger):
-    """No event: models get a smaller `buffer_size`, because the command's own could not be allocated."""
+    """Not an event: limits the `buffer_size` of models, because the command's own could not be allocated."""
 
     def install(self, module: Any, hook: Stopper) -> None:
         """Wrap the constructor that all off-policy algorithms call."""
@@ -153,7 +153,7 @@ class SmallerBuffer(Trigger):
         module.OffPolicyAlgorithm.__init__ = construct_smaller
 
 
-def _count_steps(step: Callable[..., Any], hook: Stopper) -> Callable[..., Any]:
+def _wrap_step(step: Callable[..., Any], hook: Stopper) -> Callable[..., Any]:
     """Return `step` wrapped so that each call is counted.
 
     Classes of the user's script are pickled by value, and the returned function with them. It therefore refers only to

@@ -3,10 +3,9 @@
 file -> JsonLine -> recording, results -> recording_page, results_page -> page
 
 In:  a path to JSON lines, whose header names the kind of file.  Out: the text of a page, and a summary as plain data.
-A file may have any origin, so every value is checked before it is used.
-Invariants: a value has the requested type and size, or a HoldallError names file, line and rule. A missing value and
-null are None. An unfinished last line is ignored, because the writer was stopped there. Texts of the file are data of
-the page and never markup.
+A file may have any origin, so every value is checked before it is used. A value has the requested type and size, or a
+HoldallError names file, line and rule. A missing value and null are None. An unfinished last line is ignored, because
+the writer was stopped there. Texts of the file are data of the page and never markup.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from typing import Any, NoReturn, TypeVar
 
 from holdall.errors import ArgumentError
 
-_MOST_LINE_BYTES = 8 * 2**20
-_MOST_TEXT = 2_000
-_MOST_ITEMS = 100_000
-_MOST_NUMBER = 1e18
+_MAX_LINE_BYTES = 8 * 2**20
+_MAX_TEXT_LENGTH = 2_000
+_MAX_ITEMS = 100_000
+_MAX_NUMBER = 1e18
 _Value = TypeVar("_Value")
 
 
 class JsonLine:
-    """One object of a file."""
+    """A JSON object of a file. `where` names the object in errors. Every method checks the value that it returns."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values = values
@@ -37,7 +36,7 @@ class JsonLine:
 
     @property
     def kind(self) -> str:
-        """Return the kind of the line, or an empty text if the line names none."""
+        """The kind of the line, or an empty text if the line names none."""
         return self.text("kind") or ""
 
     @property
@@ -50,9 +49,8 @@ class JsonLine:
         value = self._value(name, int | float, "must be a number")
         if value is None:
             return None
-        if abs(value) > _MOST_NUMBER or not math.isfinite(
-            value
-        ):  # In this order, because a large whole number cannot become a float.
+        # In this order, because a large whole number cannot become a float.
+        if abs(value) > _MAX_NUMBER or not math.isfinite(value):
             self._refuse(name, value, "must be a finite number, and not above 10^18")
         return float(value)
 
@@ -70,7 +68,7 @@ class JsonLine:
     def text(self, name: str) -> str | None:
         """Return text, cut off after 2,000 characters."""
         value: str | None = self._value(name, str, "must be text")
-        return value if value is None or len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + "…"
+        return value if value is None or len(value) <= _MAX_TEXT_LENGTH else value[:_MAX_TEXT_LENGTH] + "…"
 
     def texts(self, name: str) -> list[str]:
         """Return a list of texts. A missing list is empty."""
@@ -82,52 +80,55 @@ class JsonLine:
         return flag
 
     def inner(self, name: str) -> JsonLine | None:
-        """Return an object in this one."""
+        """Return an object inside this object."""
         value = self._value(name, dict, "must be an object")
         return None if value is None else self._inner(value, name)
 
     def inners(self, name: str) -> list[JsonLine]:
         """Return a list of objects. A missing list is empty."""
-        rule = "must hold objects only"
         items = self._list(name)
-        return [self._inner(one, name) if isinstance(one, dict) else self._refuse(name, one, rule) for one in items]
+        for item in items:
+            if not isinstance(item, dict):
+                self._refuse(name, item, "must hold objects only")
+        return [self._inner(item, name) for item in items]
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
         """Return a list of lists of two texts. A missing list is empty."""
-        return [self._two(name, item.texts("item")) for item in self._items(name)]
+        return [self._pair(name, item.texts("item")) for item in self._items(name)]
 
     def pair_pairs(self, name: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
         """Return a list of lists of two pairs. A missing list is empty."""
-        return [self._two(name, item.pairs("item")) for item in self._items(name)]
+        return [self._pair(name, item.pairs("item")) for item in self._items(name)]
 
     def facts(self, name: str) -> list[tuple[str, Any]]:
         """Return the names and plain values of an object, including those of objects inside it."""
         inner = self.inner(name)
-        return [] if inner is None else list(inner._plain())
+        return [] if inner is None else list(inner._list_facts())
 
     def sizes(self, name: str) -> dict[str, float | None] | None:
         """Return the values of an object by name, each of them at least zero."""
         inner = self.inner(name)
         return None if inner is None else {key: inner.size(key) for key in inner._values}
 
-    def _plain(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in list(self._values.items())[:_MOST_ITEMS]:
-            name = f"{prefix}{key}"[:_MOST_TEXT]
+    def _list_facts(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Yield names and plain values. Values of an object inside have the name of that object as their prefix."""
+        for key, value in list(self._values.items())[:_MAX_ITEMS]:
+            name = f"{prefix}{key}"[:_MAX_TEXT_LENGTH]
             if isinstance(value, dict) and not prefix:
-                yield from self._inner(value, key)._plain(f"{name} ")
+                yield from self._inner(value, key)._list_facts(f"{name} ")
             elif isinstance(value, bool | None):
                 yield name, value
             elif isinstance(value, int | float):
                 yield name, self.number(key)
             elif isinstance(value, list):
-                yield name, ", ".join(str(item)[:_MOST_TEXT] for item in value[:20])
+                yield name, ", ".join(str(item)[:_MAX_TEXT_LENGTH] for item in value[:20])
             else:
-                yield name, str(value)[:_MOST_TEXT]
+                yield name, str(value)[:_MAX_TEXT_LENGTH]
 
     def _list(self, name: str) -> list[Any]:
-        rule = f"must be a list of at most {_MOST_ITEMS:,} items"
+        rule = f"must be a list of at most {_MAX_ITEMS:,} items"
         values: list[Any] = self._value(name, list, rule) or []
-        if len(values) > _MOST_ITEMS:
+        if len(values) > _MAX_ITEMS:
             self._refuse(name, values, rule)
         return values
 
@@ -135,13 +136,13 @@ class JsonLine:
         """Return the items of a list, each as a line whose only value is `item`."""
         return [self._inner({"item": value}, name) for value in self._list(name)]
 
-    def _two(self, name: str, values: list[_Value]) -> tuple[_Value, _Value]:
+    def _pair(self, name: str, values: list[_Value]) -> tuple[_Value, _Value]:
         if len(values) != 2:
             self._refuse(name, values, "must hold lists of two")
         return values[0], values[1]
 
     def _value(self, name: str, kind: Any, rule: str) -> Any:
-        """Return a value of a kind, or None. True and false do not count as numbers."""
+        """Return a value of the type `kind`, or None. True and false do not count as numbers."""
         value = self._values.get(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             self._refuse(name, value, rule)
@@ -162,8 +163,8 @@ def read_lines(path: Path) -> Iterator[JsonLine]:
     """Yield the objects of a file one by one, so that the file is never in memory as a whole."""
     try:
         with path.open("rb") as file:
-            for count, raw in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), start=1):
-                if not raw.endswith(b"\n") and len(raw) < _MOST_LINE_BYTES and not _is_whole(raw):
+            for count, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
+                if not raw.endswith(b"\n") and len(raw) < _MAX_LINE_BYTES and not _is_whole(raw):
                     return
                 if raw.strip():
                     yield _parse_line(raw, f"file ({path}), line {count}")
@@ -182,10 +183,10 @@ def _is_whole(raw: bytes) -> bool:
 
 
 def _parse_line(raw: bytes, where: str) -> JsonLine:
-    if len(raw) >= _MOST_LINE_BYTES:
-        raise ArgumentError(f"{where}: is longer than {_MOST_LINE_BYTES:,} bytes. holdall did not write this file.")
+    if len(raw) >= _MAX_LINE_BYTES:
+        raise ArgumentError(f"{where}: is longer than {_MAX_LINE_BYTES:,} bytes. holdall did not write this file.")
     try:
-        values = json.loads(raw, parse_constant=_no_constant)
+        values = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ArgumentError(
@@ -196,7 +197,8 @@ def _parse_line(raw: bytes, where: str) -> JsonLine:
     return JsonLine(values, where)
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's parser accepts although they are not JSON."""
     raise ValueError(name)
 
 
@@ -211,7 +213,7 @@ _PAGE_MODULES = {RECORDING_FORMAT: "recording_page", BENCH_FORMAT: "results_page
 class Report:
     """A file that was read: its format, and the functions that write its page and its summary."""
 
-    form: str
+    format_name: str
     page: Callable[[], str]
     summary: Callable[[], dict[str, Any]]
 
@@ -219,26 +221,29 @@ class Report:
 def read_report(path: Path) -> Report:
     """Read a file of `holdall watch --record`, `holdall bench` or `holdall bench buffers`."""
     header, lines = read_header(path, tuple(_PAGE_MODULES))
-    form = header.text("format") or ""
-    read, write_page, summarize = import_module(f"{__name__}.{_PAGE_MODULES[form]}").KINDS[form]
-    found = read(header, lines)
-    return Report(form, lambda: write_page(found), lambda: summarize(found))
+    format_name = header.text("format") or ""
+    read, write_page, summarize = import_module(f"{__name__}.{_PAGE_MODULES[format_name]}").KINDS[format_name]
+    content = read(header, lines)
+    return Report(format_name, lambda: write_page(content), lambda: summarize(content))
 
 
 def read_header(path: Path, formats: tuple[str, ...]) -> tuple[JsonLine, Iterator[JsonLine]]:
     """Read the header of a file that must have one of `formats`. Return it with the remaining lines."""
     lines = read_lines(path)
     header = next(lines, None)
-    form = "" if header is None or header.kind != "header" else header.text("format") or ""
-    if header is None or form not in formats:
+    format_name = ""
+    if header is not None and header.kind == "header":
+        format_name = header.text("format") or ""
+    if header is None or format_name not in formats:
+        start = _describe_start(header, format_name)
         raise ArgumentError(
-            f"file ({path}) {_describe_start(header, form)}. Name a file that `holdall watch --record`, `holdall "
+            f"file ({path}) {start}. Name a file that `holdall watch --record`, `holdall "
             f"bench` or `holdall bench buffers` wrote ({', '.join(formats)})."
         )
     return header, lines
 
 
-def _describe_start(header: JsonLine | None, form: str) -> str:
+def _describe_start(header: JsonLine | None, format_name: str) -> str:
     if header is None:
         return "is empty"
-    return f"begins with format {form!r}" if form else "does not begin with a header"
+    return f"begins with format {format_name!r}" if format_name else "does not begin with a header"

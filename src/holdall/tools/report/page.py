@@ -1,8 +1,8 @@
 """A page as plain data, and the HTML file that contains it.
 
 A page is a title, facts and sections, and a section is a list of blocks: tiles, cards, a table, a plot, bars, a legend,
-columns, a list. The functions of this module describe blocks, and page.js draws them in the browser, as text only.
-Invariant: the content policy of a page allows its own script and nothing else, and no requests.
+columns, a list. The functions of this module describe blocks, and page.js draws them in the browser, as text only. The
+content policy of a page allows its own script, no other script, and no requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Tone = Literal["", "good", "info", "warning", "error"]
 _Value = TypeVar("_Value")
 
 TONES = ("info", "warning", "error")
-LIMIT_IN_SIGHT = 2.5
-"""A limit is drawn if it is at most this many times the largest value. Further away, it is only named."""
+MAX_LIMIT_RATIO = 2.5
+"""A limit is drawn if it is at most this many times the largest value. A larger limit is only named."""
 
 
 def write_page(title: str, kind: str, facts: Iterable[str], sections: Iterable[Block | None]) -> str:
@@ -138,7 +138,7 @@ def plot(
     stacked: bool = True,
     small: bool = False,
     limit: Limit | None = None,
-    sight: float = LIMIT_IN_SIGHT,
+    max_limit_ratio: float = MAX_LIMIT_RATIO,
     flags: Iterable[tuple[float, str, str]] = (),
 ) -> Block:
     """Describe a plot over seconds, whose figures the page also shows as a table.
@@ -146,7 +146,8 @@ def plot(
     Args:
         heads: Heading of the reading at every position, such as "after 12 min, step 3,400".
         stacked: Whether layers are stacked areas. Otherwise they are curves.
-        sight: The limit is drawn if it is at most this many times the largest value.
+        small: Whether the plot is less high.
+        max_limit_ratio: The limit is drawn if it is at most this many times the largest value.
         flags: Time, tone and text of every event.
     """
     series = [
@@ -161,7 +162,7 @@ def plot(
         "unit": unit,
         "stacked": stacked,
         "small": small,
-        "limit": None if limit is None else [*limit, sight],
+        "limit": None if limit is None else [*limit, max_limit_ratio],
         "flags": list(flags),
     }
 
@@ -172,7 +173,7 @@ def _round(value: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class BarPiece:
-    """One part of a bar."""
+    """One piece of a bar."""
 
     value: float
     colour: str  # A class of page.css.
@@ -185,10 +186,10 @@ class BarRow:
 
     name: str
     pieces: Sequence[BarPiece]
-    text: str  # Beside the bar.
-    note: str = ""  # Under the name.
-    interval: tuple[float, float] | None = None
-    is_strong: bool = False
+    text: str  # Figure next to the bar.
+    note: str = ""  # Text under the name.
+    interval: tuple[float, float] | None = None  # Ends of the whiskers.
+    is_strong: bool = False  # Whether name and text are bold.
 
 
 def bars(
@@ -204,7 +205,7 @@ def bars(
     """Describe bars.
 
     Args:
-        keys: Names and colours of the parts.
+        keys: Names and colours of the pieces.
         dots: Draw points on a scale from `begin`, for values without a meaningful zero.
     """
     return {
@@ -213,7 +214,7 @@ def bars(
         "label": label,
         "unit": unit,
         "keys": list(keys),
-        "limit": None if limit is None else [*limit, LIMIT_IN_SIGHT],
+        "limit": None if limit is None else [*limit, MAX_LIMIT_RATIO],
         "is_dots": dots,
         "begin": begin,
     }
@@ -234,12 +235,15 @@ def bullets(items: Iterable[str]) -> Block:
     return {"kind": "list", "items": list(items)}
 
 
-def sentence(text: str) -> str:
-    """Begin with a capital letter and end with a full stop."""
-    return text and f"{text[:1].upper()}{text[1:]}{'' if text[-1] in '.!?…' else '.'}"
+def format_sentence(text: str) -> str:
+    """Write a text with a capital letter at the beginning and a full stop at the end. Empty if `text` is empty."""
+    if not text:
+        return ""
+    stop = "" if text[-1] in ".!?…" else "."
+    return f"{text[:1].upper()}{text[1:]}{stop}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Write a number with about three significant digits."""
     value = float(value)
     if value.is_integer() or abs(value) >= 100:
@@ -247,17 +251,17 @@ def number(value: float) -> str:
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.3g}"
 
 
-def or_dash(value: _Value | None, text: Callable[[_Value], str]) -> str:
-    """Write a value, or a dash in place of None."""
-    return "-" if value is None else text(value)
+def format_or_dash(value: _Value | None, write: Callable[[_Value], str]) -> str:
+    """Return `write(value)`, or a dash in place of None."""
+    return "-" if value is None else write(value)
 
 
-def thinned_positions(values: Floats, most: int) -> NDArray[np.int64]:
-    """Choose about `most` positions: both ends, and the smallest and the largest value of every stretch."""
+def choose_positions(values: Floats, max_count: int) -> NDArray[np.int64]:
+    """Return about `max_count` positions: both ends, and the smallest and the largest value of every stretch."""
     count = len(values)
-    if count <= most:
+    if count <= max_count:
         return np.arange(count)
-    stretches = np.array_split(np.arange(count), max(most // 2 - 1, 1))
+    stretches = np.array_split(np.arange(count), max(max_count // 2 - 1, 1))
     ends = [0, count - 1]
     lowest = [int(stretch[np.argmin(values[stretch])]) for stretch in stretches]
     highest = [int(stretch[np.argmax(values[stretch])]) for stretch in stretches]

@@ -1,7 +1,7 @@
-"""A run that `holdall watch` recorded, as its page shows it.
+"""A run that `holdall watch` recorded.
 
 In:  lines of a file.  Out: series over time, the parts of the highest reading, phases, verdicts and events.
-A long recording takes little memory: only the sums of a reading are kept, as numbers in arrays.
+A long recording takes little memory: of most readings, only the sums by group are kept, as numbers in arrays.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ GROUP_TITLES = {
     "other": "other",
     "unattributed": "not attributed",
 }
-"""Titles of the groups, in the order of the stack."""
-_MEASURED = ("step", "steps_per_second", "pressure")
-NAMED_LIMIT = "named for this run"
-_GPU = ("requested", "allocated", "reserved", "fragmented", "other", "limit")
-_MOST_NOTICES = 500
+"""Titles of the groups of parts, in the order in which a plot stacks them."""
+GIVEN_LIMIT = "named for this run"
+"""Name of the limit that the user gave."""
+_FIGURES = ("step", "steps_per_second", "pressure")
+_GPU_FIGURES = ("requested", "allocated", "reserved", "fragmented", "other", "limit")
+_MAX_NOTICES = 500
+"""Most verdicts, and most events, that are read."""
 _NO_NAME = "without a name"
 
 
@@ -87,25 +89,30 @@ class Recording:
     """A recorded run. An unknown value is nan in a series and None elsewhere."""
 
     header: JsonLine
-    series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_MEASURED)))
+    series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_FIGURES)))
     groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_TITLES))
-    gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU))
+    gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU_FIGURES))
     parts: list[RecordedPart] = field(default_factory=list)  # Parts of the highest reading.
     kernel_peak: float = 0.0  # Highest peak that the kernel counted. It also sees peaks between two readings.
     phases: dict[str, RecordedPhase] = field(default_factory=dict)
     verdicts: dict[str, RecordedVerdict] = field(default_factory=dict)
     events: list[tuple[float | None, str]] = field(default_factory=list)  # Time and text.
-    _highest: float = -1.0
+    _highest_pss: float = -1.0
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Recording:
         """Read the rest of a file. Unknown kinds of lines are ignored."""
-        found = cls(header)
-        takers = {"reading": found._reading, "phase": found._phase, "verdict": found._verdict, "event": found._event}
+        recording = cls(header)
+        adders = {
+            "reading": recording._add_reading,
+            "phase": recording._add_phase,
+            "verdict": recording._add_verdict,
+            "event": recording._add_event,
+        }
         for line in lines:
-            if line.kind in takers:
-                takers[line.kind](line)
-        return found
+            if line.kind in adders:
+                adders[line.kind](line)
+        return recording
 
     @property
     def times(self) -> Floats:
@@ -127,13 +134,13 @@ class Recording:
     def limit(self) -> tuple[float, str] | None:
         """Smallest limit on the host's memory with its name, or None if no limit was recorded."""
         limits = self.header.inner("limits")
-        names = {"given": NAMED_LIMIT, "cgroup": "control group", "memory": "memory of the machine"}
-        known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
+        name_by_key = {"given": GIVEN_LIMIT, "cgroup": "control group", "memory": "memory of the machine"}
+        known = [(limits.size(key) or 0.0, name) for key, name in name_by_key.items()] if limits else []
         return min((limit for limit in known if limit[0] > 0), default=None)
 
     @property
     def vram(self) -> float | None:
-        """The GPU's memory, if there is a GPU."""
+        """Bytes of the GPU's memory, or None if no GPU was recorded."""
         limits = self.header.inner("limits")
         recorded = np.array(self.gpu["limit"])
         known = recorded[np.isfinite(recorded)]
@@ -141,46 +148,45 @@ class Recording:
             return float(known[-1])
         return limits.size("vram") if limits else None
 
-    def graded(self) -> list[RecordedVerdict]:
+    def sort_verdicts(self) -> list[RecordedVerdict]:
         """Return the verdicts, the most severe first."""
         order = ("error", "warning", "info")
         return sorted(self.verdicts.values(), key=lambda verdict: order.index(verdict.severity))
 
-    def since_start(self, time: float | None) -> float | None:
-        """Return the seconds from the first reading to a moment."""
+    def count_seconds(self, time: float | None) -> float | None:
+        """Return the seconds from the first reading to `time`, or None if one of them is unknown."""
         return None if time is None or not self.series["time"] else max(time - self.series["time"][0], 0.0)
 
-    def _reading(self, line: JsonLine) -> None:
-        previous = self.series["time"][-1] if self.series["time"] else 0.0
-        time = line.number("time")
-        parts = [_part(part) for part in line.inners("parts")]
+    def _add_reading(self, line: JsonLine) -> None:
+        parts = [_read_part(part) for part in line.inners("parts")]
         sums = dict.fromkeys(GROUP_TITLES, 0.0)
         for part in parts:
             sums[part.group] += part.resident
-        reported = line.size("pss")
-        gpu = line.inner("gpu")
-        pss = sum(sums.values()) if reported is None else reported
-        self.series.append({name: line.size(name) for name in _MEASURED})
-        self.series.append(
-            {"time": previous if time is None else max(time, previous), "pss": pss}
-        )  # A clock may go back.
-        if pss > self._highest or not self.parts:
-            self._highest = pss
+        reported_pss = line.size("pss")
+        pss = sum(sums.values()) if reported_pss is None else reported_pss
+        if pss > self._highest_pss or not self.parts:
+            self._highest_pss = pss
             self.parts = parts
         self.kernel_peak = max(self.kernel_peak, line.size("peak") or 0.0)
+        # The clock of a machine may be set back.
+        previous_time = self.series["time"][-1] if self.series["time"] else 0.0
+        time = line.number("time")
+        self.series.append({"time": previous_time if time is None else max(time, previous_time), "pss": pss})
+        self.series.append({name: line.size(name) for name in _FIGURES})
         self.groups.append(sums)
-        self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU})
+        gpu = line.inner("gpu")
+        self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU_FIGURES})
 
-    def _phase(self, line: JsonLine) -> None:
+    def _add_phase(self, line: JsonLine) -> None:
         name = line.text("name") or _NO_NAME
         self.phases[name] = RecordedPhase(name, line.size("peak"), line.size("count"), line.size("seconds"))
 
-    def _verdict(self, line: JsonLine) -> None:
+    def _add_verdict(self, line: JsonLine) -> None:
         name = line.text("name") or _NO_NAME
         severity = line.text("severity") or ""
         time = line.number("time")
         before = self.verdicts.get(name)
-        if before is None and len(self.verdicts) >= _MOST_NOTICES:
+        if before is None and len(self.verdicts) >= _MAX_NOTICES:
             return
         self.verdicts[name] = RecordedVerdict(
             name,
@@ -193,13 +199,14 @@ class Recording:
             1 if before is None else before.times + 1,
         )
 
-    def _event(self, line: JsonLine) -> None:
-        if len(self.events) < _MOST_NOTICES:
+    def _add_event(self, line: JsonLine) -> None:
+        if len(self.events) < _MAX_NOTICES:
             self.events.append((line.number("time"), line.text("text") or ""))
 
 
-def _part(line: JsonLine) -> RecordedPart:
+def _read_part(line: JsonLine) -> RecordedPart:
     group = line.text("group") or ""
     name = line.text("name") or _NO_NAME
-    known = group if group in GROUP_TITLES else "other"
-    return RecordedPart(known, name, line.size("resident") or 0.0, line.size("allocated"), line.size("fill"))
+    if group not in GROUP_TITLES:
+        group = "other"
+    return RecordedPart(group, name, line.size("resident") or 0.0, line.size("allocated"), line.size("fill"))

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdall.tools.report import RECORDING_FORMAT
 from holdall.tools.report.page import (
-    LIMIT_IN_SIGHT,
+    MAX_LIMIT_RATIO,
     BarPiece,
     BarRow,
     Block,
@@ -25,31 +25,32 @@ from holdall.tools.report.page import (
     bars,
     card,
     cards,
+    choose_positions,
     columns,
-    number,
+    format_number,
+    format_sentence,
     plot,
     section,
-    sentence,
     table,
-    thinned_positions,
     tile,
     tiles,
     write_page,
 )
-from holdall.tools.report.recording import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
-from holdall.units import counted, format_bytes, format_seconds
+from holdall.tools.report.recording import GIVEN_LIMIT, GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
+from holdall.units import count_noun, format_bytes, format_seconds
 
-_MOST_POINTS = 600
-_MOST_ROWS = 240
-_MOST_BARS = 40
-_NAMED_LIMIT_IN_SIGHT = 6.0
-"""A limit that the user names for a run is drawn up to this many times the peak."""
-_NEAR = 0.9
-_COLOURS = {name: f"c{at}" for at, name in enumerate(GROUP_TITLES)}
+_MAX_POINTS = 600
+_MAX_ROWS = 240
+_MAX_BARS = 40
+_MAX_GIVEN_LIMIT_RATIO = 6.0
+"""A limit that the user gave is drawn if it is at most this many times the peak."""
+_NEAR_SHARE = 0.9
+"""Share of the limit from which on the peak is marked with a warning."""
+_COLOURS = {name: f"c{index}" for index, name in enumerate(GROUP_TITLES)}
 _NOT_MEASURED = "not measured"
 _PHASES_LEAD = (
-    "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
-    "and in proportion above."
+    "The largest resident set of the process itself in each phase. Pages that it shares with other processes count "
+    "whole here, and in proportion above."
 )
 _SIZES = frozenset(
     {
@@ -66,19 +67,32 @@ _SIZES = frozenset(
         "stacks_virtual",
     }
 )
+"""Evidence in bytes."""
 _RATES = frozenset({"slope", "low", "high"})
-_COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
+"""Evidence in the unit that the evidence itself names."""
+_BUFFER_COUNTS = frozenset({"left", "slope"})
+"""Evidence about a buffer that is not in bytes, although evidence of this name is in bytes elsewhere."""
 
 
 def write_recording_page(recording: Recording) -> str:
-    """Write the page."""
-    parts = (_tiles, _verdicts, _memory, _phases, _buffers, _gpu, _speed, _parts, _events)
-    sections = [part(recording) for part in parts]
-    return write_page(_title(recording), "memory of a run", _facts(recording), sections)
+    """Return the page of a recorded run as HTML."""
+    describers = (
+        _describe_figures,
+        _describe_verdicts,
+        _describe_memory,
+        _describe_phases,
+        _describe_buffers,
+        _describe_gpu,
+        _describe_speed,
+        _describe_parts,
+        _describe_events,
+    )
+    sections = [describe(recording) for describe in describers]
+    return write_page(_make_title(recording), "memory of a run", _list_facts(recording), sections)
 
 
 def summarize_recording(recording: Recording) -> dict[str, Any]:
-    """Return the page in short, as plain data."""
+    """Return the figures of the page as plain data."""
     pss = recording.pss
     limit = recording.limit
     return {
@@ -95,7 +109,7 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
             {
                 "name": part.name,
                 "resident_bytes": int(part.resident),
-                "allocated_bytes": _whole(part.allocated),
+                "allocated_bytes": _to_int(part.allocated),
                 "fill": part.fill,
             }
             for part in recording.parts
@@ -104,8 +118,8 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
         "phases": [
             {
                 "name": phase.name,
-                "peak_bytes": _whole(phase.peak),
-                "count": _whole(phase.count),
+                "peak_bytes": _to_int(phase.peak),
+                "count": _to_int(phase.count),
                 "seconds": phase.seconds,
             }
             for phase in recording.phases.values()
@@ -119,16 +133,16 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
                 "evidence": dict(verdict.evidence),
                 "times": verdict.times,
             }
-            for verdict in recording.graded()
+            for verdict in recording.sort_verdicts()
         ],
     }
 
 
-def _whole(value: float | None) -> int | None:
+def _to_int(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _title(recording: Recording) -> str:
+def _make_title(recording: Recording) -> str:
     """Name the script that ran, or else the program or the process."""
     command = recording.header.texts("command")
     pid = recording.header.size("pid")
@@ -139,7 +153,7 @@ def _title(recording: Recording) -> str:
     return script.replace("\\", "/").rpartition("/")[2] or script
 
 
-def _facts(recording: Recording) -> list[str]:
+def _list_facts(recording: Recording) -> list[str]:
     header = recording.header
     started = header.number("started")
     pid = header.size("pid")
@@ -149,20 +163,20 @@ def _facts(recording: Recording) -> list[str]:
         shlex.join(header.texts("command")),
         f"on {header.text('host')}" if header.text("host") else "",
         f"process {pid:.0f}" if pid else "",
-        _moment(started) if started is not None else "",
-        counted(readings, "reading") + (f", one every {format_seconds(interval)}" if interval else ""),
+        _format_moment(started) if started is not None else "",
+        count_noun(readings, "reading") + (f", one every {format_seconds(interval)}" if interval else ""),
         header.text("system") or "",
     ]
 
 
-def _moment(time: float) -> str:
+def _format_moment(time: float) -> str:
     try:
         return datetime.fromtimestamp(time, UTC).strftime("%d %B %Y, %H:%M UTC")
     except (OverflowError, ValueError, OSError):
         return ""
 
 
-def _tiles(recording: Recording) -> Block:
+def _describe_figures(recording: Recording) -> Block:
     pss = recording.pss
     limit = recording.limit
     if not len(pss):
@@ -170,57 +184,59 @@ def _tiles(recording: Recording) -> Block:
     peak = recording.peak
     highest = float(pss.max())
     tone: Tone = ""
-    held = _NOT_MEASURED
-    used = ""
+    limit_text = _NOT_MEASURED
+    limit_note = ""
     if limit:
         share = peak / limit[0]
-        held = format_bytes(limit[0])
-        used = f"{limit[1]}, {share:.0%} used at most"
-        if share >= _NEAR:
+        limit_text = format_bytes(limit[0])
+        limit_note = f"{limit[1]}, {share:.0%} used at most"
+        if share >= _NEAR_SHARE:
             tone = "error" if share >= 1 else "warning"
-    note = _at_peak(recording)
+    note = _format_peak_time(recording)
     if peak > highest:  # The kernel also counts peaks between two readings.
         note = f"between two readings; {format_bytes(highest)} at the highest one, {note}"
-    shown = [
+    figures = [
         tile("peak", format_bytes(peak), note, tone),
-        tile("limit", held, used),
+        tile("limit", limit_text, limit_note),
         tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
     ]
     buffers = [part for part in recording.parts if part.group == "buffers"]
     if buffers:
         resident = sum(part.resident for part in buffers)
         allocated = sum(part.allocated or part.resident for part in buffers)
-        shown.append(tile("buffers at the peak", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
-    steps, rate = (np.array(recording.series[name]) for name in ("step", "steps_per_second"))
+        figures.append(tile("buffers at the peak", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
+    steps = np.array(recording.series["step"])
+    rates = np.array(recording.series["steps_per_second"])
     if np.isfinite(steps).any():
-        speed = f"{number(float(np.nanmedian(rate)))} a second" if np.isfinite(rate).any() else ""
-        shown.append(tile("steps", f"{np.nanmax(steps):,.0f}", speed))
-    return section("", tiles(*shown))
+        speed = f"{format_number(float(np.nanmedian(rates)))} a second" if np.isfinite(rates).any() else ""
+        figures.append(tile("steps", f"{np.nanmax(steps):,.0f}", speed))
+    return section("", tiles(*figures))
 
 
-def _at_peak(recording: Recording) -> str:
+def _format_peak_time(recording: Recording) -> str:
     return f"after {format_seconds(recording.times[int(recording.pss.argmax())])}"
 
 
-def _verdicts(recording: Recording) -> Block:
-    found = [_card(recording, verdict) for verdict in recording.graded()]
-    if not found:
-        found = [card("good", "Nothing to report", "No verdict was recorded for this run.")]
-    return section("Verdicts", cards(*found))
+def _describe_verdicts(recording: Recording) -> Block:
+    verdicts = [_describe_verdict(recording, verdict) for verdict in recording.sort_verdicts()]
+    if not verdicts:
+        verdicts = [card("good", "Nothing to report", "No verdict was recorded for this run.")]
+    return section("Verdicts", cards(*verdicts))
 
 
-def _card(recording: Recording, verdict: RecordedVerdict) -> Block:
-    moment = recording.since_start(verdict.time)
-    first = recording.since_start(verdict.first_time)
+def _describe_verdict(recording: Recording, verdict: RecordedVerdict) -> Block:
+    moment = recording.count_seconds(verdict.time)
+    first = recording.count_seconds(verdict.first_time)
     when = "" if moment is None else f"after {format_seconds(moment)}"
     if verdict.times > 1 and first is not None:
         when += f", {verdict.times} times, first after {format_seconds(first)}"
     name = verdict.name.replace("_", " ").capitalize()
-    evidence = evidence_in_words(verdict.evidence)
-    return card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
+    evidence = format_evidence(verdict.evidence)
+    remedy = format_sentence(verdict.remedy)
+    return card(verdict.severity, name, format_sentence(verdict.text), evidence, remedy, when)
 
 
-def _memory(recording: Recording) -> Block | None:
+def _describe_memory(recording: Recording) -> Block | None:
     pss = recording.pss
     if not len(pss):
         return None
@@ -230,15 +246,23 @@ def _memory(recording: Recording) -> Block | None:
         if any(values)
     ]
     limit = recording.limit
-    named = limit and (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
-    thinned = "" if len(pss) <= _MOST_POINTS else f" {len(pss):,} readings are thinned; peaks and lows are kept."
+    drawn_limit = limit and (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
+    thinned = "" if len(pss) <= _MAX_POINTS else f" {len(pss):,} readings are thinned; peaks and lows are kept."
     lead = f"Proportional set size of the process and its children: all parts add up to it.{thinned}"
-    sight = _NAMED_LIMIT_IN_SIGHT if limit and limit[1] == NAMED_LIMIT else LIMIT_IN_SIGHT
-    shown = _plot(recording, pss, bands, "Memory over time", limit=named, flags=_flags(recording), sight=sight)
-    return section("Memory over time", shown, lead=lead)
+    max_limit_ratio = _MAX_GIVEN_LIMIT_RATIO if limit and limit[1] == GIVEN_LIMIT else MAX_LIMIT_RATIO
+    memory_plot = _describe_plot(
+        recording,
+        pss,
+        bands,
+        "Memory over time",
+        limit=drawn_limit,
+        max_limit_ratio=max_limit_ratio,
+        flags=_list_flags(recording),
+    )
+    return section("Memory over time", memory_plot, lead=lead)
 
 
-def _plot(
+def _describe_plot(
     recording: Recording,
     levels: Floats,
     layers: Sequence[PlotLayer],
@@ -246,89 +270,107 @@ def _plot(
     *,
     unit: Literal["bytes", "number"] = "bytes",
     limit: Limit | None = None,
-    sight: float = LIMIT_IN_SIGHT,
+    max_limit_ratio: float = MAX_LIMIT_RATIO,
     flags: Iterable[tuple[float, str, str]] = (),
 ) -> Block:
-    """Plot layers over time. `levels` decides which readings of a long recording are drawn."""
-    chosen = thinned_positions(levels, _MOST_POINTS)
-    times = recording.times[chosen]
+    """Describe a plot over time. `levels` decides which readings of a long recording are drawn."""
+    positions = choose_positions(levels, _MAX_POINTS)
+    times = recording.times[positions]
     heads = []
-    for at in chosen:
-        step = recording.series["step"][at]
-        reached = f", step {step:,.0f}" if np.isfinite(step) else ""
-        heads.append(f"after {format_seconds(recording.times[at])}{reached}")
-    drawn = [PlotLayer(layer.name, layer.colour, layer.values[chosen]) for layer in layers]
+    for position, time in zip(positions, times, strict=True):
+        step = recording.series["step"][position]
+        step_text = f", step {step:,.0f}" if np.isfinite(step) else ""
+        heads.append(f"after {format_seconds(time)}{step_text}")
+    drawn = [PlotLayer(layer.name, layer.colour, layer.values[positions]) for layer in layers]
     is_bytes = unit == "bytes"
     return plot(
-        label, times, heads, drawn, unit, stacked=is_bytes, small=not is_bytes, limit=limit, sight=sight, flags=flags
+        label,
+        times,
+        heads,
+        drawn,
+        unit,
+        stacked=is_bytes,
+        small=not is_bytes,
+        limit=limit,
+        max_limit_ratio=max_limit_ratio,
+        flags=flags,
     )
 
 
-def _flags(recording: Recording) -> Iterator[tuple[float, str, str]]:
+def _list_flags(recording: Recording) -> Iterator[tuple[float, str, str]]:
     peak = int(recording.pss.argmax())
-    text = f"peak, {_at_peak(recording)}\n{format_bytes(recording.pss[peak])}"
+    text = f"peak, {_format_peak_time(recording)}\n{format_bytes(recording.pss[peak])}"
     yield float(recording.times[peak]), "info", text
     for verdict in recording.verdicts.values():
-        moment = recording.since_start(verdict.first_time)
+        moment = recording.count_seconds(verdict.first_time)
         if moment is not None:
             text = f"{verdict.name.replace('_', ' ')}, after {format_seconds(moment)}\n{verdict.text}"
             yield moment, verdict.severity, text
-    for time, text in recording.events[:_MOST_BARS]:
-        moment = recording.since_start(time)
+    for time, text in recording.events[:_MAX_BARS]:
+        moment = recording.count_seconds(time)
         if moment is not None:
             yield moment, "info", f"after {format_seconds(moment)}\n{text}"
 
 
-def _phases(recording: Recording) -> Block | None:
+def _describe_phases(recording: Recording) -> Block | None:
     peaks = [(phase, phase.peak) for phase in recording.phases.values() if phase.peak is not None]
     if not peaks:
         return None
     limit = recording.limit
-    most = max(peak for _, peak in peaks)
+    highest = max(peak for _, peak in peaks)
     rows = []
-    for phase, peak in peaks[:_MOST_BARS]:
+    for phase, peak in peaks[:_MAX_BARS]:
         text = format_bytes(peak)
-        note = _count_and_time(phase.count, phase.seconds)
+        note = _format_count_and_time(phase.count, phase.seconds)
         piece = BarPiece(peak, "c0", f"{phase.name}\npeak {text}")
-        rows.append(BarRow(phase.name, [piece], text, note, is_strong=peak == most))
-    named = limit and (limit[0], f"limit {format_bytes(limit[0])}")
-    return section("Peaks by phase", bars(rows, "Peak memory by phase", "bytes", limit=named), lead=_PHASES_LEAD)
+        rows.append(BarRow(phase.name, [piece], text, note, is_strong=peak == highest))
+    drawn_limit = limit and (limit[0], f"limit {format_bytes(limit[0])}")
+    chart = bars(rows, "Peak memory by phase", "bytes", limit=drawn_limit)
+    return section("Peaks by phase", chart, lead=_PHASES_LEAD)
 
 
-def _count_and_time(count: float | None, seconds: float | None) -> str:
-    parts = [] if count is None else ["once" if count == 1 else f"{count:,.0f} times"]
-    return ", ".join(parts + ([format_seconds(seconds)] if seconds is not None else []))
+def _format_count_and_time(count: float | None, seconds: float | None) -> str:
+    words = []
+    if count is not None:
+        words.append("once" if count == 1 else f"{count:,.0f} times")
+    if seconds is not None:
+        words.append(format_seconds(seconds))
+    return ", ".join(words)
 
 
-def _buffers(recording: Recording) -> Block | None:
-    buffers = sorted((part for part in recording.parts if part.group == "buffers"), key=_allocated, reverse=True)
+def _describe_buffers(recording: Recording) -> Block | None:
+    buffers = sorted((part for part in recording.parts if part.group == "buffers"), key=_get_allocated, reverse=True)
     if not buffers:
         return None
-    rows = [_buffer(part) for part in buffers[:_MOST_BARS]]
-    left = f" The {_MOST_BARS} largest of {len(buffers)}." if len(buffers) > _MOST_BARS else ""
-    when = f"At the peak, {_at_peak(recording)}."
-    lead = f"{when} Pages that were never written to cost nothing, and will as the buffer fills.{left}"
+    rows = [_describe_buffer(part) for part in buffers[:_MAX_BARS]]
+    omission = f" The {_MAX_BARS} largest of {len(buffers)}." if len(buffers) > _MAX_BARS else ""
+    when = f"At the peak, {_format_peak_time(recording)}."
+    lead = f"{when} Pages that were never written take no memory yet. They will as the buffer fills.{omission}"
     keys = [("resident", "c0"), ("allocated, not touched yet", "unused")]
     return section("Buffers at the peak", bars(rows, "Buffers, resident and allocated", "bytes", keys=keys), lead=lead)
 
 
-def _allocated(part: RecordedPart) -> float:
+def _get_allocated(part: RecordedPart) -> float:
     return part.allocated if part.allocated is not None else part.resident
 
 
-def _buffer(part: RecordedPart) -> BarRow:
-    untouched = max(_allocated(part) - part.resident, 0.0)
-    tip = f"{part.name}\n{format_bytes(part.resident)} resident\n{format_bytes(_allocated(part))} allocated"
+def _describe_buffer(part: RecordedPart) -> BarRow:
+    untouched = max(_get_allocated(part) - part.resident, 0.0)
+    tip = f"{part.name}\n{format_bytes(part.resident)} resident\n{format_bytes(_get_allocated(part))} allocated"
     fill = "" if part.fill is None else f"{min(part.fill, 1.0):.0%} full"
-    text = f"{format_bytes(part.resident)} of {format_bytes(_allocated(part))}"
+    text = f"{format_bytes(part.resident)} of {format_bytes(_get_allocated(part))}"
     return BarRow(part.name, [BarPiece(part.resident, "c0", tip), BarPiece(untouched, "unused", tip)], text, fill)
 
 
-def _gpu(recording: Recording) -> Block | None:
-    columns_of_gpu = [np.array(values) for name, values in recording.gpu.items() if name != "limit"]
-    if not np.isfinite(columns_of_gpu).any():
+def _describe_gpu(recording: Recording) -> Block | None:
+    series = {name: np.array(values) for name, values in recording.gpu.items() if name != "limit"}
+    if not np.isfinite(list(series.values())).any():
         return None
-    requested, allocated, reserved, fragmented, other = map(np.nan_to_num, columns_of_gpu)
+    requested = np.nan_to_num(series["requested"])
+    allocated = np.nan_to_num(series["allocated"])
+    reserved = np.nan_to_num(series["reserved"])
+    fragmented = np.nan_to_num(series["fragmented"])
+    other = np.nan_to_num(series["other"])
     free = np.maximum(reserved - allocated, 0.0)
     layers = [
         PlotLayer("tensors", "c0", np.where(requested > 0, requested, allocated)),
@@ -339,14 +381,15 @@ def _gpu(recording: Recording) -> Block | None:
     ]
     total: Floats = np.sum([layer.values for layer in layers], axis=0)
     limit = recording.vram
-    named = None if limit is None else (limit, f"the GPU's memory, {format_bytes(limit)}")
-    shown = _plot(recording, total, [one for one in layers if one.values.any()], "GPU memory over time", limit=named)
-    lead = "Bytes of tensors, bytes that torch's pool keeps besides them, and the rest of this process on the GPU."
-    return section("GPU memory", shown, lead=lead)
+    drawn_limit = None if limit is None else (limit, f"the GPU's memory, {format_bytes(limit)}")
+    used_layers = [layer for layer in layers if layer.values.any()]
+    gpu_plot = _describe_plot(recording, total, used_layers, "GPU memory over time", limit=drawn_limit)
+    lead = "Bytes of tensors, further bytes that torch's pool keeps, and the rest of this process on the GPU."
+    return section("GPU memory", gpu_plot, lead=lead)
 
 
-def _speed(recording: Recording) -> Block | None:
-    shown = []
+def _describe_speed(recording: Recording) -> Block | None:
+    plots = []
     for name, key, unit in (
         ("steps a second", "steps_per_second", ""),
         ("waiting for memory, % of the time", "pressure", " %"),
@@ -354,63 +397,63 @@ def _speed(recording: Recording) -> Block | None:
         series = np.array(recording.series[key])
         if np.isfinite(series).sum() < 2:  # A curve needs two points.
             continue
-        title = f"{name.capitalize()}, median {number(float(np.nanmedian(series)))}{unit}"
-        shown.append(
-            (title, _plot(recording, np.nan_to_num(series), [PlotLayer(name, "c0", series)], name, unit="number"))
-        )
-    return section("Speed", columns(*shown)) if shown else None
+        title = f"{name.capitalize()}, median {format_number(float(np.nanmedian(series)))}{unit}"
+        layer = PlotLayer(name, "c0", series)
+        plots.append((title, _describe_plot(recording, np.nan_to_num(series), [layer], name, unit="number")))
+    return section("Speed", columns(*plots)) if plots else None
 
 
-def _parts(recording: Recording) -> Block | None:
+def _describe_parts(recording: Recording) -> Block | None:
     if not recording.parts:
         return None
-    largest = sorted(recording.parts, key=lambda part: part.resident, reverse=True)[:_MOST_ROWS]
+    largest = sorted(recording.parts, key=lambda part: part.resident, reverse=True)[:_MAX_ROWS]
     total = sum(part.resident for part in recording.parts) or 1.0
     rows = []
     for part in largest:
         allocated = _NOT_MEASURED if part.allocated is None else format_bytes(part.allocated)
-        held = [format_bytes(part.resident), f"{part.resident / total:.1%}"]
-        rows.append([part.name, GROUP_TITLES[part.group], *held, allocated])
+        share = f"{part.resident / total:.1%}"
+        rows.append([part.name, GROUP_TITLES[part.group], format_bytes(part.resident), share, allocated])
     heads = ["part", "group", "resident", "share", "allocated"]
-    fold = f"{counted(len(rows), 'part')}, the largest first"
+    fold = f"{count_noun(len(rows), 'part')}, the largest first"
     return section("Everything at the peak", table(heads, rows, "Parts at the peak", words=2, fold=fold))
 
 
-def _events(recording: Recording) -> Block | None:
+def _describe_events(recording: Recording) -> Block | None:
     if not recording.events:
         return None
-    moments = [(recording.since_start(time), text) for time, text in recording.events]
+    moments = [(recording.count_seconds(time), text) for time, text in recording.events]
     rows = [["-" if moment is None else format_seconds(moment), text] for moment, text in moments]
     return section("Events", table(["after", "what happened"], rows, "Events", words=2))
 
 
-def evidence_in_words(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield every piece of evidence in words."""
+def format_evidence(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of every piece of evidence in words."""
     values = dict(evidence)
     unit = values.get("unit")
     for name, value in evidence:
         if name != "unit" and value is not None:
-            yield name.replace("_", " "), _evidence_text(name, value, unit, "buffer" in values)
+            yield name.replace("_", " "), _format_value(name, value, unit, is_of_buffer="buffer" in values)
 
 
-def _evidence_text(name: str, value: Any, unit: Any, of_a_buffer: bool) -> str:
+def _format_value(name: str, value: Any, unit: Any, *, is_of_buffer: bool) -> str:
+    """Write a piece of evidence. Its name implies its unit, or else `unit` is the unit that the evidence names."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, float):
         return str(value)
     if isinstance(unit, str) and name in _RATES:
-        return f"{number(value)} {unit}"
-    if name == "left" and of_a_buffer and isinstance(unit, str):
-        return f"{number(value)} steps" if unit.endswith("step") else format_seconds(value)
+        return f"{format_number(value)} {unit}"
+    if name == "left" and is_of_buffer and isinstance(unit, str):
+        return f"{format_number(value)} steps" if unit.endswith("step") else format_seconds(value)
     if name == "grown" and isinstance(unit, str) and unit.startswith("objects"):
-        return f"{number(value)} objects"
+        return f"{format_number(value)} objects"
     if name == "fill":
         return f"{value:.0%}"
     if name == "seconds":
         return format_seconds(value)
-    if (name in _SIZES or name.endswith("_bytes")) and not (of_a_buffer and name in _COUNTS_WITH_A_BUFFER):
+    if (name in _SIZES or name.endswith("_bytes")) and not (is_of_buffer and name in _BUFFER_COUNTS):
         return format_bytes(value)
-    return number(value)
+    return format_number(value)
 
 
 KINDS = {RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording)}

@@ -1,4 +1,4 @@
-"""Results of `holdall bench`, as the bench and its pages use them.
+"""Results of `holdall bench`, for the bench and for its pages.
 
 In:  lines of a file, or runs as they end.  Out: runs, summaries over the seeds of a profile, and rankings. For a
 comparison of buffers, one record for each library and case.
@@ -16,10 +16,12 @@ from holdall.tools.report import JsonLine
 
 PHASES = ("construct", "collect", "fill", "flatten", "train", "save", "load")
 """Phases of a training in their order. Other phases follow in the order of the file."""
-_MOST_RUNS = 10_000
+_MAX_RUNS = 10_000
+_MAX_RECORDS = 5_000
 _QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1. `_NORMAL` counts for more."""
-_NORMAL = 1.96
+"""Student's t for a two-sided 95 % interval, for 1 degree of freedom and more."""
+_NORMAL_QUANTILE = 1.96
+"""Quantile for more degrees of freedom than `_QUANTILES` has."""
 
 ProfileAndBuffer = tuple[str, str]
 
@@ -32,7 +34,7 @@ class TrainingRun:
     buffer: str
     seed: int
     status: str  # "done", "failed", "stopped" or "does not fit".
-    size: int  # Capacity of a replay buffer, or steps of a rollout.
+    size: int  # Capacity of a replay buffer in transitions, or steps of a rollout.
     batch_size: int
     steps: int = 0
     filled: float = 0.0  # Share of the buffer that was full before training was measured.
@@ -65,7 +67,7 @@ class TrainingRun:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the run as plain data, as it is written to a file."""
         return {"kind": "run"} | asdict(self)
 
     @property
@@ -92,7 +94,7 @@ class Interval:
         count = len(values)
         if count < 2:
             return cls(fmean(values), None)
-        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL
+        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL_QUANTILE
         return cls(fmean(values), quantile * stdev(values) / sqrt(count))
 
     @property
@@ -157,17 +159,17 @@ class SeedsSummary:
         """Median over the seeds."""
         return _median(run.bytes_per_transition for run in self.done)
 
-    def checkpoint(self, what: str) -> float | None:
-        """Median of one figure of saving: seconds, bytes or extra."""
-        return _median((run.checkpoint or {}).get(what) for run in self.done)
+    def compute_checkpoint(self, figure: str) -> float | None:
+        """Return the median of one figure of saving: `seconds`, `bytes` or `extra`."""
+        return _median((run.checkpoint or {}).get(figure) for run in self.done)
 
 
-def summaries(runs: Iterable[TrainingRun]) -> list[SeedsSummary]:
-    """Gather the seeds of every profile and buffer."""
-    found: dict[ProfileAndBuffer, list[TrainingRun]] = {}
+def summarize_seeds(runs: Iterable[TrainingRun]) -> list[SeedsSummary]:
+    """Return one summary of all seeds for every profile and buffer."""
+    runs_by_name: dict[ProfileAndBuffer, list[TrainingRun]] = {}
     for run in runs:
-        found.setdefault((run.profile, run.buffer), []).append(run)
-    return [SeedsSummary(*name, tuple(seeds)) for name, seeds in found.items()]
+        runs_by_name.setdefault((run.profile, run.buffer), []).append(run)
+    return [SeedsSummary(*name, tuple(seeds)) for name, seeds in runs_by_name.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +179,8 @@ class ProfileRanking:
     by: str
     order: Sequence[ProfileAndBuffer]
     refused: str | None = None
-    same: Sequence[
-        tuple[ProfileAndBuffer, ProfileAndBuffer]
-    ] = ()  # Neighbours in the order that do not differ clearly.
+    same: Sequence[tuple[ProfileAndBuffer, ProfileAndBuffer]] = ()
+    """Neighbours in the order that do not differ clearly."""
 
     @classmethod
     def read(cls, line: JsonLine) -> ProfileRanking:
@@ -188,7 +189,7 @@ class ProfileRanking:
         return cls(line.text("by") or "something", tuple(line.pairs("order")), line.text("refused"), same)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the ranking as plain data, as it is written to a file."""
         return {"kind": "ranking"} | asdict(self)
 
 
@@ -206,13 +207,13 @@ class Results:
         runs: dict[tuple[str, str, int], TrainingRun] = {}
         rankings: dict[str, ProfileRanking] = {}
         for line in lines:
-            if line.kind == "run" and len(runs) < _MOST_RUNS:
+            if line.kind == "run" and len(runs) < _MAX_RUNS:
                 run = TrainingRun.read(line)
                 runs[run.key] = run
             elif line.kind == "ranking":
                 ranking = ProfileRanking.read(line)
                 rankings[ranking.by] = ranking
-        return cls(header, summaries(runs.values()), list(rankings.values()))
+        return cls(header, summarize_seeds(runs.values()), list(rankings.values()))
 
     @property
     def profiles(self) -> list[str]:
@@ -224,8 +225,8 @@ class Results:
         """Names of the buffers, in the file's order."""
         return list(dict.fromkeys(summary.buffer for summary in self.summaries))
 
-    def of(self, profile: str, buffer: str) -> SeedsSummary | None:
-        """Return one summary."""
+    def find_summary(self, profile: str, buffer: str) -> SeedsSummary | None:
+        """Return the summary of a profile with a buffer."""
         return next((one for one in self.summaries if one.name == (profile, buffer)), None)
 
 
@@ -237,9 +238,6 @@ def _interval(values: Iterable[float | None]) -> Interval | None:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-_MOST_RECORDS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +274,16 @@ class BufferResults:
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> BufferResults:
         """Read the rest of a file. The last of two equal records counts."""
-        found: dict[tuple[str, str], BufferFigures] = {}
-        absent: dict[tuple[str, str], str] = {}
+        measured: dict[tuple[str, str], BufferFigures] = {}
+        absent: dict[str, str] = {}
         for line in lines:
-            if line.kind == "buffer" and len(found) < _MOST_RECORDS:
+            if line.kind == "buffer" and len(measured) < _MAX_RECORDS:
                 one = _read_figures(line)
-                found[one.case, one.library] = one
-            elif line.kind == "absent" and len(absent) < _MOST_RECORDS:
-                absent[line.text("case") or "", line.text("library") or ""] = line.text("reason") or ""
-        named = {" on ".join(part for part in (library, case) if part): why for (case, library), why in absent.items()}
-        return cls(header, tuple(found.values()), tuple(named.items()))
+                measured[one.case, one.library] = one
+            elif line.kind == "absent" and len(absent) < _MAX_RECORDS:
+                name = " on ".join(filter(None, (line.text("library"), line.text("case"))))
+                absent[name] = line.text("reason") or ""
+        return cls(header, tuple(measured.values()), tuple(absent.items()))
 
     @property
     def cases(self) -> list[str]:

@@ -23,7 +23,7 @@ from holdall.memory_registry import MEMORIES
 from holdall.tools.watch import exchange
 from holdall.tools.watch.allocators import read_heap_use
 from holdall.tools.watch.exchange import AgentReport, HeldField, PhasePeak, Region
-from holdall.tools.watch.held import array_regions, buffer_regions, measure_memories, network_regions
+from holdall.tools.watch.held import list_array_regions, list_buffer_regions, list_network_regions, measure_memories
 from holdall.tools.watch.reading import IMPORT_PHASE
 
 FillFunction = Callable[[], float]
@@ -31,17 +31,17 @@ FillFunction = Callable[[], float]
 _MAX_SHARE_OF_TIME = 0.002
 _INTERVAL_S = 0.5
 _NETWORKS_INTERVAL_S = 5.0
-"""Seconds between two visits of all tensors of networks. Only gradients change places."""
+"""Seconds between two look-ups of all tensors of networks. Only gradients move to other addresses."""
 _SILENT_INTERVALS = 4
-"""Intervals after which the thread publishes for a training loop that stopped calling."""
+"""Intervals without a call of `publish_if_due` after which the thread publishes for the training loop."""
 _OPTIMIZERS = ("optimizer", "ent_coef_optimizer")
-"""Attributes of a model and of its networks."""
+"""Attributes of a model and of its networks that may refer to an optimizer."""
 _IMPORT_FILE = "<frozen importlib._bootstrap>"
 _LOG = logging.getLogger("holdall")
 
 
 class Agent:
-    """Publishes what this process knows about itself. There is one agent per process; see `get_agent`."""
+    """Publisher of the names, addresses and counters of this process. One per process; see `get_agent`."""
 
     def __init__(self, interval_s: float = _INTERVAL_S, networks_interval_s: float = _NETWORKS_INTERVAL_S) -> None:
         self.phase: str | None = None
@@ -92,7 +92,7 @@ class Agent:
             self._next_networks = 0.0
 
     def enter(self, phase: str | None) -> None:
-        """Begin a phase of training. The kernel counted the peak of the phase that ends."""
+        """Begin a phase of training, and record the peak that the kernel counted for the phase that ends."""
         now = time.monotonic()
         if self.phase is not None:
             before = self._phases.get(self.phase, PhasePeak(0, 0, 0.0))
@@ -139,9 +139,8 @@ class Agent:
             begun = time.thread_time()
             try:
                 exchange.write_agent_report(self._make_report())
-            except (
-                Exception
-            ):  # A full disk, or objects that change: the watch lacks one report, and training continues.
+            except Exception:
+                # After a full disk, or objects that change, the watch lacks one report, and training continues.
                 _LOG.debug("the agent could not report", exc_info=True)
             spent = time.thread_time() - begun
             self._seconds_spent += spent
@@ -153,12 +152,12 @@ class Agent:
         # Training may change objects during the look-up. Then the regions of the last report are sent again.
         with contextlib.suppress(RuntimeError, ReferenceError, AttributeError, TypeError, ValueError):
             self._look_up_regions()
-        models = self._living_models()
+        models = self._list_models()
         goals = [getattr(model, "_total_timesteps", None) for model in models]
         step = _count_added() if self.step is None else self.step
         if models:
             step = int(models[0].num_timesteps)
-        torch: Any = sys.modules.get("torch")  # It is never imported for this.
+        torch: Any = sys.modules.get("torch")  # The agent never imports torch itself.
         heap = read_heap_use()
         return AgentReport(
             pid=self.pid,
@@ -183,7 +182,7 @@ class Agent:
 
     def _look_up_regions(self) -> None:
         self._held = tuple(measure_memories(self._list_memories()))
-        buffers = list(self._buffer_regions())
+        buffers = list(self._list_buffer_regions())
         if time.monotonic() >= self._next_networks:
             self._network_regions = tuple(self._list_network_regions())
             self._next_networks = time.monotonic() + self._networks_interval_s
@@ -192,11 +191,12 @@ class Agent:
             by_address.setdefault(region.address, region)  # A view of a named array is left out.
         self._regions = tuple(by_address.values())
 
-    def _living_models(self) -> list[Any]:
+    def _list_models(self) -> list[Any]:
+        """Return the models that are still alive."""
         return [model for model in (known() for known in self._models) if model is not None]
 
     def _list_buffers(self) -> Iterator[tuple[str, Any]]:
-        for model in self._living_models():
+        for model in self._list_models():
             for name in ("replay", "rollout"):
                 buffer = getattr(model, f"{name}_buffer", None)
                 if buffer is not None:
@@ -211,30 +211,30 @@ class Agent:
                 memories.append(memory)
         return memories
 
-    def _buffer_regions(self) -> Iterator[Region]:
-        """Yield the arrays that the user named, and those of buffers of other libraries."""
+    def _list_buffer_regions(self) -> Iterator[Region]:
+        """Yield the arrays that the user named, and the arrays of other libraries' buffers."""
         for name, (known, fill) in list(self._arrays.items()):
             array = known()
             if array is None:
                 del self._arrays[name]
             else:
-                yield from array_regions("buffers", name, array, None if fill is None else float(fill()))
+                yield from list_array_regions("buffers", name, array, None if fill is None else float(fill()))
         for name, buffer in self._list_buffers():
             if not hasattr(getattr(buffer, "memory", buffer), "report"):
-                yield from buffer_regions(name, buffer)
+                yield from list_buffer_regions(name, buffer)
 
     def _list_network_regions(self) -> Iterator[Region]:
         found = [known() for known in self._networks]
-        for model in self._living_models():
+        for model in self._list_models():
             policy = getattr(model, "policy", None)
             if policy is not None:
-                holders = [model, *policy.modules()]
-                found += [policy, *(vars(holder).get(name) for holder in holders for name in _OPTIMIZERS)]
+                owners = [model, *policy.modules()]
+                found += [policy, *(vars(owner).get(name) for owner in owners for name in _OPTIMIZERS)]
         networks = {id(one): one for one in found if one is not None}.values()
         optimizers = [one for one in networks if hasattr(one, "param_groups")]
         modules = [one for one in networks if not hasattr(one, "param_groups")]
         has_gradients = threading.current_thread() is not self._thread
-        yield from network_regions(modules, optimizers, has_gradients=has_gradients)
+        yield from list_network_regions(modules, optimizers, has_gradients=has_gradients)
 
 
 _agent: Agent | None = None
@@ -261,12 +261,12 @@ def stop_agent() -> None:
 
 def _count_heap_bytes() -> int:
     """Return the bytes of holdall's memories that the C library's allocator provided."""
-    native = sys.modules.get("holdall._native")  # It is never imported for this.
+    native = sys.modules.get("holdall._native")  # The agent never imports the module itself.
     return 0 if native is None else max(int(native.get_heap_bytes()), 0)
 
 
 def _count_added() -> int | None:
-    """Return the most transitions that were added to one memory: the steps of a loop that reports none."""
+    """Return the most transitions that were added to one memory. They count as steps if nothing else reports steps."""
     most = 0
     for memory in MEMORIES:
         with contextlib.suppress(ClosedError):
@@ -275,18 +275,19 @@ def _count_added() -> int | None:
 
 
 def _count_spilled() -> dict[str, int]:
-    found: Counter[str] = Counter()
+    """Return the bytes on disk by the folder that memories spill to."""
+    bytes_by_folder: Counter[str] = Counter()
     for memory in MEMORIES:
         folder = getattr(memory, "spill_dir", None)
         if folder is not None:
-            found[str(folder)[:200]] += int(getattr(memory, "disk_bytes", 0))
-    return found
+            bytes_by_folder[str(folder)[:200]] += int(getattr(memory, "disk_bytes", 0))
+    return bytes_by_folder
 
 
 def _find_phase(models: list[Any], step: int | None) -> str | None:
-    """Return what an on-policy model is doing. Off-policy models change phases many times a second.
+    """Return the phase of an on-policy model, or None. Off-policy models change phases many times a second.
 
-    Before the first step, return whether the main thread is importing a module.
+    Before the first step, return `IMPORT_PHASE` if the main thread is importing a module.
     """
     for model in models:
         buffer = getattr(model, "rollout_buffer", None)

@@ -1,4 +1,4 @@
-"""The heap of the C library in this process, through psutil. Other libraries than glibc's provide no figures."""
+"""The heap of the C library in this process, through psutil."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class HeapUse(NamedTuple):
 
 
 def read_heap_use() -> HeapUse | None:
-    """Return the live bytes. None on musl, macOS and Windows."""
+    """Return the live bytes. None where psutil cannot count them, such as with musl."""
     try:
-        found = psutil.heap_info()
+        heap = psutil.heap_info()
     except (AttributeError, NotImplementedError, OSError):
         return None
-    return HeapUse(int(found.heap_used), int(found.mmap_used))
+    return HeapUse(int(heap.heap_used), int(heap.mmap_used))
 
 
 def return_free_heap() -> None:

@@ -30,7 +30,7 @@ _MAX_ITEMS = 100_000
 
 
 class Region(NamedTuple):
-    """Addresses of the watched process that have a name."""
+    """A named range of addresses in the watched process."""
 
     group: Literal["buffers", "torch"]
     name: str
@@ -59,7 +59,7 @@ class PhasePeak(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """What a process reported about itself at one moment."""
+    """Report of a process about itself at one moment."""
 
     pid: int
     started: int  # Start time of the process, since ids are reused.
@@ -109,34 +109,34 @@ def _name_folder(user: int) -> Path:
 
 def _is_private(folder: Path, user: int) -> bool:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
     if sys.platform == "win32":  # The temporary folder belongs to the user.
-        return stat.S_ISDIR(found.st_mode)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
+        return stat.S_ISDIR(status.st_mode)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == user and not status.st_mode & 0o077
 
 
 def _read_file(path: Path) -> bytes | None:
-    """Return the content of a file. None if it is missing, is a link, or is larger than any file that is written."""
+    """Return the content of a file. None if the file is missing, is a link, or is larger than `_MAX_FILE_BYTES`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_FILE_BYTES:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
             return None
         return file.read(_MAX_FILE_BYTES)
 
 
 def _replace_file(path: Path, values: Any) -> None:
     """Write `values` as JSON. A reader sees the old file or the new one."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(values, file, separators=(",", ":"))
-    written.replace(path)
+    temporary.replace(path)
 
 
 def remove_stale_files() -> None:
@@ -171,7 +171,7 @@ def remove_agent_report(pid: int) -> None:
 
 
 def read_agent_report(pid: int) -> AgentReport | None:
-    """Return the report of a process. None if there is none that can be trusted."""
+    """Return the report of a process. None if it is missing, damaged, of an earlier process, or open to other users."""
     try:
         user = psutil.Process(pid).uids().real if sys.platform != "win32" else 0
         folder = _name_folder(user)
@@ -190,7 +190,7 @@ def read_agent_report(pid: int) -> AgentReport | None:
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """Return `value` as an object of the annotated type `kind`. Raise ValueError or TypeError if it is none."""
+    """Return `value` as an object of the annotated type `kind`. Raise ValueError or TypeError if it does not fit."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Literal:
@@ -208,7 +208,7 @@ def _convert(value: Any, kind: Any) -> Any:
             hints = get_type_hints(kind)
             return kind(*(_convert(item, one) for item, one in zip(value, hints.values(), strict=True)))
     if kind is str and isinstance(value, str) and len(value) <= _MAX_NAME_LENGTH:
-        return "".join(letter if letter.isprintable() else "?" for letter in value)
+        return replace_unprintable(value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and type(value) is int and 0 <= value < 1 << 63:
@@ -216,6 +216,11 @@ def _convert(value: Any, kind: Any) -> Any:
     if kind is float and type(value) in {int, float} and math.isfinite(value):
         return float(value)
     raise ValueError(value)
+
+
+def replace_unprintable(text: str) -> str:
+    """Return `text` with `?` for control characters, because any process chooses its own names."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 # ---------------------------------------------------------------- the latest reading
@@ -227,7 +232,7 @@ def write_latest(pid: int, values: dict[str, Any]) -> None:
 
 
 def read_latest(pid: int) -> dict[str, Any] | None:
-    """Return what `write_latest` published. None before the first reading."""
+    """Return the latest published reading and its verdicts. None before the first reading."""
     content = _read_file(make_folder() / f"reading-{pid}.json")
     if content is None:
         return None

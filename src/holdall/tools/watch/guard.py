@@ -1,8 +1,8 @@
 """The guard: acts before the memory of this process runs out.
 
-A thread checks every limit twice a second, and more often as one comes near. Because a thread may be late on a busy
-machine, a memory that grows also asks the guard, in the thread that adds, as often as its growth may bring a limit
-near. If a limit is near, `add` waits until the memory has spilled. The guard never raises: training continues.
+A thread checks every limit twice a second, and more often as a limit comes near. On a busy machine the thread may be
+late. So a memory that grows asks the guard, too, in the thread that adds, before its growth can bring a limit near. If
+a limit is near, `add` waits until the memory has spilled. The guard never raises: training continues.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from holdall.units import format_bytes
 OnPressure = Literal["warn", "spill", "checkpoint"]
 
 _QUESTIONS_UNTIL_NEAR = 8
-"""A memory asks again after it took this fraction of what is left until a limit is near."""
+"""Memories ask this many times while they take the bytes that are spare until a limit is near."""
 _EXTRA_SHARE = 0.05
-"""Share of the limit that is freed beyond what is needed, so that the next check finds room."""
+"""Share of the limit that is freed in addition to the bytes that are short, so that the next check finds room."""
 _MAX_STALLED_PERCENT = 40.0
-"""Percentage of time that processes wait for memory, above which memory is short."""
+"""Memory is short if processes wait for it for at least this percentage of the time."""
 _PAUSE_AFTER_ACTION_S = 1.0
 _PAUSE_AFTER_WARNING_S = 10.0
 _LOOKAHEAD_S = 1.0
-"""A limit that will be near after this time, at the present rate, is near."""
+"""A limit counts as near if it will be near after this time at the present rate."""
 _MAX_PAUSE_S = 0.5
 _MIN_PAUSE_S = 0.02
 _POSSIBLE_BYTES_PER_S = 512.0 * 2**20
@@ -53,10 +53,10 @@ def read_stalled_percent() -> float | None:
 
 
 class ApproachedLimit(NamedTuple):
-    """A limit, and how near it is."""
+    """A limit, with its spare bytes and the rate at which they are taken."""
 
     limit: Limit
-    spare_bytes: float  # Bytes until the limit is near. Negative if it is.
+    spare_bytes: float  # Bytes until the limit is near. Negative if the limit is near.
     bytes_per_second: float  # Growth of the memory in use.
 
     @property
@@ -76,15 +76,15 @@ class ApproachedLimit(NamedTuple):
         return min(max(pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
 
 
-def choose_nearest(known: Iterable[ApproachedLimit]) -> ApproachedLimit:
-    """Return the limit that is near first, as a share of its size."""
-    return min(known, key=lambda near: (near.spare_bytes - near.soon_bytes) / max(near.limit.total_bytes, 1))
+def choose_nearest(limits: Iterable[ApproachedLimit]) -> ApproachedLimit:
+    """Return the limit with the smallest share of its size left until it is near."""
+    return min(limits, key=lambda near: (near.spare_bytes - near.soon_bytes) / max(near.limit.total_bytes, 1))
 
 
 class LimitTracker:
     """Measures how fast memory is taken. A rising rate counts at once, a falling one slowly.
 
-    `pressure_at` is the share of a limit from which on it is near.
+    A limit is near if at least the share `pressure_at` of it is taken.
     """
 
     def __init__(self, pressure_at: float) -> None:
@@ -93,18 +93,18 @@ class LimitTracker:
 
     def follow(self, limits: Iterable[Limit], now: float) -> list[ApproachedLimit]:
         """Return all limits with their spare bytes and rates."""
-        found = []
+        approached = []
         for limit in limits:
             spare_bytes = limit.free_bytes - (1.0 - self._pressure_at) * limit.total_bytes
-            found.append(ApproachedLimit(limit, spare_bytes, self._measure_rate(limit, now)))
-        return found
+            approached.append(ApproachedLimit(limit, spare_bytes, self._measure_rate(limit, now)))
+        return approached
 
     def _measure_rate(self, limit: Limit, now: float) -> float:
-        moment, free_bytes, before = self._before.setdefault(limit.name, (now, limit.free_bytes, 0.0))
+        moment, free_bytes, previous_rate = self._before.setdefault(limit.name, (now, limit.free_bytes, 0.0))
         if now - moment < _MIN_PAUSE_S:  # One page in a microsecond would be gigabytes per second.
-            return before
+            return previous_rate
         rate = max((free_bytes - limit.free_bytes) / (now - moment), 0.0)
-        rate = max(rate, 0.5 * (before + rate))
+        rate = max(rate, 0.5 * (previous_rate + rate))
         self._before[limit.name] = (now, limit.free_bytes, rate)
         return rate
 
@@ -115,10 +115,10 @@ class MemoryGuard:
     Args:
         agent: Publishes what the guard did.
         on_pressure: "warn", "spill" or "checkpoint".
-        pressure_at: Share of a limit from which on it is near.
-        limit_bytes: Limit of the user's own over this process.
+        pressure_at: A limit is near if at least this share of it is taken.
+        limit_bytes: The user's limit for the memory of this process.
         checkpoint: Called once each time memory runs short, for "checkpoint".
-        has_thread: Whether a thread checks. Without it, only memories that grow and callers of `check` do.
+        has_thread: Whether a thread checks. Otherwise the limits are checked only when a memory grows and by `check`.
         read_limits: Returns the limits of the system.
         clock: Returns seconds.
     """
@@ -154,9 +154,9 @@ class MemoryGuard:
         self._pid = os.getpid()
         self._checking = threading.Lock()
         self._is_short = False
-        self._next_action = 0.0
+        self._action_ends = 0.0  # Time until which the last action may still take effect.
         self._next_warning = 0.0
-        self._unasked_bytes = 0.0  # Growth of memories before they ask again.
+        self._bytes_until_check = 0.0  # Growth of memories until they ask again.
         self._pause_s = 0.0
         self._plan_next_check(self._tracker.follow(self._list_limits(), clock()))
         self._ended = threading.Event()
@@ -172,34 +172,34 @@ class MemoryGuard:
 
     def is_short(self, grown_bytes: int) -> bool:
         """Return whether memory is short after a memory grew. Called by the thread that adds."""
-        self._unasked_bytes -= grown_bytes
-        if self._unasked_bytes > 0 or os.getpid() != self._pid:  # A forked child has no guard.
+        self._bytes_until_check -= grown_bytes
+        if self._bytes_until_check > 0 or os.getpid() != self._pid:  # A forked child has no guard.
             return False
         return self._check_safely(is_patient=False)
 
     def check(self, *, is_patient: bool = True) -> bool:
-        """Check the limits once. Return whether one was near and the guard acted.
+        """Check the limits once. Return whether memory is short and the guard acted.
 
-        With `is_patient`, the effect of an action of the last second is awaited.
+        With `is_patient`, the guard does not act within a second after its last action, which may still take effect.
         """
         with self._checking:
             now = self._clock()
-            known = self._tracker.follow(self._list_limits(), now)
-            self._plan_next_check(known)
-            if is_patient and now < self._next_action:
+            limits = self._tracker.follow(self._list_limits(), now)
+            self._plan_next_check(limits)
+            if is_patient and now < self._action_ends:
                 return False
-            near = choose_nearest(known)
-            if not near.is_near and (read_stalled_percent() or 0.0) < _MAX_STALLED_PERCENT:
+            nearest = choose_nearest(limits)
+            if not nearest.is_near and (read_stalled_percent() or 0.0) < _MAX_STALLED_PERCENT:
                 self._is_short = False
                 return False
-            self._act(near, now)
+            self._act(nearest, now)
             self._is_short = True
-            self._next_action = now + _PAUSE_AFTER_ACTION_S
+            self._action_ends = now + _PAUSE_AFTER_ACTION_S
             return True
 
-    def _plan_next_check(self, known: list[ApproachedLimit]) -> None:
-        self._pause_s = min(one.pause_s for one in known)
-        self._unasked_bytes = min(one.spare_bytes for one in known) / _QUESTIONS_UNTIL_NEAR
+    def _plan_next_check(self, limits: list[ApproachedLimit]) -> None:
+        self._pause_s = min(one.pause_s for one in limits)
+        self._bytes_until_check = min(one.spare_bytes for one in limits) / _QUESTIONS_UNTIL_NEAR
 
     def _list_limits(self) -> list[Limit]:
         limits = self._read_limits()
@@ -208,16 +208,18 @@ class MemoryGuard:
             limits = [*limits, Limit("limit", free_bytes, self._limit_bytes)]
         return limits
 
-    def _act(self, near: ApproachedLimit, now: float) -> None:
-        limit = near.limit
+    def _act(self, nearest: ApproachedLimit, now: float) -> None:
+        """Do what `on_pressure` says, and report it unless that happened a moment ago."""
+        limit = nearest.limit
         left = f"{format_bytes(limit.free_bytes)} left of {format_bytes(limit.total_bytes)}"
         text = f"memory is short: {left} ({limit.name})"
-        if near.spare_bytes > 0:
-            text += f", and {format_bytes(near.bytes_per_second)} more is taken every second"
+        if nearest.spare_bytes > 0:
+            text += f", and {format_bytes(nearest.bytes_per_second)} more is taken every second"
         pause_s = _PAUSE_AFTER_ACTION_S
         if self._on_pressure == "spill":
             extra_bytes = _EXTRA_SHARE * limit.total_bytes
-            text += f"; {_relieve_memories(int(extra_bytes + max(-near.spare_bytes, 0.0) + near.soon_bytes))}"
+            needed_bytes = max(-nearest.spare_bytes, 0.0) + nearest.soon_bytes
+            text += f"; {_relieve_memories(int(needed_bytes + extra_bytes))}"
             return_free_heap()
             pause_s = _PAUSE_AFTER_WARNING_S  # A memory that fills faster than it spills is short again and again.
         elif self._is_short:
@@ -244,7 +246,7 @@ class MemoryGuard:
 
 
 def _relieve_memories(nbytes: int) -> str:
-    """Ask every memory to free a share of `nbytes` in proportion to its size. Return what was asked."""
+    """Ask every memory to free a share of `nbytes` in proportion to its size. Return a sentence about the request."""
     size_by_memory: dict[Any, int] = {}
     for memory in MEMORIES:
         if hasattr(memory, "relieve"):

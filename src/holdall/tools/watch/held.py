@@ -1,7 +1,6 @@
-"""What buffers, memories and networks of this process hold in host RAM.
+"""The host RAM that buffers, memories and networks of this process take.
 
-Arrays are found by the functions with which the probe finds them. The parts of a memory of holdall have sizes and no
-addresses.
+Arrays of buffers and networks are listed with their addresses. holdall's own memories report sizes and no addresses.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def measure_memories(memories: Iterable[Any]) -> Iterator[HeldField]:
             yield HeldField(f"{prefix}.staging", report.staging_bytes, fill, report.budget_bytes)
 
 
-def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
+def list_buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
     """Yield the arrays of a buffer, as in Stable-Baselines3."""
     attributes = get_attributes(buffer)
     size = get_count(attributes, ("buffer_size",))
@@ -45,10 +44,10 @@ def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
     if size is not None and isinstance(position, int):
         fill = 1.0 if attributes.get("full") else position / size
     for path, array in walk_arrays(dict(attributes), name, 0):
-        yield from array_regions("buffers", path, array, fill)
+        yield from list_array_regions("buffers", path, array, fill)
 
 
-def network_regions(
+def list_network_regions(
     modules: Iterable[Any], optimizers: Iterable[Any], *, has_gradients: bool = True
 ) -> Iterator[Region]:
     """Yield parameters, gradients and the state of optimizers.
@@ -58,16 +57,16 @@ def network_regions(
     """
     for module in modules:
         for parameter in [*module.parameters(), *module.buffers()]:
-            yield from array_regions("torch", "parameters", parameter)
+            yield from list_array_regions("torch", "parameters", parameter)
             if has_gradients and parameter.grad is not None:
-                yield from array_regions("torch", "gradients", parameter.grad)
+                yield from list_array_regions("torch", "gradients", parameter.grad)
     for optimizer in optimizers:
         for state in list(optimizer.state.values()):
             for _, value in walk_arrays(dict(state), "", 0):
-                yield from array_regions("torch", "optimizer state", value)
+                yield from list_array_regions("torch", "optimizer state", value)
 
 
-def array_regions(
+def list_array_regions(
     group: Literal["buffers", "torch"], name: str, array: Any, fill: float | None = None
 ) -> Iterator[Region]:
     """Yield the addresses of an array or a tensor, or nothing if it is empty or on a device."""

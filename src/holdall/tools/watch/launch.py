@@ -1,7 +1,7 @@
 """Start a command with an agent in it.
 
 The launched Python finds `startup/sitecustomize.py` on its path. That module starts the agent, which follows every
-model of Stable-Baselines3, and then runs the user's own sitecustomize. The training itself is not changed.
+model of Stable-Baselines3. It also runs the user's own sitecustomize. The training itself is not changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _MODEL_MODULE = "stable_baselines3.common.base_class"
 class LaunchedCommand:
     """A command that runs with an agent in it. Signals that end the watch are forwarded to the command.
 
-    With `is_captured`, its output is written line by line, so that a live view can stay below it.
+    With `is_captured`, this process writes the output of the command line by line, so that a live view can stay below
+    the output.
     """
 
     def __init__(self, command: Sequence[str], *, is_captured: bool = False) -> None:
@@ -45,16 +46,16 @@ class LaunchedCommand:
             environment["PYTHONUNBUFFERED"] = "1"
         output = subprocess.PIPE if is_captured else None
         errors = subprocess.STDOUT if is_captured else None
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         self._process = subprocess.Popen(list(command), env=environment, stdout=output, stderr=errors)
         self.pid = self._process.pid
-        self.seconds = 0.0  # Until the command ended.
+        self.seconds = 0.0  # Duration of the command, after `wait`.
         for number in _FORWARDED_SIGNALS:
-            signal.signal(number, lambda number, _: self._process.send_signal(number))
-        self._relay: threading.Thread | None = None
+            signal.signal(number, lambda received, _: self._process.send_signal(received))
+        self._output_thread: threading.Thread | None = None
         if is_captured:
-            self._relay = threading.Thread(target=self._write_output, name="holdall-output", daemon=True)
-            self._relay.start()
+            self._output_thread = threading.Thread(target=self._write_output, name="holdall-output", daemon=True)
+            self._output_thread.start()
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait at most `seconds`. Return whether the command ended."""
@@ -65,16 +66,16 @@ class LaunchedCommand:
         return True
 
     def wait(self) -> int:
-        """Wait for the end. Return the exit code as a shell would."""
+        """Wait until the command ends. Return its exit code as a shell would."""
         while True:
             try:
                 code = self._process.wait()
                 break
             except KeyboardInterrupt:
                 self._process.send_signal(signal.SIGINT)
-        self.seconds = time.monotonic() - self._begun
-        if self._relay is not None:
-            self._relay.join()
+        self.seconds = time.monotonic() - self._start
+        if self._output_thread is not None:
+            self._output_thread.join()
         return code if code >= 0 else 128 - code
 
     def read_peak(self) -> int:
@@ -83,19 +84,19 @@ class LaunchedCommand:
             return 0
         import resource  # noqa: PLC0415  It does not exist on Windows.
 
-        found = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        # The kernel also counts the copy of this process that a command begins as.
-        return found if found > peak_bytes() else 0
+        peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        # A command begins as a copy of this process, and the kernel counts the copy, too.
+        return peak if peak > peak_bytes() else 0
 
     def _write_output(self) -> None:
         assert self._process.stdout is not None
         for line in iter(self._process.stdout.readline, b""):
-            with contextlib.suppress(OSError):  # Nobody reads any more. The command continues.
+            with contextlib.suppress(OSError):  # The reader of stdout is gone. The command continues.
                 sys.stdout.write(line.decode("utf-8", "replace"))
 
 
 def start_agent_in_command() -> None:
-    """Start the agent in a launched Python. Follow models as soon as Stable-Baselines3 is imported."""
+    """Start the agent in a launched Python, and follow models once Stable-Baselines3 is imported."""
     get_agent()
     call_after_import({_MODEL_MODULE: [follow_models]})
 

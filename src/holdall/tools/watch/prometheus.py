@@ -1,4 +1,4 @@
-"""Metrics of the newest reading for Prometheus, through prometheus_client, on the loopback by default."""
+"""Metrics of the newest reading for Prometheus, served through prometheus_client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 class Exporter:
-    """Serves the pass that was assigned to `latest`."""
+    """Server of the pass that was last assigned to `latest`."""
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         self.latest: WatchPass | None = None

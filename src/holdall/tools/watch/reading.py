@@ -34,12 +34,12 @@ _MIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AttributedPart:
-    """Memory that has a name."""
+    """A part of the memory, with its group and its name."""
 
     group: str
     name: str
     resident: int  # Share of the tree's proportional set size.
-    allocated: int  # Addresses, touched or not.
+    allocated: int  # Bytes of addresses, touched or not.
     fill: float | None = None  # Fraction of the buffer that is filled, from 0 to 1.
     grows: bool = False  # Whether more is allocated as the buffer fills: holdall's memories.
     budget: int | None = None  # Bytes that the whole memory may hold in RAM.
@@ -47,14 +47,14 @@ class AttributedPart:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Memory on a GPU. None where a figure is unknown."""
+    """Bytes on a GPU. None where a figure is unknown."""
 
-    requested: int | None  # By tensors.
-    allocated: int | None  # Rounded up to blocks.
-    reserved: int | None  # By torch, from the driver.
+    requested: int | None  # Requested by tensors.
+    allocated: int | None  # Requests rounded up to blocks.
+    reserved: int | None  # Taken by torch from the driver.
     fragmented: int | None  # Reserved and free, in pieces.
-    other: int | None  # Context and libraries of the process.
-    limit: int | None
+    other: int | None  # CUDA context and libraries of the process.
+    limit: int | None  # Memory of the GPU.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class MemoryReading:
 
 
 class LiveObjects(NamedTuple):
-    """Live objects at one moment, as the allocators of the process count them."""
+    """Counts of live objects by the allocators of the process, at one moment."""
 
     time: float
     step: int | None
@@ -148,24 +148,26 @@ class ReadingHistory:
         """Whether the process reports its steps. If not, time is used as the position of a reading."""
         return self.newest.step is not None
 
-    def position(self, item: MemoryReading | LiveObjects) -> float:
-        """Return the step of an item, or its time."""
+    def get_position(self, item: MemoryReading | LiveObjects) -> float:
+        """Return the step of an item, or its time if the process reports no steps."""
         return float(item.step or 0) if self.counts_steps else item.time
 
     def select_training(self, items: list[ItemT]) -> list[ItemT]:
-        """Return the items after the first step, in the most frequent phase.
+        """Return the items after the first step, or after the last import, that are in the most frequent phase.
 
-        Before its first step a process imports modules and allocates what it needs, and phases need different amounts.
+        Before its first step, a process imports modules and allocates objects that it keeps. Phases need different
+        amounts of memory.
         """
-        later = [item for item in items if item.step]
-        if not self.counts_steps:
-            imports = [position for position, item in enumerate(items) if item.phase == IMPORT_PHASE]
+        if self.counts_steps:
+            later = [item for item in items if item.step]
+        else:
+            imports = [index for index, item in enumerate(items) if item.phase == IMPORT_PHASE]
             later = items[max(imports, default=-1) + 1 :]
             if not later or later[-1].time - later[0].time < _MIN_SECONDS:
                 return []
         phases = [item.phase for item in later]
-        common = max(set(phases), key=phases.count, default=None)
-        return [item for item in later if item.phase == common]
+        common_phase = max(set(phases), key=phases.count, default=None)
+        return [item for item in later if item.phase == common_phase]
 
     def collect_series(
         self, value: Callable[[MemoryReading], float | None], readings: list[MemoryReading] | None = None
@@ -176,6 +178,6 @@ class ReadingHistory:
         for reading in self.readings if readings is None else readings:
             number = value(reading)
             if number is not None:
-                positions.append(self.position(reading))
+                positions.append(self.get_position(reading))
                 values.append(number)
         return positions, values

@@ -1,8 +1,7 @@
 """Robust slopes of series of readings.
 
 The slope is the median of the slopes between all pairs of points (Theil 1950, Sen 1968). Its confidence interval
-follows from Kendall's statistic. Readings are gathered in bins first, because neighbouring readings depend on each
-other.
+follows from Kendall's statistic. Readings are first joined to bins, because neighbouring readings depend on each other.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ def fit_trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
 
 
 def fit_steady_growth(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
-    """Return the slope of a series that grows all the time. None for every other series."""
+    """Return the slope of a series that grows steadily. None for every other series."""
     trend = fit_trend(xs, ys)
     if trend is None or trend.low <= 0:
         return None
     points = _gather_bins(xs, ys)
     quarter = len(points) // 4
-    levels = [median(y for _, y in points[i * quarter : (i + 1) * quarter]) for i in range(4)]
+    levels = [median(y for _, y in points[number * quarter : (number + 1) * quarter]) for number in range(4)]
     rises = [after - before for before, after in pairwise(levels)]
     mean = sum(rises) / len(rises)
     if mean <= 0 or min(rises) < _MIN_QUARTER_SHARE * mean:

@@ -1,13 +1,14 @@
-"""Verdicts: what the readings mean, each with evidence and a remedy. The most severe verdict comes first.
+"""Verdicts on the readings of a process, each with evidence and a remedy, the most severe first.
 
-Leaks are looked for in live objects, without the arrays of buffers, at the same point of a step and in one phase of
-training. So neither a filling buffer nor free heap that the C library keeps looks like a leak.
+A leak is steady growth in one phase of training. If there is an agent, it counts live objects without the arrays of
+buffers, always at the same point of a step. So neither a filling buffer nor free heap that the C library keeps looks
+like a leak.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePath
@@ -15,9 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.trend import Trend, fit_steady_growth
-from holdall.units import counted, format_bytes, format_seconds
+from holdall.units import count_noun, format_bytes, format_seconds
 
 Severity = Literal["error", "warning", "info"]
+
+# Distances and slopes are counted in steps if the process reports its steps, and else in seconds.
 
 _MIN_FILL_READINGS = 4
 _FULL_SHARE = 0.995
@@ -25,12 +28,12 @@ _WARM_UP_SHARE = 0.25
 """Share of the history that is skipped, because a training allocates most objects at its beginning."""
 _MIN_LEAK_BYTES = 2 * 2**20
 _MIN_LEAK_BYTES_OF_SUMS = 32 * 2**20
-_MIN_LEAK_PER_STEP = 48.0
-"""Bytes."""
-_MIN_LEAK_PER_SECOND = 4096.0
+"""Smallest leak in a group of parts, whose sum is less steady than counts of live objects."""
+_MIN_LEAK_BYTES_PER_STEP = 48.0
+_MIN_LEAK_BYTES_PER_SECOND = 4096.0
 _MIN_LEAKED_OBJECTS = 8_000
 _MIN_OBJECTS_PER_STEP = 0.75
-"""A wrapper that records the return of every episode keeps fewer objects."""
+"""More than a wrapper keeps that records the return of every episode."""
 _MIN_OBJECTS_PER_SECOND = 50.0
 _SOURCES = {
     "python": ("Python objects", "Look for lists that keep something of every step: losses, infos, observations."),
@@ -39,11 +42,15 @@ _SOURCES = {
         "Look for tensors that keep their graph (use .item() or .detach()), or arrays in lists.",
     ),
     "anonymous": ("the heap and small mappings", "Start it with 'holdall watch -- ...' to see buffers by name."),
-    "workers": ("environment workers", "Look for what an environment keeps of every step or episode."),
+    "workers": (
+        "environment workers",
+        "Look for lists of an environment that keep something of every step or episode.",
+    ),
     "shared": ("shared mappings", "Look for shared memory that is created again and again, and never unlinked."),
 }
+"""By the place where memory grows: the words for it in the text of a verdict, and the remedy."""
 _SWING_READINGS = 40
-"""Recent readings whose maximum a step needs at its peak."""
+"""Number of recent readings whose maximum counts as the peak of a step."""
 _NEVER = float("inf")
 _MIN_RETAINED_BYTES = 64 * 2**20
 _MIN_RETAINED_SHARE = 0.05
@@ -57,7 +64,7 @@ _MIN_CROSSINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class WatchVerdict:
-    """What readings mean."""
+    """A statement about the memory of a process, such as a leak or a buffer that fills."""
 
     name: str
     severity: Severity
@@ -93,8 +100,8 @@ class FillingBuffer:
 
     name: str
     share: float  # Fraction that is filled.
-    resident: float
-    slope: float  # Bytes per step, or per second.
+    resident: float  # Bytes now.
+    slope: float  # Bytes per step or second.
     left: float  # Steps or seconds until the buffer is full.
     max_bytes: float = _NEVER  # Bytes that the buffer never exceeds: what is allocated for it, or its budget.
     has_budget: bool = False  # Whether `max_bytes` is a budget.
@@ -110,50 +117,63 @@ class FillingBuffer:
         return (self.final_bytes - self.resident) / self.slope if self.slope > 0 else 0.0
 
 
+class _FillPoint(NamedTuple):
+    """A buffer in one reading."""
+
+    position: float  # Step or time.
+    share: float  # Fraction that is filled.
+    resident: int
+
+
 def find_filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
     """Return the buffers that only grow and are not full."""
-    found = []
+    filling = []
     recent = history.readings[len(history.readings) // 3 :]
     for name, parts in _group_buffers(history.newest).items():
-        known: list[tuple[float, float, int]] = []  # Position, fill and bytes.
+        points = []
         for reading in recent:
-            held = _group_buffers(reading).get(name, [])
-            if held:
-                share = max(part.fill or 0.0 for part in held)
-                known.append((history.position(reading), share, sum(part.resident for part in held)))
-        # The fill of a rollout starts again and again. A replay buffer only fills.
-        only_grows = all(after[1] >= before[1] for before, after in pairwise(known))
-        if len(known) >= _MIN_FILL_READINGS and only_grows and known[-1][1] < _FULL_SHARE:
-            buffer = _extrapolate(name, parts, known)
+            recent_parts = _group_buffers(reading).get(name, [])
+            if recent_parts:
+                share = max(part.fill or 0.0 for part in recent_parts)
+                resident = sum(part.resident for part in recent_parts)
+                points.append(_FillPoint(history.get_position(reading), share, resident))
+        # A rollout is emptied again and again. A replay buffer only fills.
+        only_grows = all(after.share >= before.share for before, after in pairwise(points))
+        if len(points) >= _MIN_FILL_READINGS and only_grows and points[-1].share < _FULL_SHARE:
+            buffer = _extrapolate_fill(name, parts, points)
             if buffer is not None:
-                found.append(buffer)
-    return found
+                filling.append(buffer)
+    return filling
 
 
-def _extrapolate(name: str, parts: list[AttributedPart], known: list[tuple[float, float, int]]) -> FillingBuffer | None:
-    distance = known[-1][0] - known[0][0]
-    filled = known[-1][1] - known[0][1]
-    taken = known[-1][2] - known[0][2]
-    _, share, resident = known[-1]
+def _extrapolate_fill(name: str, parts: list[AttributedPart], points: list[_FillPoint]) -> FillingBuffer | None:
+    """Return when a buffer will be full, and its size then. None if it did not fill between `points`."""
+    first = points[0]
+    last = points[-1]
+    distance = last.position - first.position
+    filled = last.share - first.share
     if distance <= 0 or filled <= 0:
         return None
-    left = (1.0 - share) * distance / filled
+    left = (1.0 - last.share) * distance / filled
     if any(part.grows for part in parts):
         budgets = [part.budget for part in parts if part.budget is not None]
-        slope = max(taken / distance, 0.0)
-        return FillingBuffer(name, share, resident, slope, left, max(budgets, default=_NEVER), bool(budgets))
+        slope = max((last.resident - first.resident) / distance, 0.0)
+        return FillingBuffer(
+            name, last.share, last.resident, slope, left, max(budgets, default=_NEVER), has_budget=bool(budgets)
+        )
     # Every page of an array of fixed size is touched when its last row is written.
     allocated = sum(part.allocated for part in parts)
-    return FillingBuffer(name, share, resident, max(allocated - resident, 0) / left, left, allocated)
+    slope = max(allocated - last.resident, 0) / left
+    return FillingBuffer(name, last.share, last.resident, slope, left, allocated)
 
 
 def _group_buffers(reading: MemoryReading) -> dict[str, list[AttributedPart]]:
     """Return the parts of buffers by the buffer's name: `replay.rewards` is part of `replay`."""
-    found: dict[str, list[AttributedPart]] = {}
+    parts_by_buffer: dict[str, list[AttributedPart]] = {}
     for part in reading.parts:
         if part.group == "buffers" and part.fill is not None:
-            found.setdefault(part.name.partition(".")[0], []).append(part)
-    return found
+            parts_by_buffer.setdefault(part.name.partition(".")[0], []).append(part)
+    return parts_by_buffer
 
 
 def _judge_filling(history: ReadingHistory, filling: list[FillingBuffer]) -> Iterator[WatchVerdict]:
@@ -183,7 +203,7 @@ def _say_when(history: ReadingHistory, distance: float) -> str:
     """Return when a position is reached that is `distance` ahead: ` at step 7,050, in 30 s`."""
     words = []
     if history.counts_steps:
-        words.append(f" at step {history.position(history.newest) + distance:,.0f}")
+        words.append(f" at step {history.get_position(history.newest) + distance:,.0f}")
     seconds = _count_seconds(history, distance)
     if seconds is not None:
         words.append(f" in {format_seconds(round(seconds))}")
@@ -203,25 +223,24 @@ def _count_seconds(history: ReadingHistory, distance: float) -> float | None:
 class Leak(NamedTuple):
     """Memory that grows without end."""
 
-    slope: float  # Bytes per step, or per second. Estimated where objects are counted.
+    slope: float  # Bytes per step or second. An estimate if the verdict counts objects.
     verdict: WatchVerdict
 
 
 def find_leaks(history: ReadingHistory, command: Sequence[str] = ()) -> list[Leak]:
-    """Return what grows steadily apart from the buffers."""
-    found = []
+    """Return the steady growth of memory outside of buffers: at most one leak for each source."""
+    leaks = [_find_leak_of_group(history, group) for group in ("workers", "shared")]
     if history.live:
-        found.append(_find_leak_of_objects(history, command))
+        leaks.insert(0, _find_leak_of_objects(history, command))
     else:
-        found.append(_find_leak_of_group(history, "anonymous"))
-    found += [_find_leak_of_group(history, group) for group in ("workers", "shared")]
-    return [leak for leak in found if leak is not None]
+        leaks.insert(0, _find_leak_of_group(history, "anonymous"))
+    return [leak for leak in leaks if leak is not None]
 
 
 def _find_leak_of_objects(history: ReadingHistory, command: Sequence[str]) -> Leak | None:
     live = history.select_training(history.live)
     live = live[int(len(live) * _WARM_UP_SHARE) :]
-    positions = [history.position(one) for one in live]
+    positions = [history.get_position(one) for one in live]
     heap = fit_steady_growth(positions, [one.heap for one in live])
     if heap is not None and not _is_large(history, heap, _MIN_LEAK_BYTES):
         heap = None
@@ -252,7 +271,7 @@ def _find_leak_of_group(history: ReadingHistory, group: str) -> Leak | None:
 def _count_candidate_bytes(reading: MemoryReading, group: str) -> float:
     if group != "anonymous":
         return reading.of(group)
-    # A large mapping that is still being touched is a buffer that fills.
+    # A large mapping of which not all pages are touched is a buffer that fills.
     filling = 0
     for part in reading.parts:
         if part.group == "unattributed" and part.resident < 0.98 * part.allocated:
@@ -261,7 +280,7 @@ def _count_candidate_bytes(reading: MemoryReading, group: str) -> float:
 
 
 def _is_large(history: ReadingHistory, trend: Trend, min_growth: int) -> bool:
-    min_slope = _MIN_LEAK_PER_STEP if history.counts_steps else _MIN_LEAK_PER_SECOND
+    min_slope = _MIN_LEAK_BYTES_PER_STEP if history.counts_steps else _MIN_LEAK_BYTES_PER_SECOND
     return trend.slope >= min_slope and trend.growth >= min_growth
 
 
@@ -325,28 +344,27 @@ def suggest_memray(command: Sequence[str]) -> str:
 
 
 def _judge_limits(history: ReadingHistory, filling: list[FillingBuffer], leaks: list[Leak]) -> Iterator[WatchVerdict]:
-    """Report the limit that is reached first, unless training ends before."""
+    """Report the limit that is reached first, unless training ends earlier."""
     newest = history.newest
     swing = max(reading.pss for reading in history.readings[-_SWING_READINGS:]) - newest.pss
     slope = sum(leak.slope for leak in leaks)
-    reached: list[tuple[float, str, int]] = []
+    distances: list[tuple[float, str, int]] = []  # Steps or seconds until a limit is reached, its name, bytes left.
     for name, left in (newest.headroom or {}).items():
-        reached.append((compute_distance(left - swing, filling, slope), name, left))
-    reached += _extrapolate_limit(
-        history, "GPU memory", lambda one: one.gpu and one.gpu.reserved, _count_gpu_left(newest)
-    )
-    reached += _extrapolate_limit(history, "disk that memories spill to", lambda one: one.spilled, newest.disk_free)
-    distance, name, left = min(reached, default=(_NEVER, "", 0))
-    to_goal = _NEVER
+        distances.append((compute_distance(left - swing, filling, slope), name, left))
+    distances += _extrapolate_limit(history, "GPU memory", _get_gpu_reserved, _count_gpu_left(newest))
+    distances += _extrapolate_limit(history, "disk that memories spill to", lambda one: one.spilled, newest.disk_free)
+    distance, name, left = min(distances, default=(_NEVER, "", 0))
+    distance_to_goal = _NEVER
     if history.counts_steps and newest.goal:
-        to_goal = newest.goal - (newest.step or 0)
-    if distance == _NEVER or distance > to_goal:
+        distance_to_goal = newest.goal - (newest.step or 0)
+    if distance == _NEVER or distance > distance_to_goal:
         return
     text = f"{name}: {format_bytes(left)} are left, used up{_say_when(history, distance)}"
     if left <= 0:
         text = f"{name}: exceeded by {format_bytes(-left)}"
+    # A training that counts steps without a goal may end before the limit.
     severity: Severity = "warning" if history.counts_steps and newest.goal is None else "error"
-    step = history.position(newest) + distance if history.counts_steps else None
+    step = history.get_position(newest) + distance if history.counts_steps else None
     evidence = {
         "limit": name,
         "left": left,
@@ -362,28 +380,36 @@ def _judge_limits(history: ReadingHistory, filling: list[FillingBuffer], leaks: 
 
 
 def compute_distance(left: float, filling: list[FillingBuffer], slope: float) -> float:
-    """Return after how many steps `left` bytes are used up. Infinity if they never are."""
+    """Return the steps or seconds until `left` bytes are used up, or infinity.
+
+    The bytes are taken by leaks, which grow by `slope` per step or second, and by the buffers that still grow.
+    """
     if left <= 0:
         return 0.0
-    position = 0.0
+    distance = 0.0
     growing = sorted(filling, key=lambda buffer: buffer.growth_left)
     while True:
         rate = slope + sum(buffer.slope for buffer in growing)
-        until = growing[0].growth_left - position if growing else _NEVER
-        if rate > 0 and left <= rate * until:
-            return position + left / rate
+        to_next_end = growing[0].growth_left - distance if growing else _NEVER
+        if rate > 0 and left <= rate * to_next_end:
+            return distance + left / rate
         if not growing:
             return _NEVER
-        left -= rate * until
-        position += until
+        left -= rate * to_next_end
+        distance += to_next_end
         growing.pop(0)
 
 
 def _extrapolate_limit(
-    history: ReadingHistory, name: str, value: Any, left: int | None
+    history: ReadingHistory, name: str, value: Callable[[MemoryReading], float | None], left: int | None
 ) -> list[tuple[float, str, int]]:
+    """Return the distance to a limit of which `left` bytes are left. Empty if `value` does not grow steadily."""
     trend = fit_steady_growth(*history.collect_series(value))
     return [] if left is None or trend is None else [(left / trend.slope, name, left)]
+
+
+def _get_gpu_reserved(reading: MemoryReading) -> int | None:
+    return None if reading.gpu is None else reading.gpu.reserved
 
 
 def _count_gpu_left(reading: MemoryReading) -> int | None:
@@ -411,7 +437,7 @@ def _judge_threads(newest: MemoryReading) -> Iterator[WatchVerdict]:
     resident = sum(part.resident for part in stacks)
     allocated = sum(part.allocated for part in stacks)
     text = (
-        f"{newest.threads} threads for {counted(newest.cores, 'core')}; they wait for each other. Their stacks take "
+        f"{newest.threads} threads for {count_noun(newest.cores, 'core')}; they wait for each other. Their stacks take "
         f"{format_bytes(resident)}, not the {format_bytes(allocated)} of addresses"
     )
     remedy = "Use holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers. It saves time, hardly memory."
@@ -426,15 +452,15 @@ def _judge_threads(newest: MemoryReading) -> Iterator[WatchVerdict]:
 
 
 def _judge_shape(history: ReadingHistory, *, is_steady_possible: bool) -> Iterator[WatchVerdict]:
-    """Report that memory goes up and down in the newer half of the history, or is steady in the newest third."""
+    """Report that memory goes up and down in the newer half of the history, or that it is steady there."""
     recent = history.readings[len(history.readings) // 2 :]
+    if len(recent) < _MIN_SHAPE_READINGS:
+        return
     levels = [reading.pss for reading in recent]
     low = min(levels)
     high = max(levels)
     is_above = [level > (low + high) / 2 for level in levels]
     crossings = sum(before != after for before, after in pairwise(is_above))
-    if len(levels) < _MIN_SHAPE_READINGS:
-        return
     if high - low >= _SWING_SHARE * high and crossings >= _MIN_CROSSINGS:
         phase = max(recent, key=lambda reading: reading.pss).phase
         where = f", highest in phase {phase!r}" if phase else ""

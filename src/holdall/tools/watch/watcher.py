@@ -38,7 +38,7 @@ _JUDGE_INTERVAL_S = 5.0
 _AGENT_INTERVAL_S = 0.25
 _REPEAT_INTERVAL_S = 60.0
 _HELPER_PROCESSES = ("resource_tracker", "forkserver")
-"""Helpers of multiprocessing, recognised by their command lines."""
+"""Words in the command lines of multiprocessing's helper processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class WatchPass:
 
     reading: MemoryReading
     verdicts: list[WatchVerdict]
-    new_verdicts: list[WatchVerdict]  # Those that were not reported within the last minute.
+    new_verdicts: list[WatchVerdict]  # Verdicts that were not reported within the last minute.
     phases: dict[str, PhasePeak] = field(default_factory=dict)
     events: list[tuple[float, str]] = field(default_factory=list)
 
     def as_lines(self) -> list[dict[str, Any]]:
-        """Return what is new as lines of a record."""
+        """Return the reading, and everything that is new, as lines of a record."""
         lines = [self.reading.as_dict()]
         for name, phase in self.phases.items():
             lines.append(
@@ -68,9 +68,9 @@ class Watcher:
 
     Args:
         pid: The process. Its children are its workers.
-        interval_s: Seconds between two readings, if they take at most 2 % of a core.
-        limit_bytes: Limit of the user's own over the tree, besides those of the system.
-        command: Command line that started the process, if it is known. The process may not have its own yet.
+        interval_s: Seconds between two readings. The interval is longer if readings would take more than 2 % of a core.
+        limit_bytes: The user's limit for the memory of the tree, in addition to the limits of the system.
+        command: Command line that started the process. By default, it is read from the process.
     """
 
     def __init__(
@@ -106,8 +106,7 @@ class Watcher:
 
     def run_pass(self) -> WatchPass:
         """Read the tree and judge it. Raise WatchError if the process has ended or cannot be read."""
-        begun = time.process_time()
-        self._poll_agent()
+        start = time.process_time()
         reading = self._read_safely()
         self.history.add(reading)
         new: list[WatchVerdict] = []
@@ -118,19 +117,20 @@ class Watcher:
         phases: dict[str, PhasePeak] = {}
         events: list[tuple[float, str]] = []
         if self.latest_report is not None:
-            phases = {name: one for name, one in self.latest_report.phases.items() if self._phases.get(name) != one}
+            reported = self.latest_report.phases
+            phases = {name: phase for name, phase in reported.items() if self._phases.get(name) != phase}
             events = [event for event in self.latest_report.events if event[0] > self._last_event]
             self._phases |= phases
             self._last_event = max([self._last_event, *(moment for moment, _ in events)])
-        spent = time.process_time() - begun
-        self._pause_s = max(self._interval_s, spent / _MAX_SHARE_OF_CORE)
+        spent_s = time.process_time() - start
+        self._pause_s = max(self._interval_s, spent_s / _MAX_SHARE_OF_CORE)
         return WatchPass(reading, self._verdicts, new, phases, events)
 
     def pause(self, wait_for_end: Callable[[float], bool] | None = None) -> bool:
         """Wait until the next pass is due, and poll the agent meanwhile. Return whether the process ended.
 
-        The first report of an agent is followed by a pass at once: before it, the process has hardly started.
-        `wait_for_end` waits at most the given seconds for a process that this one started.
+        The first report of an agent ends the pause, because the process had hardly started at the pass before it.
+        `wait_for_end` waits at most the given seconds for the end of a process that this process started.
         """
         had_report = self.latest_report is not None
         deadline = time.monotonic() + self._pause_s
@@ -145,7 +145,7 @@ class Watcher:
         return False
 
     def publish(self, latest: WatchPass) -> None:
-        """Write a pass where the watched process finds it."""
+        """Write a pass to the file that the watched process reads."""
         verdicts = [one.as_dict(latest.reading.time) for one in latest.verdicts]
         exchange.write_latest(self.pid, {"reading": latest.reading.as_dict(), "verdicts": verdicts})
 
@@ -180,7 +180,7 @@ class Watcher:
         parts = [*own, *_read_workers(self._process)]
         pss = sum(part.resident for part in parts)
         known = report or AgentReport(self.pid, 0, now)
-        # An agent that reports phases resets the kernel's own peak.
+        # An agent that reports phases resets the kernel's peak at every phase.
         phase_peaks = [phase.peak for phase in known.phases.values()]
         self._peak = max(self._peak, pss, peak_bytes(self.pid), *phase_peaks)
         headroom = {limit.name: limit.free_bytes for limit in memory_limits(None, process=self.pid)}
@@ -234,23 +234,26 @@ def _count_live_objects(report: AgentReport) -> LiveObjects | None:
 
 
 def attribute_sum(pid: int, report: AgentReport | None) -> list[AttributedPart]:
-    """Return named buffers and the rest, where the system reports only the sum. Touched bytes are estimated by fill."""
+    """Return named buffers and the rest, where the system reports only the sum. Resident bytes follow from the fill."""
     left = held_bytes(pid).proportional
     parts = []
     if report is not None:
         for region in report.regions:
-            touched = min(int(region.nbytes * (1.0 if region.fill is None else region.fill)), left)
-            left -= touched
-            parts.append(AttributedPart(region.group, region.name, touched, region.nbytes, region.fill))
+            fill = 1.0 if region.fill is None else region.fill
+            resident = min(int(region.nbytes * fill), left)
+            left -= resident
+            parts.append(AttributedPart(region.group, region.name, resident, region.nbytes, region.fill))
         for one in report.held:
-            touched = min(one.nbytes, left)
-            left -= touched
-            parts.append(AttributedPart("buffers", one.name, touched, one.nbytes, one.fill, True, one.budget))
+            resident = min(one.nbytes, left)
+            left -= resident
+            parts.append(
+                AttributedPart("buffers", one.name, resident, one.nbytes, one.fill, grows=True, budget=one.budget)
+            )
     return [*parts, AttributedPart("unattributed", "this system reports only the sum", left, left)]
 
 
 def _read_workers(process: psutil.Process) -> list[AttributedPart]:
-    """Return every process below `process`, except this one."""
+    """Return one part for every descendant of `process`, except this process."""
     parts = []
     for worker in process.children(recursive=True):
         if worker.pid == os.getpid():
@@ -264,20 +267,26 @@ def _read_workers(process: psutil.Process) -> list[AttributedPart]:
 
 
 def _count_free_disk(report: AgentReport) -> int | None:
-    """Return the bytes left where memories spill to. The least, if there are several folders."""
+    """Return the free bytes of the fullest disk that memories spill to. None if no memory spills."""
     limits = [disk(Path(folder)) for folder in report.spilled]
     return min((limit.free_bytes for limit in limits if limit is not None), default=None)
 
 
-def _read_gpu(pid: int, torch: dict[str, int]) -> GpuMemory | None:
-    """Return what a process holds on its GPU. None if it holds nothing there, or if that is unknown."""
+def _read_gpu(pid: int, agent_gpu: dict[str, int]) -> GpuMemory | None:
+    """Return the GPU memory of a process, from its agent and the driver. None if neither has a figure."""
     driver = _read_nvidia(pid)
-    if not torch and driver is None:
+    if not agent_gpu and driver is None:
         return None
-    used, limit = driver or (None, torch.get("limit"))
-    reserved = torch.get("reserved")
-    other = None if used is None else max(used - (reserved or 0), 0)
-    return GpuMemory(torch.get("requested"), torch.get("allocated"), reserved, torch.get("fragmented"), other, limit)
+    used, limit = driver or (None, agent_gpu.get("limit"))
+    reserved = agent_gpu.get("reserved")
+    return GpuMemory(
+        requested=agent_gpu.get("requested"),
+        allocated=agent_gpu.get("allocated"),
+        reserved=reserved,
+        fragmented=agent_gpu.get("fragmented"),
+        other=None if used is None else max(used - (reserved or 0), 0),
+        limit=limit,
+    )
 
 
 def _read_nvidia(pid: int) -> tuple[int | None, int] | None:
@@ -314,8 +323,8 @@ def _load_nvml() -> Any:
 def make_header(watcher: Watcher, interval_s: float, limit_bytes: int | None) -> dict[str, Any]:
     """Return the first line of a record."""
     limits = memory_limits(process=watcher.pid)
-    groups = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
-    machine = [limit.total_bytes for limit in limits if not limit.name.startswith("control group")]
+    group_bytes = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
+    machine_bytes = [limit.total_bytes for limit in limits if not limit.name.startswith("control group")]
     return {
         "kind": "header",
         "format": RECORD_FORMAT,
@@ -326,15 +335,15 @@ def make_header(watcher: Watcher, interval_s: float, limit_bytes: int | None) ->
         "interval": interval_s,
         "system": platform.system(),
         "limits": {
-            "memory": min(machine, default=None),
-            "cgroup": min(groups, default=None),
+            "memory": min(machine_bytes, default=None),
+            "cgroup": min(group_bytes, default=None),
             "given": limit_bytes,
         },
     }
 
 
 class WatchRecorder:
-    """Writes a record: one JSON object per line, to a file or to standard output."""
+    """Writer of a record: one JSON object per line, in a file or on standard output."""
 
     def __init__(self, target: Path | None) -> None:
         try:

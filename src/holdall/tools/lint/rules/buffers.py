@@ -1,4 +1,4 @@
-"""Rules about buffers of every library: whether they fit, whether they fill, and what they store more than once."""
+"""Rules about buffers of every library: whether they fit, whether they fill, and which copies they store."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from holdall.units import format_bytes
 _SAFE_SHARE = 0.8
 """Share of the memory that a buffer may take. The rest is for the interpreter, the libraries and the networks."""
 _MIN_LARGE_BYTES = 2**30
+"""Smallest size of a large buffer, and of copies that are reported on any machine."""
 _MIN_SAVED_BYTES = 2**27
+"""Smallest saving by uint8 images that is reported."""
 _MIN_REPEATED_SHARE = 0.1
+"""Share of the machine's memory from which on copies are reported."""
 _MIN_REPLAY_ITEMS = 1_000
 """Smallest capacity of a deque that is taken for a replay buffer. Deques for n-step returns are shorter."""
 _MIN_PARTS = 4
 """Fewest parts of a transition: observation, action, reward, next observation."""
 _NEXT_NAME = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
+"""Names of next observations, such as `next_obs`, `obs_t1`, `state_`, `state2` and `ns`."""
 _BUFFER_NAME = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)
 _SHORT_NAME = re.compile(r"n_?steps?\b|nstep|multi_?step|stack|frames|window|history|lookback|horizon", re.IGNORECASE)
+"""Names of containers for a few steps."""
 _STACK_SETTINGS = ("n_stack", "stack_size", "num_stack")
 _MIN_SQUARE_SIDE = 64
 """Smallest side of a square array that is taken for a picture although its name does not say so."""
 _MIN_SIDE = 32
+"""Smallest longer side of a picture. For an array of two axes, smallest shorter side."""
 _MIN_SHORT_SIDE = 24
 _MAX_CHANNELS = 16
 _PICTURE_NAME = re.compile(r"frame|image|img|screen|pixel", re.IGNORECASE)
@@ -53,10 +59,10 @@ class _Need:
     place: Place
     nbytes: int
     text: str
-    """The size in words."""
+    """A sentence about the size."""
     advice: str
     is_certain: bool = True
-    """Whether the run certainly takes this much. Otherwise it may be too short to fill the buffer."""
+    """Whether the run takes all of `nbytes`. If not, it may be too short to fill the buffer."""
     is_refused: bool = False
     """Whether the allocation failed."""
 
@@ -227,7 +233,7 @@ class BufferBeyondContainer(Rule):
                 yield _match_limit(need, machine, limit)
 
 
-# ---------------------------------------------------------------- what is stored
+# ---------------------------------------------------------------- copies in a buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,9 +535,9 @@ class BufferOfTuples(Rule):
             made = source.find_last_assignment(container)
             if made is None or not _is_replay(source, container, made):
                 continue
-            limit = (
-                source.evaluate_whole_number(get_argument(made, "maxlen", 1)) if isinstance(made, ast.Call) else None
-            )
+            limit = None
+            if isinstance(made, ast.Call):
+                limit = source.evaluate_whole_number(get_argument(made, "maxlen", 1))
             size = "" if limit is None else f" of {limit:,}"
             text = (
                 f"{ast.unparse(container)}{size} keeps each transition as {len(parts)} objects, both observations "

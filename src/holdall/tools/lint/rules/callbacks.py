@@ -14,10 +14,13 @@ from holdall.tools.lint.source_sb3 import count_environments, find_models
 from holdall.tools.probe.snapshot import Snapshot
 
 _FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
+"""The argument of each callback class that counts calls of `env.step` between two actions."""
 _FREQUENCY_INDICES = {"save_freq": 0, "eval_freq": 4}
 _VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
-_LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
+_DYNAMIC_LOOKUPS = {"eval", "exec", "globals", "locals", "vars"}
+"""Functions that can read a variable without its name in the syntax tree."""
 _MIN_COMPUTED_DIGITS = 3
+"""Digits, without zeros at the end, from which a frequency looks like the result of a division."""
 
 
 class CallbackNeverPassed(Rule):
@@ -50,10 +53,10 @@ class CallbackNeverPassed(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for names of callbacks that nothing reads."""
-        looks_names_up = any(
-            isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in source.calls
+        has_dynamic_lookup = any(
+            isinstance(call.func, ast.Name) and call.func.id in _DYNAMIC_LOOKUPS for call in source.calls
         )
-        if looks_names_up or not any(source.find_method_calls("learn")):
+        if has_dynamic_lookup or not any(source.find_method_calls("learn")):
             return
         unread = _find_unread_names(source)
         for name, call in _find_created_callbacks(source).items():
@@ -147,8 +150,8 @@ class FrequencyIgnoresEnvironments(Rule):
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Compare the frequencies of a file with the number of environments, if all models have the same number."""
         counts = {count_environments(source, model.env) for model in find_models(source) if model.env is not None}
-        count = counts.pop() if len(counts) == 1 else None
-        if count is None or count < 2:
+        n_envs = counts.pop() if len(counts) == 1 else None
+        if n_envs is None or n_envs < 2:
             return
         for call in source.calls:
             name = _FREQUENCIES.get(source.get_full_name(call.func).rpartition(".")[2])
@@ -156,15 +159,15 @@ class FrequencyIgnoresEnvironments(Rule):
             every = source.evaluate_whole_number(given)
             if name is None or given is None or every is None or every < 1:
                 continue
-            if _has_division(source, given) or _is_divided_by_hand(every, count):
+            if _has_division(source, given) or _is_divided_by_hand(every, n_envs):
                 continue
-            text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
-            numbers = {"every": every, "every_steps": every * count, "n_envs": count}
+            text = f"{name}={every:,} with {n_envs} environments {_VERBS[name]} every {every * n_envs:,} steps"
+            numbers = {"every": every, "every_steps": every * n_envs, "n_envs": n_envs}
             yield Match(text, source.get_place(given), numbers)
 
 
 def _has_division(source: Source, node: ast.expr) -> bool:
-    """Return whether an expression, or one that a name in it stands for, divides."""
+    """Return whether an expression contains a division, or a name to which a division was assigned."""
     for part in ast.walk(node):
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div | ast.FloorDiv):
             return True
@@ -174,10 +177,10 @@ def _has_division(source: Source, node: ast.expr) -> bool:
     return False
 
 
-def _is_divided_by_hand(every: int, count: int) -> bool:
+def _is_divided_by_hand(every: int, n_envs: int) -> bool:
     """Return whether `every` looks divided already: 31,250 calls of 16 environments are a round 500,000 steps."""
     own_digits = len(str(every).rstrip("0"))
-    step_digits = len(str(every * count).rstrip("0"))
+    step_digits = len(str(every * n_envs).rstrip("0"))
     return own_digits >= _MIN_COMPUTED_DIGITS and step_digits == 1
 
 
@@ -257,7 +260,7 @@ class EvaluatedOnTrainingEnvironment(Rule):
     severity = Severity.WARNING
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
-        """Look for callbacks and models that get the same name, with the same last assignment."""
+        """Look for callbacks and models whose environments are names with the same last assignment."""
         trained = [source.find_last_assignment(model.env) for model in find_models(source)]
         for call in source.calls:
             kind = source.get_full_name(call.func).rpartition(".")[2]

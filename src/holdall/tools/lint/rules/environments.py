@@ -12,9 +12,9 @@ from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.run import locate_model
 from holdall.tools.lint.source import Function, Source, get_argument, has_unpacked_arguments, list_names
 from holdall.tools.probe.snapshot import Snapshot
-from holdall.units import counted
+from holdall.units import count_noun
 
-_ADDERS = ("add", "add_transition", "append", "extend", "push", "put", "store")
+_ADDING_METHODS = ("add", "add_transition", "append", "extend", "push", "put", "store")
 _FINAL_KEYS = frozenset({"final_obs", "_final_obs", "final_observation", "_final_observation"})
 _VALID_INDEX = 7
 """Index of the argument `valid` of `ReplayMemory.add`."""
@@ -62,12 +62,11 @@ class NoMainGuard(Rule):
 def _find_subprocess_calls(source: Source) -> Iterator[ast.Call]:
     """Yield the calls that start environment processes by spawn or forkserver."""
     for call in source.calls:
-        made = (call.func, get_argument(call, "vec_env_cls"))
-        if not any(source.get_full_name(node).endswith("SubprocVecEnv") for node in made):
+        is_constructor = source.get_full_name(call.func).endswith("SubprocVecEnv")
+        has_class = source.get_full_name(get_argument(call, "vec_env_cls")).endswith("SubprocVecEnv")
+        if not is_constructor and not has_class:
             continue
-        method = get_argument(
-            call, "start_method", 1 if source.get_full_name(call.func).endswith("SubprocVecEnv") else None
-        )
+        method = get_argument(call, "start_method", 1 if is_constructor else None)
         # A start method that is not a literal may be fork, so the call is not reported.
         is_plain = method is None and get_argument(call, "vec_env_kwargs") is None and not has_unpacked_arguments(call)
         if is_plain or source.evaluate(method) in {"spawn", "forkserver"}:
@@ -132,8 +131,8 @@ class MoreProcessesThanCores(Rule):
         for model in run.learning_models:
             has_processes = model.environment is not None and bool(model.environment.start_method)
             if has_processes and model.n_envs > machine.cores:
-                processes = counted(model.n_envs, "environment process", "environment processes")
-                text = f"{processes} on {counted(machine.cores, 'core')}"
+                processes = count_noun(model.n_envs, "environment process", "environment processes")
+                text = f"{processes} on {count_noun(machine.cores, 'core')}"
                 yield Match(text, locate_model(model), {"processes": model.n_envs, "cores": machine.cores})
 
 
@@ -143,17 +142,20 @@ class _Step:
 
     loop: ast.AST
     mode: str
+    """When the environment resets after an episode: `next_step` or `same_step`."""
     obs: str
+    """Name of the next observations."""
     reward: str
     flags: frozenset[str]
+    """Names of `terminated` and `truncated`."""
 
 
 class AutoresetIgnored(Rule):
     """Finds loops that add the steps of a Gymnasium vector environment and ignore how it resets.
 
-    Why: By default, an environment whose episode ended is only reset in the next step. That step is no transition: its
-    action has no effect, and it joins the last observation of one episode to the first one of another. With
-    `AutoresetMode.SAME_STEP` the observation at an end is the next episode's first one, and the true one is in
+    Why: By default, an environment whose episode ended is only reset in the next step. That step is not a transition:
+    its action has no effect, and it joins the last observation of one episode to the first one of another. With
+    `AutoresetMode.SAME_STEP`, the observation at an end is the next episode's first one, and the true one is in
     `info["final_obs"]`. In both cases the agent learns values across the ends of episodes.
     Fix: `holdall.Recorder(envs, memory)` steps the environments and adds the right transitions in every mode. By hand:
     mark the environments that ended in the step before (`memory.add(..., valid=~ended_before)`), or use
@@ -194,14 +196,13 @@ class AutoresetIgnored(Rule):
             if step.mode == "next_step" and _carries_flags(source, step):
                 continue
             for call in _find_additions(source, step):
-                what = ast.unparse(call.func)
+                method = ast.unparse(call.func)
                 if step.mode == "next_step":
-                    text = (
-                        f"{what} gets the step after an episode's end as a transition, although that step only resets"
-                    )
+                    text = f"{method} gets the step after an episode's end as a transition, but that step only resets"
                 else:
                     text = (
-                        f"at an episode's end, {what} gets the next episode's first observation, not info['final_obs']"
+                        f"at an episode's end, {method} gets the first observation of the next episode, not "
+                        "info['final_obs']"
                     )
                 yield Match(
                     f"{text}; holdall.Recorder(envs, memory) adds the right transitions", source.get_place(call)
@@ -239,6 +240,7 @@ def _find_autoreset_mode(source: Source, node: ast.expr | None) -> str:
 
 
 def _read_mode(source: Source, call: ast.Call) -> str:
+    """Return the mode that a constructor gets, or an empty text for other modes and if unknown."""
     if has_unpacked_arguments(call):
         return ""
     mode = get_argument(call, "autoreset_mode")
@@ -260,28 +262,35 @@ def _read_mode(source: Source, call: ast.Call) -> str:
 
 def _carries_flags(source: Source, step: _Step) -> bool:
     """Return whether the loop reads the flags of the previous step, or something computed from them."""
-    derived = set(step.flags)
-    known = 0
-    while known != len(derived):  # done = terminated | truncated; resetting = done
-        known = len(derived)
-        for node in ast.walk(step.loop):
-            if isinstance(node, ast.Assign) and list_names(node.value) & derived:
-                derived |= {name for target in node.targets for name in list_names(target)}
     names = [node for node in ast.walk(step.loop) if isinstance(node, ast.Name)]
-    for name in derived - {step.obs, step.reward}:
+    for name in _find_names_from_flags(step) - {step.obs, step.reward}:
         uses = [node for node in names if node.id == name]
         stores = [node for node in uses if isinstance(node.ctx, ast.Store)]
-        statements = {parent for node in stores for parent in source.ancestors(node) if isinstance(parent, ast.Assign)}
-        first = min(((node.lineno, node.col_offset) for node in stores), default=(0, 0))
+        assignments = {parent for node in stores for parent in source.ancestors(node) if isinstance(parent, ast.Assign)}
+        first_store = min(((node.lineno, node.col_offset) for node in stores), default=(0, 0))
         for use in uses:
-            is_own = any(parent in statements for parent in source.ancestors(use))
-            if isinstance(use.ctx, ast.Load) and (use.lineno, use.col_offset) < first and not is_own:
+            # A use before the first assignment reads the value of the previous step.
+            is_early = (use.lineno, use.col_offset) < first_store
+            is_own = any(parent in assignments for parent in source.ancestors(use))
+            if isinstance(use.ctx, ast.Load) and is_early and not is_own:
                 return True
     return False
 
 
+def _find_names_from_flags(step: _Step) -> set[str]:
+    """Return the names of the flags and of values that the loop computes from them: `done = terminated | truncated`."""
+    derived = set(step.flags)
+    count = 0
+    while count != len(derived):
+        count = len(derived)
+        for node in ast.walk(step.loop):
+            if isinstance(node, ast.Assign) and list_names(node.value) & derived:
+                derived |= {name for target in node.targets for name in list_names(target)}
+    return derived
+
+
 def _find_copies(step: _Step, call: ast.Call) -> set[str]:
-    """Return the names to which the loop assigns the next observations, or a copy, before `call`."""
+    """Return the names to which the loop assigns the next observations, or a copy of them, before `call`."""
     assignments = [node for node in ast.walk(step.loop) if isinstance(node, ast.Assign) and node.lineno < call.lineno]
     return {
         name
@@ -294,16 +303,16 @@ def _find_copies(step: _Step, call: ast.Call) -> set[str]:
 
 def _find_additions(source: Source, step: _Step) -> Iterator[ast.Call]:
     """Yield the calls in a loop that add the next observations and the rewards of every step."""
-    for name in _ADDERS:
+    for name in _ADDING_METHODS:
         for call, _ in source.find_method_calls(name):
-            around = list(source.ancestors(call))
-            if step.loop not in around:
+            ancestors = list(source.ancestors(call))
+            if step.loop not in ancestors:
                 continue
-            inner = around[: around.index(step.loop)]
-            if any(isinstance(node, ast.If | ast.IfExp) for node in inner):
+            in_loop = ancestors[: ancestors.index(step.loop)]
+            if any(isinstance(node, ast.If | ast.IfExp) for node in in_loop):
                 continue
-            given = [*call.args, *(keyword.value for keyword in call.keywords)]
-            used = {used for argument in given for used in list_names(argument)}
+            arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+            used = {used for argument in arguments for used in list_names(argument)}
             if not used.isdisjoint(_find_copies(step, call)):
                 used.add(step.obs)
             if {step.obs, step.reward} <= used and get_argument(call, "valid", _VALID_INDEX) is None:

@@ -10,20 +10,17 @@ from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.source import Source, get_argument
 
-_BUFFER = "ReplayBuffer"
 _LEARNER = "lerobot.rl.learner.train_cli"
 _INSTALL = "holdall.lerobot.install"
-_OPTIMIZE_INDEX = 6
+_FROM_DATASET = ".from_lerobot_dataset"
+_CONSTRUCTOR_INDEX = 6
+"""Index of `optimize_memory` in the arguments of the constructor."""
 _FROM_DATASET_INDEX = 7
-"""Positions of `optimize_memory` in the constructor and in `from_lerobot_dataset`."""
+"""Index of `optimize_memory` in the arguments of `from_lerobot_dataset`."""
 
 
-def _is_lerobots(name: str) -> bool:
-    return name.startswith("lerobot.") and name.endswith(f".{_BUFFER}")
-
-
-def _uses_buffer(source: Source) -> bool:
-    return any(_is_lerobots(name) for name in source.imports.values())
+def _is_lerobot_buffer(name: str) -> bool:
+    return name.startswith("lerobot.") and name.endswith(".ReplayBuffer")
 
 
 class LerobotOptimizeMemory(Rule):
@@ -57,14 +54,13 @@ class LerobotOptimizeMemory(Rule):
                     "the next state of another episode; call holdall.lerobot.install() before it",
                     source.get_place(call),
                 )
-            is_from_dataset = name.endswith(".from_lerobot_dataset")
-            index = _FROM_DATASET_INDEX if is_from_dataset else _OPTIMIZE_INDEX
-            if not _is_lerobots(name.removesuffix(".from_lerobot_dataset")):
+            if not _is_lerobot_buffer(name.removesuffix(_FROM_DATASET)):
                 continue
+            index = _FROM_DATASET_INDEX if name.endswith(_FROM_DATASET) else _CONSTRUCTOR_INDEX
             if source.evaluate(get_argument(call, "optimize_memory", index)) is True:
                 yield Match(
-                    "optimize_memory=True: rows at time limits and beside skipped rows get the next state of another "
-                    "step; holdall.lerobot.ReplayBuffer has the right ones",
+                    "optimize_memory=True: rows at time limits and before skipped steps get the state of a later "
+                    "step as their next state; holdall.lerobot.ReplayBuffer stores the right next states",
                     source.get_place(call),
                 )
 
@@ -97,7 +93,7 @@ class InterventionSegments(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for `add` in a branch whose condition names an intervention."""
-        if not _uses_buffer(source):
+        if not any(_is_lerobot_buffer(name) for name in source.imports.values()):
             return
         for call, owner in source.find_method_calls("add"):
             if "buffer" not in ast.unparse(owner).lower():
@@ -106,7 +102,7 @@ class InterventionSegments(Rule):
             if any("intervention" in ast.unparse(branch.test).lower() for branch in branches):
                 yield Match(
                     f"{ast.unparse(owner)} gets the steps of interventions only; with optimize_memory=True, the last "
-                    "one of each gets the next state of another intervention; holdall.lerobot.ReplayBuffer has the "
-                    "right one",
+                    "step of each intervention gets the first state of the next one as its next state; "
+                    "holdall.lerobot.ReplayBuffer stores the right one",
                     source.get_place(call),
                 )

@@ -43,7 +43,7 @@ class _Part:
 
 
 def _list_parts(model: FoundModel) -> list[_Part]:
-    """Return the boxes of a model's observations. Other spaces take a few bytes."""
+    """Return the boxes of a model's observations. Other spaces are left out, because they take only a few bytes."""
     space = model.observation_space or {}
     children = space["spaces"] if space.get("kind") == "dict" else {"": space}
     return [
@@ -194,21 +194,22 @@ class _Batch:
     """Bytes of the observations of one batch."""
 
     stored_bytes: int
-    """As the buffer stores them."""
+    """Bytes in the dtype of the buffer."""
     float_bytes: int
-    """As float32, which the network gets."""
+    """Bytes in float32, the dtype that the network gets."""
 
 
 def _measure_batch(model: FoundModel) -> _Batch | None:
     """Return the size of a batch, or None if the model has no batch size."""
-    count = model.count("batch_size")
+    transitions = model.count("batch_size")
     parts = _list_parts(model)
-    if count is None or not parts:
+    if transitions is None or not parts:
         return None
-    count = min(count, model.rollout_transitions or count)
-    observations = count if model.is_on_policy else 2 * count
-    stored = sum(part.nbytes for part in parts) * observations
-    return _Batch(stored, sum(prod(part.shape) for part in parts) * 4 * observations)
+    transitions = min(transitions, model.rollout_transitions or transitions)
+    observations = transitions if model.is_on_policy else 2 * transitions
+    stored_bytes = sum(part.nbytes for part in parts) * observations
+    float_bytes = sum(prod(part.shape) for part in parts) * 4 * observations
+    return _Batch(stored_bytes, float_bytes)
 
 
 class BatchBeyondVram(Rule):

@@ -13,15 +13,16 @@ from holdall.tools.lint.source import Source
 
 _ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 _THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
-_READ_AT_IMPORT = {"torch", "numpy", "stable_baselines3", "scipy"}
-_STARTS_PROCESSES = {"multiprocessing", "subprocess", "concurrent", "joblib", "ray", "SubprocVecEnv", "AsyncVectorEnv"}
-_HARMLESS = {"torch.cuda.is_available", "torch.cuda.device_count"}
+_READERS_AT_IMPORT = {"torch", "numpy", "stable_baselines3", "scipy"}
+_PROCESS_STARTERS = {"multiprocessing", "subprocess", "concurrent", "joblib", "ray", "SubprocVecEnv", "AsyncVectorEnv"}
+_CALLS_WITHOUT_ALLOCATOR = {"torch.cuda.is_available", "torch.cuda.device_count"}
 _DECIMAL_LABEL = re.compile(r"\s*([GMT])B\b")
 _BINARY_LABEL = re.compile(r"\s*([GMT])iB\b")
 _UNIT_BASES = {float(base**power): base for base in (1000, 1024) for power in (2, 3, 4)}
+"""1000 or 1024, by the bytes of an MB, GB, TB, MiB, GiB or TiB."""
 
 
-def _find_assigned_variables(source: Source) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
+def _find_set_variables(source: Source) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
     """Yield the places where a file sets an environment variable of its own process, with the variable's name."""
     for node in source.nodes:
         match node:
@@ -57,13 +58,13 @@ class AllocatorSetTooLate(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for calls of `torch.cuda` before the assignment, in the same scope."""
-        for node, name in _find_assigned_variables(source):
+        for node, name in _find_set_variables(source):
             if name not in _ALLOCATOR_VARIABLES:
                 continue
             for call in source.calls:
                 full = source.get_full_name(call.func)
                 is_moved = isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and source.imports_torch
-                is_use = is_moved or (full.startswith("torch.cuda.") and full not in _HARMLESS)
+                is_use = is_moved or (full.startswith("torch.cuda.") and full not in _CALLS_WITHOUT_ALLOCATOR)
                 if is_use and call.lineno < node.lineno and source.find_scope(call) is source.find_scope(node):
                     text = f"{name} is set after the GPU was used in line {call.lineno}"
                     yield Match(text, source.get_place(node), {"used_line": call.lineno})
@@ -93,19 +94,19 @@ class ThreadsSetTooLate(Rule):
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for imports before the assignment. Files that start processes may set the variable for those."""
         if any(
-            part in _STARTS_PROCESSES
+            part in _PROCESS_STARTERS
             for node in source.nodes
             for name in _list_imports(node)
             for part in name.split(".")
         ):
             return
-        reading = [
+        imports = [
             statement
             for statement in source.tree.body
-            if any(name.partition(".")[0] in _READ_AT_IMPORT for name in _list_imports(statement))
+            if any(name.partition(".")[0] in _READERS_AT_IMPORT for name in _list_imports(statement))
         ]
-        for node, name in _find_assigned_variables(source):
-            earlier = [statement for statement in reading if statement.lineno < node.lineno]
+        for node, name in _find_set_variables(source):
+            earlier = [statement for statement in imports if statement.lineno < node.lineno]
             if name in _THREAD_VARIABLES and earlier:
                 text = f"{name} is set after the import in line {earlier[0].lineno} has read it"
                 yield Match(text, source.get_place(node), {"import_line": earlier[0].lineno})
@@ -142,13 +143,11 @@ class ResidentMemoryAddedUp(Rule):
         for node in source.find_nodes(ast.Attribute):
             if node.attr != "rss":
                 continue
-            around = list(source.ancestors(node))
-            is_summed = any(isinstance(parent, ast.Call) and ast.unparse(parent.func) == "sum" for parent in around)
-            has_items = any(isinstance(parent, ast.GeneratorExp | ast.ListComp) for parent in around)
-            is_added = (
-                any(isinstance(parent, ast.AugAssign) for parent in around) and source.find_loop(node) is not None
-            )
-            if (is_summed and has_items) or is_added:
+            parents = list(source.ancestors(node))
+            is_in_sum = any(isinstance(parent, ast.Call) and ast.unparse(parent.func) == "sum" for parent in parents)
+            has_items = any(isinstance(parent, ast.GeneratorExp | ast.ListComp) for parent in parents)
+            is_in_addition = any(isinstance(parent, ast.AugAssign) for parent in parents)
+            if (is_in_sum and has_items) or (is_in_addition and source.find_loop(node) is not None):
                 text = "RSS is added up over processes, so shared pages are counted several times"
                 yield Match(text, source.get_place(node))
 

@@ -1,4 +1,4 @@
-"""Rules about calls that do no harm once and cost time in every step of a training."""
+"""Rules about calls that do no harm once, but cost time in every step of a training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.source import Source
 
 _MIN_RARE_PERIOD = 10_000
-"""A call is rare if a condition such as `step % 50_000 == 0` lets this many rounds of a loop pass between two calls."""
+"""Smallest period of a condition such as `step % 50_000 == 0` that makes a call in a loop rare."""
 _TIMERS = ("time.perf_counter", "time.time", "time.monotonic", "torch.cuda.Event")
 
 

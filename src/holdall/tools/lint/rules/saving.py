@@ -17,12 +17,13 @@ from holdall.tools.probe.snapshot import FoundCallback, Snapshot
 from holdall.units import format_bytes
 
 _PROTOCOL = 5
-_DEFAULT_IS_ENOUGH = (3, 14)
-"""First Python version whose default pickle protocol is 5."""
+"""First pickle protocol that writes arrays without a copy."""
+_PYTHON_WITH_DEFAULT_5 = (3, 14)
+"""First Python version whose default protocol is 5."""
 _LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
 """Names of objects that contain arrays by the gigabyte. A pickled dict of settings does not matter."""
 _FACTORY = re.compile(r"\b(?:make|create|build)_")
-"""First words of the names of functions that make a buffer, and do not contain one."""
+"""Names of functions such as `make_buffer`. A pickled function does not contain the buffer that it makes."""
 
 
 def _find_buffer_savers(run: Snapshot) -> list[FoundCallback]:
@@ -133,7 +134,7 @@ class PickleCopiesArrays(Rule):
         """Look at the protocol of each `dump` of a buffer."""
         for call in _find_pickling_calls(source, "dump"):
             given = get_argument(call, "protocol", 2)
-            if has_unpacked_arguments(call) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
+            if has_unpacked_arguments(call) or (given is None and machine.python >= _PYTHON_WITH_DEFAULT_5):
                 continue
             protocol = 4 if given is None else source.evaluate_whole_number(given)
             if protocol is None or not 0 <= protocol < _PROTOCOL:
@@ -236,9 +237,9 @@ def _find_uses_of_replay_buffers(source: Source) -> Iterator[ast.Attribute]:
 class PickledInAThread(Rule):
     """Finds a buffer that a thread pickles while the training adds to it.
 
-    Why: The file mixes old and new rows, or the dump fails because the container changed its size. The memory of the
-    copy is needed at a moment that nobody watches.
-    Fix: Save between updates, or use a memory whose `save` may run beside `add`, such as `holdall.ReplayMemory.save`.
+    Why: The file mixes old and new rows, or the dump fails because the container changed its size. A copy of the buffer
+    may also need memory at a moment when the training needs it.
+    Fix: Save between updates, or use a memory that other threads may save while it is filled: `holdall.ReplayMemory`.
 
     Bad:
         import pickle
@@ -264,7 +265,7 @@ class PickledInAThread(Rule):
     severity = Severity.WARNING
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
-        """Look for functions that pickle a buffer and are handed to a thread."""
+        """Look for functions that pickle a buffer and that a call runs in a thread."""
         calls = [*_find_pickling_calls(source, "dump"), *_find_pickling_calls(source, "dumps")]
         owners = [source.find_function(call) for call in calls]
         pickling = {owner.name for owner in owners if owner is not None}
@@ -273,12 +274,13 @@ class PickledInAThread(Rule):
             name = target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
             is_lambda = isinstance(target, ast.Lambda) and any(target in source.ancestors(one) for one in calls)
             if is_lambda or name in pickling:
-                who = "a lambda" if is_lambda else name
-                yield Match(f"{who} pickles a buffer in a thread, while others may add to it", source.get_place(call))
+                function = "a lambda" if is_lambda else name
+                text = f"{function} pickles a buffer in a thread, while other threads may add to the buffer"
+                yield Match(text, source.get_place(call))
 
 
 def _get_thread_target(source: Source, call: ast.Call) -> ast.expr | None:
-    """Return the function that a call hands to a thread, or None if there is none."""
+    """Return the function that a call runs in a thread, or None if the call starts no thread."""
     if source.get_full_name(call.func) == "threading.Thread":
         return get_argument(call, "target")
     if isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:

@@ -1,4 +1,4 @@
-"""Rules about tensors: graphs that are kept, copies to a device, and `cat` or `stack`."""
+"""Rules about tensors: graphs that are kept alive, copies to a device, and `cat` or `stack`."""
 
 from __future__ import annotations
 
@@ -42,17 +42,11 @@ class TensorKeptWithGraph(Rule):
         """Look for `append` and `+=` of tensors that `backward` was called on, in code that is repeated."""
         losses = [(call, _get_reduced_tensor(tensor)) for call, tensor in source.find_method_calls("backward")]
         differentiated = {(source.find_scope(call), loss.id) for call, loss in losses if isinstance(loss, ast.Name)}
-        for node in (*source.find_nodes(ast.Call), *source.find_nodes(ast.AugAssign)):
-            match node:
-                case ast.Call(func=ast.Attribute(attr="append", value=container), args=[value]):
-                    pass
-                case ast.AugAssign(op=ast.Add(), target=container, value=value):
-                    pass
-                case _:
-                    continue
+        for node, container, value in _find_accumulations(source):
             # Outside of a loop, only a container that outlives the call grows: a local list is freed with its function.
-            is_kept = not source.is_bound_in(source.find_scope(node), container)
-            if source.find_loop(node) is None and not (is_kept and source.describe_repetition(node)):
+            is_local = source.is_bound_in(source.find_scope(node), container)
+            is_repeated_call = not is_local and bool(source.describe_repetition(node))
+            if source.find_loop(node) is None and not is_repeated_call:
                 continue
             if isinstance(value, ast.Name) and (source.find_scope(node), value.id) in differentiated:
                 kept = value.id
@@ -64,6 +58,16 @@ class TensorKeptWithGraph(Rule):
             yield Match(
                 f"{ast.unparse(container)} keeps {kept} with its graph, step after step", source.get_place(node)
             )
+
+
+def _find_accumulations(source: Source) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
+    """Yield each `container.append(value)` and `container += value` as a node, its container and its value."""
+    for node in (*source.find_nodes(ast.Call), *source.find_nodes(ast.AugAssign)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="append", value=container), args=[value]):
+                yield node, container, value
+            case ast.AugAssign(op=ast.Add(), target=container, value=value):
+                yield node, container, value
 
 
 def _get_reduced_tensor(node: ast.expr) -> ast.expr:
@@ -157,7 +161,8 @@ class StackedThenFlattened(Rule):
 class BufferAttributeNeverRead(Rule):
     """Finds private attributes of a buffer class that are set to a constant and never read.
 
-    Why: A name such as `_preallocated` says that memory is used again. If nothing reads the attribute, it is not.
+    Why: A name such as `_preallocated` promises that memory is used again. If nothing reads the attribute, the promise
+    is not kept.
     Fix: Use the attribute, or delete it.
 
     Bad:
@@ -185,16 +190,17 @@ class BufferAttributeNeverRead(Rule):
         reported: set[str] = set()
         for node in source.find_nodes(ast.Attribute):
             is_private = node.attr.startswith("_") and not node.attr.startswith("__")
-            is_known = node.attr in read or node.attr in source.strings or node.attr in reported
-            if not isinstance(node.ctx, ast.Store) or not is_private or is_known:
+            is_read = node.attr in read or node.attr in source.strings
+            is_candidate = isinstance(node.ctx, ast.Store) and is_private and not is_read
+            if not is_candidate or node.attr in reported:
                 continue
             value = getattr(source.get_parent(node), "value", None)
             owner = source.find_class(node)
             # A subclass in another file may read an attribute with a computed value.
             if not isinstance(value, ast.Constant) or owner is None or ast.unparse(node.value) != "self":
                 continue
-            is_complete = all(ast.unparse(base) in {"list", "object"} for base in owner.bases)
-            if "buffer" in owner.name.lower() and is_complete:
+            has_known_bases = all(ast.unparse(base) in {"list", "object"} for base in owner.bases)
+            if "buffer" in owner.name.lower() and has_known_bases:
                 reported.add(node.attr)
                 yield Match(f"{owner.name} sets {node.attr} and never reads it", source.get_place(node))
 
@@ -221,14 +227,13 @@ class NonBlockingWithoutPinning(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for the option in files that use torch and mention no pinning."""
-        uses_torch = any(name.partition(".")[0] == "torch" for name in source.imports.values())
-        if not uses_torch or "pin_memory" in source.attributes | source.keywords:
+        if not source.imports_torch or "pin_memory" in source.attributes | source.keywords:
             return
         for call in source.calls:
-            is_asked = any(
+            is_non_blocking = any(
                 keyword.arg == "non_blocking" and getattr(keyword.value, "value", None) is True
                 for keyword in call.keywords
             )
             is_to_host = bool(call.args) and getattr(call.args[0], "value", None) == "cpu"
-            if is_asked and not is_to_host:
+            if is_non_blocking and not is_to_host:
                 yield Match("non_blocking=True, and nothing in this file is pinned", source.get_place(call))

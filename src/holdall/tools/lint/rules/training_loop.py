@@ -13,12 +13,12 @@ from holdall.tools.lint.run import locate_model
 from holdall.tools.lint.source import Source, get_argument, has_unpacked_arguments
 from holdall.tools.lint.source_sb3 import find_model
 from holdall.tools.probe.snapshot import Snapshot
-from holdall.units import counted
+from holdall.units import count_noun
 
 _MIN_EPISODES = 10
-"""Fewest episodes in one rollout of one environment that are reported."""
+"""A rollout of at least this many episodes in one environment is reported."""
 _MAX_TRIES = 100_000
-"""Numbers that are tried on either side of a batch size in the search for a divisor."""
+"""Most numbers that the search for a divisor tries below a batch size, and above it."""
 
 
 class LearningNeverStarts(Rule):
@@ -48,9 +48,12 @@ class LearningNeverStarts(Rule):
             if starts is None or steps is None or frequency is None or frequency[1] != "step":
                 continue
             per_round = max(frequency[0] * model.n_envs, 1)
-            made = -(-steps // per_round) * per_round
-            if made <= starts:
-                text = f"learning starts after {starts:,} steps, but the run ends after {made:,}, so nothing is learnt"
+            actual_steps = -(-steps // per_round) * per_round
+            if actual_steps <= starts:
+                text = (
+                    f"learning starts after {starts:,} steps, but the run ends after {actual_steps:,}, so nothing is "
+                    "learnt"
+                )
                 yield Match(text, locate_model(model), {"learning_starts": starts, "total_timesteps": steps})
 
 
@@ -202,7 +205,7 @@ class RolloutSpansManyEpisodes(Rule):
 
 
 class TotalIsNoMultiple(Rule):
-    """Reports the steps that an on-policy run really makes if the total is no multiple of its rollout.
+    """Reports the steps that an on-policy run really makes if the total is not a multiple of its rollout.
 
     Why: A rollout is always completed, so the run and its schedules are longer than `total_timesteps` says.
     Fix: Nothing, or the multiple that the message names.
@@ -227,10 +230,10 @@ class TotalIsNoMultiple(Rule):
             if collected is None or steps is None or steps % collected == 0:
                 continue
             rollouts = -(-steps // collected)
-            made = rollouts * collected
-            needed = f"{counted(rollouts, 'rollout')} of {collected:,} steps"
-            text = f"{steps:,} steps need {needed}, which make {made:,} steps"
-            yield Match(text, locate_model(model), {"rollouts": rollouts, "steps": made})
+            actual_steps = rollouts * collected
+            needed = f"{count_noun(rollouts, 'rollout')} of {collected:,} steps"
+            text = f"{steps:,} steps need {needed}, which make {actual_steps:,} steps"
+            yield Match(text, locate_model(model), {"rollouts": rollouts, "steps": actual_steps})
 
 
 class LearnStartsOver(Rule):
@@ -301,20 +304,21 @@ class ResetByHand(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for a reset of the model's environment in the loop that calls `learn`, or between two calls."""
+        # Environments of the calls of `learn` that continue a run, by the loop or else the block of the call.
         environments: dict[ast.AST, list[ast.expr]] = {}
-        """Environments of calls of `learn` that continue a run, by their loop, or else by their block."""
+        # Line of the first call of `learn` in each block.
         first_lines: dict[ast.AST | None, int] = {}
-        """Line of the first call of `learn` in a block without a loop."""
         for call, owner in source.find_method_calls("learn"):
             model = find_model(source, owner)
             if model is None or model.env is None:
                 continue
             loop = source.find_loop(call)
-            first_lines.setdefault(source.find_block(call), call.lineno)
-            is_first = loop is None and first_lines[source.find_block(call)] == call.lineno
-            continues = source.evaluate(get_argument(call, "reset_num_timesteps", 4)) is False
-            where = loop or source.find_block(call)
-            if continues and not is_first and where is not None:
+            block = source.find_block(call)
+            first_lines.setdefault(block, call.lineno)
+            is_first = loop is None and first_lines[block] == call.lineno
+            is_continuation = source.evaluate(get_argument(call, "reset_num_timesteps", 4)) is False
+            where = loop or block
+            if is_continuation and not is_first and where is not None:
                 environments.setdefault(where, []).append(model.env)
         for call, owner in source.find_method_calls("reset"):
             where = source.find_loop(call) or source.find_block(call)

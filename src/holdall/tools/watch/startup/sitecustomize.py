@@ -1,4 +1,4 @@
-"""Start an agent in a Python that `holdall watch -- command` launched, then run the user's own sitecustomize.
+"""Run the user's own sitecustomize, then start an agent in a Python that `holdall watch -- command` launched.
 
 If anything fails here, the command runs as if it were not watched.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def _start_agent() -> None:
-    # Workers of a watched process do not see the variable. They are read from outside.
+    # Workers of the watched process must not see the variable: the watcher reads their memory from outside.
     if os.environ.pop("HOLDALL_WATCHED", None) is not None:
         with contextlib.suppress(Exception):
             from holdall.tools.watch.launch import start_agent_in_command  # noqa: PLC0415  Not before it is needed.
@@ -23,7 +23,7 @@ def _start_agent() -> None:
 
 
 def _run_next_sitecustomize() -> None:
-    """Run the start-up module that this one precedes."""
+    """Remove this folder from the search path, and run the sitecustomize that Python finds without it."""
     here = str(Path(__file__).parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != here]
