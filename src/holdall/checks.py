@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import zlib
 from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
@@ -88,7 +89,16 @@ def read_text(value: Any, pattern: re.Pattern[str]) -> str:
     return value
 
 
-_MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
+_MALFORMED_ERRORS = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    zlib.error,
+)
 
 
 class refuse_malformed:  # noqa: N801  Used like a function. contextlib.contextmanager takes longer for every record.

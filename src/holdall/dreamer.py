@@ -30,7 +30,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.checkpoint import open_reader
-from holdall.checks import require_count, to_whole
+from holdall.checks import refuse_malformed, require_count, to_whole
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.memory import ReplayMemory
 from holdall.schema import Array
@@ -453,8 +453,9 @@ class Replay:
                 raise ArgumentError(f"Replay {self.name!r} has steps already. Load before the first step is added.")
             memory = ReplayMemory.load(place, capacity=len(self._distances), **self._settings)
             try:
-                state, arrays = _unpack_state(memory, place, self.length)
-                self._restore(memory, state, arrays, amount)
+                with refuse_malformed(f"The Replay that was saved in {place}"):
+                    state, arrays = _unpack_state(memory, place, self.length)
+                    self._restore(memory, state, arrays, amount)
             except BaseException:
                 memory.close()
                 raise
@@ -463,7 +464,9 @@ class Replay:
     def _restore(
         self, memory: ReplayMemory, state: dict[str, Any], arrays: dict[str, Ids], amount: float | None
     ) -> None:
-        """Take over a loaded memory and its sequences."""
+        """Take over a loaded memory and its sequences. A malformed state raises before anything is changed."""
+        keys = {name: _Key.from_json(name, fields) for name, fields in state["keys"].items()}
+        token = bytes.fromhex(state["token"])
         starts = np.cumsum(arrays["starts"])
         count = len(starts)
         kept = min(count, self.capacity, count if amount is None else require_count("amount", to_whole(amount), 1))
@@ -472,8 +475,8 @@ class Replay:
         newest = np.arange(memory.next_id - len(arrays["distances"]), memory.next_id)
         is_held = newest >= memory.first_id
         self._distances[newest[is_held] % len(self._distances)] = arrays["distances"][is_held]
-        self._keys = {name: _Key.from_json(name, fields) for name, fields in state["keys"].items()}
-        self._token = bytes.fromhex(state["token"])
+        self._keys = keys
+        self._token = token
         self._memory = memory
         self._first_number = state["next_number"] - kept
         self._next_number = state["next_number"]

@@ -65,7 +65,7 @@ class Loader:
             raise ClosedError("The loader was made before this process was forked. Make a new one here.")
         with self._lock:
             if self._is_closed:
-                raise ClosedError("The loader was closed. Make a new one with memory.loader(...).")
+                raise ClosedError("The loader was closed. Make a new one.")
             if self._worker is None:
                 return self._receive(self._draw()())
             while len(self._pending) <= self._prefetch:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.checkpoint import open_reader, remove_newer
+from holdall.checks import refuse_malformed
 from holdall.errors import MissingPackageError
 from holdall.lerobot.replay_buffer import ReplayBuffer
 
@@ -78,7 +79,10 @@ class LearnerBuffer(ReplayBuffer):
     def find_offline_number(self) -> int | None:
         """Return the number of the offline buffer's checkpoint that belongs to the loaded checkpoint of this buffer."""
         named = self.memory.attached.get(_OFFLINE_FILE) if self.initialized else None
-        return None if named is None else int(json.loads(named)["number"])
+        if named is None:
+            return None
+        with refuse_malformed("The number of the offline buffer's checkpoint"):
+            return int(json.loads(named)["number"])
 
 
 def find_checkpoint(root: str | os.PathLike[str]) -> Path:

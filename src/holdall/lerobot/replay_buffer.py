@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdall.checkpoint import SaveHandle
-from holdall.checks import require_count, require_flag, to_whole
+from holdall.checks import refuse_malformed, require_count, require_flag, to_whole
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, MissingPackageError
 from holdall.lerobot import datasets
@@ -588,19 +588,20 @@ class ReplayBuffer:
         tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "_tuning": _tuning}
         memory = ReplayMemory.load(url, capacity, **tiers)
         try:
-            saved = _read_description(memory, url)
-            layout = TransitionLayout.from_description(saved["layout"], is_lossy=saved["lossy_8bit_images"])
-            _require_fields(memory, layout, url)
-            buffer = cls(
-                saved["capacity"] if capacity is None else capacity,
-                device,
-                saved["state_keys"],
-                image_augmentation_function,
-                saved["use_drq"],
-                optimize_memory=saved["optimize_memory"],
-                lossy_8bit_images=saved["lossy_8bit_images"],
-                **tiers,
-            )
+            with refuse_malformed(f"The buffer that was saved in '{os.fspath(url)}'"):
+                saved = _read_description(memory, url)
+                layout = TransitionLayout.from_description(saved["layout"], is_lossy=saved["lossy_8bit_images"])
+                _require_fields(memory, layout, url)
+                buffer = cls(
+                    saved["capacity"] if capacity is None else capacity,
+                    device,
+                    saved["state_keys"],
+                    image_augmentation_function,
+                    saved["use_drq"],
+                    optimize_memory=saved["optimize_memory"],
+                    lossy_8bit_images=saved["lossy_8bit_images"],
+                    **tiers,
+                )
             buffer._layout = layout
             buffer._memory = memory
             if restore_generator:

@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.torchrl needs torchrl; run \"pip install 'holdall[torchrl]'\"") from error
 
-from holdall.checks import require_count, to_whole
+from holdall.checks import refuse_malformed, require_count, to_whole
 from holdall.memory import ReplayMemory
 from holdall.store.tuning import Tuning
 from holdall.torchrl.fields import Fields, Ids, Key, StoredTensor, TensorField, numpy_index
@@ -486,7 +486,11 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         device = torch.device("cpu") if self.device == "auto" else self.device
         memory = ReplayMemory.load(path, device=str(device), **self._settings)
         try:
-            fields, ids, layout = self._read_layout(memory, path)
+            with refuse_malformed(f"The storage that was saved in {path}"):
+                fields, ids, layout = self._read_layout(memory, path)
+                length = int(layout["len"])
+                is_tensor = bool(layout["is_tensor"])
+                last_cursor = layout["last_cursor"]
         except BaseException:
             memory.close()
             raise
@@ -496,12 +500,12 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         self._ids = ids
         self._oldest = 0
         self.device = device
-        self._len = int(layout["len"])
+        self._len = length
         self.initialized = True
-        if layout["is_tensor"]:
+        if is_tensor:
             self._collection = torch.Tensor
         self.max_size = prod(ids.shape[: self.ndim])
-        self._set_last_cursor(layout["last_cursor"])
+        self._set_last_cursor(last_cursor)
         self._bump_mutation_revision()
         if before is not None:
             before.close()

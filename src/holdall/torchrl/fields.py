@@ -22,7 +22,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils._pytree import tree_map
 
 from holdall.batch import Batch
-from holdall.errors import ArgumentError, CheckpointError
+from holdall.errors import ArgumentError
 from holdall.memory import ReplayMemory
 from holdall.space_leaves import stored_space
 
@@ -195,25 +195,18 @@ class Fields:
 
     @classmethod
     def from_json(cls, words: Any) -> Fields:
-        """Return the fields that `to_json` described. Raise CheckpointError if the object is malformed."""
-        try:
-            tensors = [
-                TensorField(
-                    key=tuple(map(str, word["key"])),
-                    kind=str(word["kind"]),
-                    name=str(word["name"]),
-                    shape=tuple(map(int, word["shape"])),
-                    dtype=_parse_dtype(word["dtype"]),
-                )
-                for word in words["tensors"]
-            ]
-            nested = [
-                NestedPart(tuple(map(str, word["key"])), tuple(map(int, word["tail"]))) for word in words["nested"]
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"The checkpoint does not describe its TensorDicts ({error!r}). Load a checkpoint of a HoldallStorage."
-            ) from error
+        """Return the fields that `to_json` described. `refuse_malformed` explains the errors of malformed ones."""
+        tensors = [
+            TensorField(
+                key=tuple(map(str, word["key"])),
+                kind=str(word["kind"]),
+                name=str(word["name"]),
+                shape=tuple(map(int, word["shape"])),
+                dtype=_parse_dtype(word["dtype"]),
+            )
+            for word in words["tensors"]
+        ]
+        nested = [NestedPart(tuple(map(str, word["key"])), tuple(map(int, word["tail"]))) for word in words["nested"]]
         return cls(tuple(tensors), tuple(nested))
 
     def find_missing(self, data: TensorDictBase) -> list[Key]:

@@ -162,7 +162,7 @@ def test_threads_may_share_a_loader(prefetch: int) -> None:
     loader.close()
     for thread in threads:
         thread.join()
-    assert {str(error) for error in errors} <= {"The loader was closed. Make a new one with memory.loader(...)."}
+    assert {str(error) for error in errors} <= {"The loader was closed. Make a new one."}
     drawn = sorted(batch.ids.tolist() for batch in got)
     assert drawn == sorted(same.sample(8).ids.tolist() for _ in range(len(got)))
 

@@ -136,7 +136,7 @@ def _compare_on_trace(
             results[setup.name].append(result)
             yield {"kind": "round", "library": setup.name, "round": number} | result
     for setup in present:
-        record = {"kind": "buffer", "library": setup.name, "version": setup.version, "transitions": count}
+        record: dict[str, Any] = {"kind": "buffer", "library": setup.name, "version": setup.version, "transitions": count}
         record |= summarise_rounds(results[setup.name])
         if laps > 1:
             record["laps"] = laps
