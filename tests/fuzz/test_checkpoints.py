@@ -57,8 +57,8 @@ def test_a_harmed_directory_gives_what_was_acknowledged_or_an_error(templates: P
 OLD_MISTAKES = {
     "a checkpoint that is not whole counts among those to keep": (
         "checkpoint/retention.py",
-        "complete += _is_whole(manifest, reader, sizes)",
-        "complete += 1",
+        "if _is_whole(manifest, reader, sizes):",
+        "if True:",
         "is as it was written, and is not loaded",
     ),
     "an open block is taken for a closed one": (

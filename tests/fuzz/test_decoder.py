@@ -95,7 +95,7 @@ def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int) -> None
 @pytest.mark.parametrize("number", [-1, COUNT, COUNT + 1, 2**32, -(2**63)])
 def test_a_slice_that_is_not_in_the_block_is_refused(number: int) -> None:
     for block in BLOCKS:
-        with pytest.raises(IndexError, match=r"Slices .* are not among"):
+        with pytest.raises(IndexError, match=r"but the block has 12 slices"):
             decode(make_coded(block), number, 1)
 
 

@@ -844,8 +844,8 @@ static PyObject *decode(PyObject *Py_UNUSED(module), PyObject *arguments) {
     if (!coded) return NULL;
     const coded_block *const b = &coded->block;
     if (first < 0 || count < 0 || first > b->slice_count || count > b->slice_count - first)
-        return PyErr_Format(PyExc_IndexError, "%lld slices from slice %lld are not among the %lld of the block.",
-                            (long long)count, (long long)first, (long long)b->slice_count);
+        return PyErr_Format(PyExc_IndexError, "first is %lld and count is %lld, but the block has %lld slices.",
+                            (long long)first, (long long)count, (long long)b->slice_count);
     npy_intp shape[2] = {(npy_intp)count, (npy_intp)b->form.slice_bytes};
     PyObject *const out = PyArray_SimpleNew(2, shape, NPY_UINT8);
     if (!out) return NULL;
