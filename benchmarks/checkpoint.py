@@ -1,18 +1,20 @@
-"""What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--recording F]`.
+"""What saving costs and what loading takes.
 
-The script plays noise, which does not shrink, so it writes as much as the memory holds. Each measurement has a fresh
+    python benchmarks/checkpoint.py [--gigabytes 1 8] [--recording FILE] [--short] [--json FILE]
+
+The data is noise, which does not shrink, so the script writes as much as the memory holds. Each measurement has a fresh
 process. The exit status is 1 if a bar is missed. Linux only.
 
-memory       the most that the process's USS grows while it saves, in a fresh process per size, reading every 2 ms
-incremental  bytes written after 1 % new data, over those of the first save
-pause        how long `save` keeps the training thread, 3,000 segments and a million priorities
-load         from nothing to the first batch of 256, 3,000 segments
-raw          with --recording: bytes of a checkpoint of a memory that holds everything uncompressed, over those that the
-             same memory takes with budget=None
+memory       the most that the process's USS grows while it saves, in a fresh process per size, read every 2 ms
+incremental  bytes written after 1 % new data, divided by those of the first save
+pause        how long `save` holds up the training thread, with 3,000 segments and a million priorities
+load         from nothing to the first batch of 256, with 3,000 segments
+raw          with --recording: bytes of a checkpoint of a memory that holds everything uncompressed, divided by those
+             that the same memory takes with budget=None
 training     with --recording: steps a second of a small network that trains on one core while such a memory is saved
-             over and over to new places, over those without saves; the two take turns
+             again and again to new places, divided by those without saves; the two take turns
 remote       with --url, 1 GB: the most that USS grows while it is saved there, and while it is loaded and sampled from,
-             over the same with a directory; seconds to the first batch
+             divided by the same with a directory; seconds to the first batch
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from process import emit
 from results import Figure, describe_run, show, store
-from streams import Step
-from streams.trace import stream
+from shared.process import emit
+from shared.streams import Step
+from shared.streams.trace import stream
 
 import holdall
 from holdall.machine import held_bytes
@@ -337,7 +339,7 @@ def figures_of(one: dict[str, Any]) -> list[Figure]:
 def main() -> None:
     """Run every measurement in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="*", default=[1.0, 8.0])
+    parser.add_argument("--gigabytes", type=float, nargs="*", default=[1.0, 8.0], metavar="N", help="sizes")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a disk with room for them")
     parser.add_argument("--url", help="a prefix of an object store, to be measured, too")
     parser.add_argument("--recording", type=Path, help="recorded camera images, see holdall.tools.bench.trace")

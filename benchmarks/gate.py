@@ -5,11 +5,8 @@
     python benchmarks/gate.py --traces DIR --table FILE      # recorded observations instead of the three workloads
 
 For each workload, three buffers hold the same steps: Stable-Baselines3's, holdall's with everything raw
-(`budget="auto"`), and holdall's with everything compressed (`budget=None`). The table shows, for both forms of holdall:
-
-- the time of `add` and of `sample` with 1, 32 and 256 rows, divided by the time of Stable-Baselines3's buffer;
-- the time of `add` in microseconds;
-- bytes per transition.
+(`budget="auto"`), and holdall's with everything compressed (`budget=None`). The table shows the time of `add` and of
+`sample` divided by the time of Stable-Baselines3's buffer, the time of `add`, and bytes per transition.
 
 Times are CPU times of the process with one thread, because other programs on the machine change them little. In a
 round of a few milliseconds, each buffer has its turn, and holdall's time is divided by Stable-Baselines3's. A figure is
@@ -49,9 +46,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from process import commit, machine, versions
+from shared.process import commit, machine, versions
+from shared.streams import Step, Stream, atari, camera, market, trace, vector
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
-from streams import Step, Stream, atari, camera, market, trace, vector
 
 import holdall.sb3
 from holdall.errors import ArgumentError

@@ -1,4 +1,4 @@
-"""Calls every method of every native type a million times, and shows what the process holds afterwards.
+"""Call every method of every native type a million times, and show what the process holds afterwards.
 
     python benchmarks/leaks.py [--calls 1e6] [--max-s 60] [--only TEXT] [--json FILE]
 
@@ -6,9 +6,7 @@ A case makes its objects once and then calls one method again and again, with ar
 method checks them, with arguments that are refused. Four figures are compared before and after the calls: references
 to the arguments, blocks of Python's allocator, bytes of the C library's allocator, and the USS of the process. Every
 method and attribute of every type needs a case, and so does every function.
-A slow case ends after `--max-s` seconds of the processor, and its figures say how many calls it made by then.
-With `--only`, `--json` replaces the figures of these cases in a file and keeps the others. Every case has the commit
-that it was measured with.
+
 The exit status is 1 if a case leaks, or if a method has no case.
 """
 
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from process import commit, machine, versions
+from results import Figure, describe_run, store
 
 from holdall import _native
 from holdall._native import (
@@ -260,17 +258,17 @@ def writer_cases() -> Iterator[Case]:
         made = Writer(untyped, GROUPS, LANES, 100, TICKS, 8192, LAYOUTS)
         made.set_type(4, np.dtype("f8").num)
 
-    yield Case(("Writer.__init__", "Writer.set_type"), set_type, (untyped, GROUPS, LAYOUTS))
+    yield Case(("Writer.__new__", "Writer.set_type"), set_type, (untyped, GROUPS, LAYOUTS))
     yield Case(
-        ("Writer.__init__",), refused(lambda: Writer(COLUMNS[:5], GROUPS, 2, 100, 8, 10, LAYOUTS[:5])), (COLUMNS,)
+        ("Writer.__new__",), refused(lambda: Writer(COLUMNS[:5], GROUPS, 2, 100, 8, 10, LAYOUTS[:5])), (COLUMNS,)
     )
     yield Case(("Writer.set_type",), refused(lambda: kept.set_type(3, 1)), (kept,))
     yield attributes(kept)
 
     yield Case(("Catalog.closed_segments",), lambda: kept.catalog.closed_segments(0), (kept,))
     yield attributes(kept.catalog)
-    yield Case(("Segment.__init__",), lambda: Segment(3, TICKS, LANES, segment.parts), (segment,))
-    yield Case(("Segment.__init__",), refused(lambda: Segment(3, TICKS + 1, LANES, segment.parts)), (segment,))
+    yield Case(("Segment.__new__",), lambda: Segment(3, TICKS, LANES, segment.parts), (segment,))
+    yield Case(("Segment.__new__",), refused(lambda: Segment(3, TICKS + 1, LANES, segment.parts)), (segment,))
     yield attributes(segment)
 
     for part in segment.parts[:4]:
@@ -360,9 +358,9 @@ def block_cases(folder: Path) -> Iterator[Case]:
     raw = Block(SLICE_BYTES, 6, slices)
     written = filled_writer().catalog.segments[0].parts[2].block
     assert written is not None
-    yield Case(("Block.__init__",), lambda: Block(SLICE_BYTES, 6, slices), (slices,))
-    yield Case(("Block.__init__", "Block.share"), lambda: Block(SLICE_BYTES, 6, slices, True).share(), (slices,))
-    yield Case(("Block.__init__",), refused(lambda: Block(SLICE_BYTES, 7, slices)), (slices,))
+    yield Case(("Block.__new__",), lambda: Block(SLICE_BYTES, 6, slices), (slices,))
+    yield Case(("Block.__new__", "Block.share"), lambda: Block(SLICE_BYTES, 6, slices, True).share(), (slices,))
+    yield Case(("Block.__new__",), refused(lambda: Block(SLICE_BYTES, 7, slices)), (slices,))
     yield Case(("Block.read",), lambda: raw.read(1, 3), (raw,))
     yield Case(("Block.read",), refused(lambda: raw.read(1, 30)), (raw,))
     yield Case(("Block.lane_order",), written.lane_order, (written,))
@@ -459,8 +457,8 @@ def reader_cases(folder: Path) -> Iterator[Case]:
     reader = Reader()
     reader.dismiss()
     yield Case(("Reader.help", "Reader.dismiss"), lambda: [call() for call in (reader.help, reader.dismiss)], (reader,))
-    yield Case(("Reader.__init__",), lambda: Reader(100, 1000))
-    yield Case(("Reader.__init__",), refused(lambda: Reader(-1)))
+    yield Case(("Reader.__new__",), lambda: Reader(100, 1000))
+    yield Case(("Reader.__new__",), refused(lambda: Reader(-1)))
     yield attributes(reader)
 
 
@@ -719,36 +717,45 @@ def summarize(cases: list[dict[str, Any]], names_with_case: set[str]) -> dict[st
     }
 
 
+def figures_of(case: str, figures: dict[str, Any]) -> list[Figure]:
+    """Return the number of calls of a case, and by how much the process grew."""
+    return [
+        Figure(case, "calls", "", figures["calls"]),
+        Figure(case, "references", "", figures["references"], "0"),
+        Figure(case, "blocks of Python's allocator", "", figures["blocks"], f"at most {MAX_LEAKED_BLOCKS}"),
+        Figure(case, "bytes of the C library's allocator", "B", figures["heap_bytes"], f"at most {MAX_LEAKED_BYTES}"),
+        Figure(case, "USS", "B", figures["uss_bytes"], f"at most {MAX_USS_BYTES}"),
+    ]
+
+
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=float, default=1e6)
-    parser.add_argument("--max-s", type=float, default=60)
-    parser.add_argument("--only", default="", help="cases whose names contain this text")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--calls", type=float, default=1e6, help="calls of each case (%(default)g)")
+    parser.add_argument("--max-s", type=float, default=60, help="CPU seconds after which a case ends (%(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain this text")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     arguments = parser.parse_args()
-    source = commit()
+    run = describe_run({"calls": int(arguments.calls), "max_s": arguments.max_s})
     results: list[dict[str, Any]] = []
+    measured: list[Figure] = []
     names_with_case: set[str] = set()
+    cases_by_label: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="holdall-leaks-") as folder:
         for case in all_cases(Path(folder)):
             names_with_case.update(case.names)
+            label = ", ".join(case.names)
+            cases_by_label[label] += 1
             if arguments.only not in " ".join(case.names):
                 continue
-            figures = measure(case, int(arguments.calls), arguments.max_s) | {"commit": source}
+            figures = measure(case, int(arguments.calls), arguments.max_s)
             results.append(figures)
             print(json.dumps(figures), flush=True)
+            measured += figures_of(f"{label} ({cases_by_label[label]})", figures)
     summary = summarize(results, names_with_case)
     print(json.dumps(summary))
     if arguments.json is not None:
-        kept: list[dict[str, Any]] = []
-        if arguments.only and arguments.json.exists():
-            stored = json.loads(arguments.json.read_text(encoding="utf-8"))["cases"]
-            kept = [figures for figures in stored if arguments.only not in " ".join(figures["names"])]
-        cases = kept + results
-        found = {"summary": summarize(cases, names_with_case), "cases": cases}
-        found |= {"versions": versions(), "machine": machine()}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        store(arguments.json, measured, run)
     return int(bool(summary["leaking"] or summary["without_case"]))
 
 

@@ -33,13 +33,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
-from process import emit
 from results import Figure, describe_run, show, store
-from streams import Step, Stream
+from shared.process import emit
+from shared.streams import Step, Stream
 
 import holdall
 from holdall.machine import held_bytes
-from holdall.tools.bench.compare_buffers import table_rows
+from holdall.tools.bench.compare_buffers import make_table_rows
 
 MIB = 2**20
 BATCH = 256
@@ -311,7 +311,7 @@ def _views(cells: NDArray[Any], places: NDArray[Any], colours: NDArray[np.uint8]
 
 
 def _atari() -> Stream:
-    return importlib.import_module("streams.atari").stream()  # type: ignore[no-any-return]  # loaded where it is played
+    return importlib.import_module("shared.streams.atari").stream()  # type: ignore[no-any-return]  # loaded where it is played
 
 
 class Case(NamedTuple):
@@ -435,7 +435,7 @@ def figures_of_buffers(records: list[dict[str, Any]]) -> list[Figure]:
         if record["kind"] == "buffer":
             played = "Seaquest" if record["case"] == "atari" else record["case"]
             label = f"{played}: {record['library']} {record['version'] or ''}".strip()
-            right = table_rows([record], record["case"])[0][-1]
+            right = make_table_rows([record], record["case"])[0][-1]
             figures += [
                 Figure(label, "memory", "MiB", record["bytes"] / MIB),
                 Figure(label, "`add`", "us", record["add_us"]),

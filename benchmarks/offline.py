@@ -1,22 +1,22 @@
 """A recording of PushT in HDF5, Lance and holdall: bytes, samples per second of a DataLoader, memory of its processes.
 
     pip install gym-pusht h5py pylance opencv-python-headless
-    python benchmarks/offline.py [--frames 16000] [--parts step window] [--json benchmarks/results/offline.json]
+    python benchmarks/offline.py [--frames 16000] [--parts step window] [--json FILE]
 
-The recording has images of 96x96x3 bytes, positions and actions, made with the public environment gym-pusht and a
-scripted player. It is kept in .cache. Every side stores it without loss, and every row that is read is compared once
+The recording has images of 96 x 96 x 3 bytes, positions and actions, made with the public environment gym-pusht and a
+scripted player. It is stored in .cache. Every side stores it without loss, and every row that is read is compared once
 with the recording.
 
 Times: the loaders of all sides take turns in one process. Each DataLoader has four spawned workers. A turn is a number
-of batches after those that were prepared before are used up. `samples_per_s` is the median over the turns,
-`times_lance` the median of the ratios within a turn, and `cpu_us` the processor time of all processes per sample, which
-depends less on what else the machine does. `none` passes zeros on, which shows what the DataLoader itself takes: torch
-sends each array in new shared memory. `holdall_threads` is `Dataset.loader`, which needs no other processes.
+of batches after those that were prepared before are used up. Samples per second are the median over the turns, and the
+factor over Lance is the median of the ratios within a turn. The processor time of a sample, of all processes, depends
+less on other programs. The side `none` passes zeros on, which shows what the DataLoader itself takes: torch sends each
+array in new shared memory. `holdall_threads` is `Dataset.loader`, which needs no other processes.
 
-Memory: the proportional set size of the main process and its workers, in a fresh process per side.
+Memory: the proportional set size of the main process and its workers, in fresh processes for each side.
 
-Exit status 1 if holdall is larger than Lance, or less than twice as fast as the fastest Lance: with four workers as
-well as with `Dataset.loader`.
+The exit status is 1 if holdall is larger than Lance, or less than twice as fast as the fastest Lance: with four workers
+as well as with `Dataset.loader`.
 """
 
 from __future__ import annotations
@@ -415,12 +415,26 @@ def figures_of(part: str, found: Any) -> list[Figure]:
 
 def main() -> int:
     """Run the parts that were asked for, and add their results to the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=16_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="sizes is needed once before others")
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES, THREADS], default=TIMED, help="of step and window")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=16_000, help="steps of the recording (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (%(default)s)")
+    parser.add_argument("--batches", type=int, default=40, help="batches of a turn (%(default)s)")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        metavar="PART",
+        help=f"{', '.join(PARTS)}; sizes comes first",
+    )
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=[*SIDES, THREADS],
+        default=TIMED,
+        metavar="SIDE",
+        help=f"{', '.join([*SIDES, THREADS])}; of the parts step and window",
+    )
     parser.add_argument("--short", action="store_true", help="one round of 20 batches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the figures are written to")
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Adds rows by the hundred million to memories of every tier, gathers as many, and compares every byte of them.
+"""Add a hundred million rows to memories of every tier, gather as many, and compare every byte of them.
 
-    python benchmarks/soak.py [--rows 1e8] [--rounds 20] [--seed 0] [--tier NAME ...] [--no-interrupts] [--json FILE]
+    python benchmarks/soak.py [--rows 1e8] [--seed 0] [--json FILE]
 
 Every field of a transition follows from its id. So a torn, mixed or outdated row is found, and the expected rows of
 a batch are computed as fast as the batch. One round is one memory. The main thread adds, and compares what it added.
 It is interrupted by signals whose handler raises, in the middle of any call. Other threads draw, gather, overwrite
 flags, save and load. After that a forked child uses the memory, and a child that loads, adds and saves is killed.
-What the killed child acknowledged is loaded and compared.
+What the killed child acknowledged is loaded and compared. The last line of the output is a JSON object with all counts.
 The exit status is 1 if a row was wrong, or if an interrupted call was neither done nor undone.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
-from process import commit, machine
+from results import Figure, describe_run, store
 
 from holdall import ClosedError, ReplayMemory, RolloutMemory, TransitionIdError
 from holdall.store.tuning import Tuning
@@ -519,18 +519,34 @@ def soak(rows: float, rounds: int, seed: int, tiers: list[str], *, interrupts: b
     return tally
 
 
+def figures_of(result: dict[str, Any]) -> list[Figure]:
+    """Return the counts of a soak. Each seed is a case, so that the soaks of several seeds add up."""
+    case = f"seed {result['seed']}"
+    done = result["done"]
+    interrupts = sum(count for what, count in done.items() if what.startswith("interrupts"))
+    return [
+        Figure(case, "rows added", "", result["rows_added"]),
+        Figure(case, "rows compared", "", result["rows"]),
+        Figure(case, "wrong rows", "", result["wrong_rows"], "0"),
+        Figure(case, "problems", "", len(result["problems"]), "0"),
+        *(Figure(case, what, "", done.get(what, 0)) for what in ("saves", "loads", "forks", "kills")),
+        Figure(case, "interrupts", "", interrupts),
+        Figure(case, "duration", "s", result["seconds"]),
+    ]
+
+
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=float, default=1e8)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="memories of each tier")
+    parser.add_argument("--rows", type=float, default=1e8, help="rows to add (%(default)g)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="memories of each tier (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tier", choices=TIERS, nargs="+", default=list(TIERS))
-    parser.add_argument("--no-interrupts", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tier", choices=TIERS, nargs="+", default=list(TIERS), metavar="TIER", help="default: all")
+    parser.add_argument("--no-interrupts", action="store_true", help="send no signals")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results that the counts are written to")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    source = commit()
+    run = describe_run({"rounds": arguments.rounds, "interrupts": not arguments.no_interrupts})
     tally = soak(
         arguments.rows,
         arguments.rounds,
@@ -548,13 +564,10 @@ def main() -> int:
         "added_by_tier": dict(tally.added),
         "done": dict(tally.done),
         "problems": tally.problems,
-        "commit": source,
-        "machine": machine(),
     }
     print(json.dumps(result))
     if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        store(arguments.json, figures_of(result), run)
     return int(bool(tally.problems))
 
 

@@ -7,19 +7,20 @@ measured. tests/test_benchmarks.py fails if a page and the results differ.
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results import format_value, read
+from pictures import kinds, memory
+from results import HERE, STORED, format_value, read, read_stored
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+ROOT = HERE.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
+MAX_PLAN_OFF_PERCENT = 5
 LAST_DAY_OF_FORMER_ENGINE = "2026-11-17"
 """Figures of this day or before have to be measured again. A page says so below each table."""
 
@@ -47,7 +48,7 @@ class Table:
 
     def write(self) -> str:
         """Return the table as Markdown."""
-        document = read(RESULTS / f"{self.result}.json")
+        document = read(STORED / f"{self.result}.json")
         rows = self._select(document["cases"])
         lines = [_line([self.first, *self.columns.values()]), "|---" * (1 + len(self.columns)) + "|"]
         for case, figures in rows.items():
@@ -78,19 +79,19 @@ def _line(cells: list[str]) -> str:
 
 
 def _describe_runs(runs: list[dict[str, Any]]) -> str:
-    """Return the dates and commits of the runs as text."""
+    """Return the dates and commits of the runs as text. Early scripts did not record both."""
     dates: dict[str, list[str]] = {}
     for run in runs:
-        commit = str(run["commit"] or "unknown")[:8]
+        commit = str(run["commit"] or "unknown commit")
+        commit = commit if " " in commit else commit[:8]
         short = " short" if run["settings"].get("short") else ""
-        named = f"{commit}{short}"
-        commits = dates.setdefault(run["date"], [])
-        if named not in commits:
-            commits.append(named)
+        commits = dates.setdefault(run["date"] or "", [])
+        if f"{commit}{short}" not in commits:
+            commits.append(f"{commit}{short}")
     shown = []
     for date, commits in sorted(dates.items()):
-        engine = "; former engine" if date <= LAST_DAY_OF_FORMER_ENGINE else ""
-        shown.append(f"{date} ({', '.join(commits)}{engine})")
+        engine = "; former engine" if date and date <= LAST_DAY_OF_FORMER_ENGINE else ""
+        shown.append(f"{date or 'an unrecorded date'} ({', '.join(commits)}{engine})")
     return f"Measured on {', '.join(shown)}."
 
 
@@ -186,6 +187,34 @@ GROWTH = {
 VIDEO = {name: name for name in ("raw", '`prefer="balanced"`', '`prefer="memory"`', "FFV1", "x264")}
 RAY = {name: name for name in ("Atari, 4 stacked frames", "camera and vector", "the same, noisy")}
 MEASURED = {"measured": "measured"}
+PLAN = {name: name for name in ("buffer", "planned", "at most", "measured", "off by", "bound holds")}
+DELIVERY = {
+    "flowing": "flowing",
+    "alone": "alone",
+    "in turns": "in turns",
+    "the GPU's own part": "the GPU's own part",
+    "by hand": "by hand",
+    "as SB3": "as SB3",
+    "plain torch": "plain torch",
+    "the bus alone": "the bus alone",
+}
+DROP_IN = {
+    "`holdall.sb3`": "`holdall.sb3`",
+    "Stable-Baselines3": "Stable-Baselines3",
+    "ratio": "ratio",
+    "`holdall.sb3` alone": "`holdall.sb3` alone",
+    "of that, the host": "of that, the host",
+}
+TRAJECTORIES = {
+    "join, then move": "join, then move",
+    "move, then join": "move, then join",
+    "holdall": "holdall, in turn",
+    "holdall, first of a turn": "the first of a turn",
+    "holdall alone, slots of 8 MiB": "alone",
+    "holdall, extra memory": "beside the tensors",
+    "join, then move, extra memory": "joined first",
+    "move, then join, extra memory": "moved first",
+}
 
 TABLES: dict[str, Table] = {
     "short": Table(
@@ -259,6 +288,31 @@ TABLES: dict[str, Table] = {
     ),
     "checkpoint": Table("checkpoint", "", MEASURED),
     "ray": Table("ray", "", RAY),
+    "gpu_delivery": Table("gpu", "batch", DELIVERY, begins="delivery: "),
+    "gpu_sb3": Table("gpu", "rows", DROP_IN, begins="drop-in: "),
+    "gpu_steps": Table(
+        "gpu",
+        "batches of",
+        {"gradient steps a second": "gradient steps a second", "ratio": "ratio"},
+        begins="gradient steps: ",
+    ),
+    "gpu_resident": Table(
+        "gpu",
+        "data, and what is done",
+        {"holdall": "holdall", "plain torch": "plain torch", "ratio": "ratio"},
+        begins="resident: ",
+    ),
+    "gpu_rollout": Table("gpu", "3 workers x 1,024 steps of", TRAJECTORIES, begins="trajectories: "),
+    "probe": Table("probe", "public scripts", MEASURED, begins="all scripts: "),
+    "plan": Table("plan", "run", PLAN),
+    "lint": Table("lint", "public scripts", {"number": "number"}, begins="all: "),
+    "watch": Table(
+        "watch",
+        "case and promise",
+        {"measured": "measured", "holds": "holds", "attribution": "attribution"},
+        without="^showing: ",
+    ),
+    "showings": Table("watch", "what", {"measured": "measured", "commits": "commits"}, begins="showing: "),
 }
 """The tables by the name of their markers."""
 
@@ -270,7 +324,8 @@ def rewrite(page: Path, text: str) -> str:
             text = replace_marked(text, name, table.write())
     if page == README:
         return replace_marked(text, "times", write_times())
-    return rewrite_tools(replace_marked(text, "gate", write_gate()))
+    text = replace_marked(text, "plans", write_plans())
+    return replace_marked(text, "gate", write_gate())
 
 
 def replace_marked(text: str, name: str, written: str) -> str:
@@ -283,14 +338,14 @@ def replace_marked(text: str, name: str, written: str) -> str:
 
 def read_gate() -> dict[str, dict[str, float]]:
     """Return the figures of `make gate` by workload and form, of the first processor in its table."""
-    stored = next(iter(read(RESULTS / "gate.json").values()))
+    stored = next(iter(read(STORED / "gate.json").values()))
     figures: dict[str, dict[str, float]] = stored["figures"]
     return figures
 
 
 def write_gate() -> str:
     """Return the table of `make gate`."""
-    stored = next(iter(read(RESULTS / "gate.json").values()))
+    stored = next(iter(read(STORED / "gate.json").values()))
     names = ("add", "sample(1)", "sample(32)", "sample(256)")
     titles = {"atari": "Atari Seaquest, 4 frames", "camera": "the demo's camera and 6 floats", "vector": "17 floats"}
     lines = [_line(["CPU time, of SB3's", *(f"`{name}`" for name in names)]), "|---" * 5 + "|"]
@@ -314,11 +369,15 @@ def write_times() -> str:
     )
 
 
-def rewrite_tools(text: str) -> str:
-    """Return the text of docs/benchmarks.md with the tables of scripts that write their own."""
-    for name, results in (("plan", "plan"), ("probe_scripts", "probe_scripts"), ("watch", "watch")):
-        text = importlib.import_module(name).write_page(text, read(RESULTS / f"{results}.json"))
-    return text
+def write_plans() -> str:
+    """Return the sentence about all plans below their table."""
+    plans = list(read_stored("plan").values())
+    near = sum(abs(plan["off by"]) <= MAX_PLAN_OFF_PERCENT for plan in plans)
+    bounded = sum(plan["bound holds"] == "yes" for plan in plans)
+    return (
+        f"{near} of {len(plans)} plans are within {MAX_PLAN_OFF_PERCENT} % of the measured peak. "
+        f"In {bounded} of {len(plans)} runs, the measured peak is below the bound."
+    )
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
@@ -330,9 +389,11 @@ def pages() -> Iterator[tuple[Path, str, str]]:
 
 def main() -> None:
     """Rewrite the tables of all pages, and draw the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     for page, _, new in pages():
         page.write_text(new, encoding="utf-8")
-    for picture in (importlib.import_module("picture"), importlib.import_module("kinds_picture")):
+    for picture in (memory, kinds):
         for theme, path in picture.PICTURES.items():
             path.write_text(picture.drawn(theme), encoding="utf-8")
 

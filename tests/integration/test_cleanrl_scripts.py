@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "cleanrl_scripts.py"
+SCRIPT = ROOT / "benchmarks" / "training" / "cleanrl_scripts.py"
 RUNS = ["dqn", "c51", "dqn_jax", "ddpg", "td3", "sac", "td3_jax", "dqn_atari", "dqn_atari_cut"]
 
 

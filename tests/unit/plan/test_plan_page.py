@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md are those of benchmarks/results/plan.json and probe_scripts.json."""
+"""The results of `holdall plan` and of the probe agree with the benchmarks that measured them."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+def read_results(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((BENCHMARKS / "results" / name).read_text(encoding="utf-8"))
+    return document
+
+
+def read_values(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    values: dict[str, dict[str, Any]] = {}
+    for row in document["cases"]:
+        values.setdefault(row["case"], {})[row["figure"]] = row["value"]
+    return values
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of benchmarks/plan.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return runpy.run_path(str(ROOT / "benchmarks" / "plan.py"))
+def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that returns the names of a script of benchmarks/tools."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "tools"))
+    return lambda name: runpy.run_path(str(BENCHMARKS / "tools" / f"{name}.py"))
 
 
-@pytest.fixture
-def results() -> dict[str, Any]:
-    """Return what benchmarks/plan.py measured."""
-    text = (ROOT / "benchmarks" / "results" / "plan.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+def test_the_results_have_the_settings_of_the_script(run_script: Any) -> None:
+    document = read_results("plan.json")
+    settings = run_script("planned_peaks")["RUNS"]
+    for row in document["cases"]:
+        case = row["case"]
+        assert document["runs"][row["run"]]["settings"][case] == settings[case]
 
 
-def test_the_table_of_the_page_is_that_of_the_results(script: dict[str, Any], results: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert script["write_page"](page, results) == page, "run `python benchmarks/plan.py --docs`"
+def test_no_measured_peak_is_above_its_bound() -> None:
+    plans = read_values(read_results("plan.json"))
+    assert [name for name, plan in plans.items() if plan["at most"] < plan["measured"]] == []
+    assert {plan["bound holds"] for plan in plans.values()} == {"yes"}
 
 
-def test_the_results_have_the_settings_of_the_script(script: dict[str, Any], results: dict[str, Any]) -> None:
-    measured = {row["name"]: row["settings"] for row in results["runs"]}
-    assert measured == {name: script["RUNS"][name] for name in measured}
-
-
-def test_no_measured_peak_is_above_its_bound(results: dict[str, Any]) -> None:
-    assert [row["name"] for row in results["runs"] if row["most_bytes"] < row["measured_bytes"]] == []
-
-
-def test_the_public_scripts_of_the_page_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = runpy.run_path(str(ROOT / "benchmarks" / "probe_scripts.py"))
-    results = json.loads((ROOT / "benchmarks" / "results" / "probe_scripts.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert script["summarize"](results["scripts"]) == results["summary"]
-    assert script["write_page"](page, results) == page, "run `python benchmarks/probe_scripts.py --docs`"
+def test_the_figures_over_all_public_scripts_are_those_of_the_scripts(run_script: Any) -> None:
+    values = read_values(read_results("probe.json"))
+    script = run_script("probe_scripts")
+    scripts = [row for case, row in values.items() if not case.startswith(script["TOGETHER"])]
+    together = {figure.case: figure.value for figure in script["summarize"](scripts)}
+    assert together == {case: row["measured"] for case, row in values.items() if case.startswith(script["TOGETHER"])}

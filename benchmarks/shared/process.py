@@ -1,0 +1,48 @@
+"""Descriptions of the commit, the versions and the machine of a run, and messages to the parent process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from holdall.tools import bench
+
+_HERE = Path(__file__).parent
+
+
+def emit(message: dict[str, Any]) -> None:
+    """Print `message` as one JSON line, unbuffered, for the parent process."""
+    print(json.dumps(message), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine, and how busy it is."""
+    return bench.machine() | {"huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled")}
+
+
+def versions(*others: str) -> dict[str, str | None]:
+    """Return the versions of all packages whose speed or memory is part of the figures."""
+    return bench.versions("ale-py", "opencv-python-headless", *others)
+
+
+def commit() -> str | None:
+    """Return the commit that is measured, marked if files differ from it, or None outside a repository."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_HERE, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
