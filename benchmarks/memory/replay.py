@@ -4,8 +4,8 @@
 
 **Bytes per transition** are the slope of a least-squares line through the unique set size (USS) of a fresh process
 while one buffer fills. At every reading, the feed waits for the compressor, because a training is slower than it.
-budget.py measures a feed at full speed. Memory is read at the first step of each segment, since an open segment takes up
-to 16 MiB, which are freed when it is compressed. The fixed cost is where the line begins: libraries and tables. If
+budget.py measures a feed at full speed. Memory is read at the first step of each segment, since an open segment takes
+up to 16 MiB, which are freed when it is compressed. The fixed cost is where the line begins: libraries and tables. If
 another process that uses the same libraries starts or ends meanwhile, their pages change from private to shared or
 back. Then the line through anonymous pages alone has another slope, and the figure is taken from that line.
 
