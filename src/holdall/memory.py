@@ -5,7 +5,7 @@
     save   -> Store.snapshot -> checkpoint                 written in the background
 
 This class has the methods that users call. Adapters also use `memory.store`, which holds every field of every
-transition, and `memory.batch_source`, which draws ids and makes batches.
+transition, `memory.host_store`, and `memory.batch_source`, which draws ids and makes batches.
 
 Guarantee: `gather(ids)` returns, bit for bit, what `add` was given. `add` refuses arguments that do not fit before it
 writes anything.
@@ -26,7 +26,18 @@ from numpy.typing import NDArray
 
 from holdall.background import CLOSE_S
 from holdall.batch import Batch, Draw, check_ids, require_held, require_in_range
-from holdall.checkpoint import LOAD_S, Attached, Loading, MemorySnapshot, Progress, Restored, SaveHandle, Savers
+from holdall.checkpoint import (
+    LOAD_S,
+    Attached,
+    CheckpointReader,
+    Loading,
+    Manifest,
+    MemorySnapshot,
+    Progress,
+    Restored,
+    SaveHandle,
+    Savers,
+)
 from holdall.checks import require_choice, require_count, require_number, require_path, to_whole
 from holdall.codec.choice import PREFERENCES
 from holdall.delivery import Loader, new_delivery
@@ -38,6 +49,7 @@ from holdall.memory_registry import MEMORIES, Hooks, PressureCheck
 from holdall.report import MemoryReport
 from holdall.sampling import (
     Sampler,
+    Uniform,
     check_sampler,
     choose_sampler,
     describe_sampler,
@@ -49,8 +61,8 @@ from holdall.sampling import (
 from holdall.schema import MAX_LANES, Schema, fit_flags, move_to_host
 from holdall.schema_json import schema_to_json
 from holdall.store.budget import Budget
-from holdall.store.closed import FORKED, ClosedStore
-from holdall.store.memory_store import MemoryStore, StoreView
+from holdall.store.memory_store import MemoryStore
+from holdall.store.missing import FORKED, ON_DEVICE, MissingStore
 from holdall.store.spill import SpillFolder
 from holdall.store.store import Store
 from holdall.store.tuning import Tuning
@@ -86,6 +98,8 @@ class ReplayMemory:
 
     Attributes:
         store: The `MemoryStore` that holds every transition. For adapters.
+        host_store: The same store, for adapters that use methods which only a store on the host has. If the memory is
+            on a device, they raise ArgumentError.
         batch_source: The sampler and the generator, and the methods that make batches with them. For adapters.
         schema: Spaces of all fields.
         capacity: Maximum number of transitions over all lanes.
@@ -144,31 +158,40 @@ class ReplayMemory:
         self._attached = Attached()
         self._autosave: Any = None
         self._fetch: Any = None  # Background download of a checkpoint in an object store.
-        # `Any`, because adapters for memories on the host also use methods that only `Store` has.
-        self.store: Any
+        self.store: MemoryStore
+        self.host_store: Store | MissingStore
         self.batch_source: BatchSource
-        self.store, self.batch_source = self._new_store(check_sampler(sampler), new_generator(seed))
+        if store_device is None:
+            self._make_host_store(check_sampler(sampler), new_generator(seed))
+        else:
+            self._make_device_store(store_device, check_sampler(sampler), new_generator(seed))
         MEMORIES.add(self, _HOOKS)
 
-    def _new_store(self, sampler: Sampler, generator: np.random.Generator) -> tuple[MemoryStore, BatchSource]:
-        """Return the empty store that the settings describe, and the source of its batches."""
-        tuning = self._settings["_tuning"] or Tuning()
-        ticks = self.capacity // self.num_envs
-        store_device = self._settings["store_device"]
+    def _make_device_store(self, store_device: str, sampler: Sampler, generator: np.random.Generator) -> None:
+        """Make an empty store on `store_device`, and the source of its batches."""
         device = self._settings["device"]
-        if store_device is not None:
-            if device not in (None, store_device):
-                raise ArgumentError(
-                    f"store_device ({store_device}) and device ({device}) differ. Batches are made where the store is: "
-                    "leave device out."
-                )
-            device_store = DeviceStore(self.schema, ticks, store_device, self._settings["budget"])
-            return device_store, DeviceBatchSource(device_store, sampler, generator)
+        if device not in (None, store_device):
+            raise ArgumentError(
+                f"store_device ({store_device}) and device ({device}) differ. Batches are made where the store is: "
+                "leave device out."
+            )
+        ticks = self.capacity // self.num_envs
+        tuning = self._settings["_tuning"]
+        store = DeviceStore(self.schema, ticks, store_device, self._settings["budget"], tuning)
+        self.store = store
+        self.host_store = MissingStore(ON_DEVICE, ArgumentError)
+        self.batch_source = DeviceBatchSource(store, sampler, generator)
+
+    def _make_host_store(self, sampler: Sampler, generator: np.random.Generator) -> None:
+        """Make an empty store on the host, and the source of its batches."""
+        device = self._settings["device"]
         delivery = new_delivery(self.schema, device)
+        tuning = self._settings["_tuning"] or Tuning()
         spill_dir = self.spill_dir
         budget = Budget.from_settings(
             self._settings["budget"], self.schema, can_spill=spill_dir is not None, tuning=tuning
         )
+        ticks = self.capacity // self.num_envs
         spill = None if spill_dir is None else SpillFolder(require_path("spill_dir", spill_dir), tuning)
         try:
             store = Store(self.schema, ticks, budget, prefer=self._settings["prefer"], tuning=tuning, spill=spill)
@@ -176,7 +199,9 @@ class ReplayMemory:
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}). Lower it."
             ) from error
-        return store, HostBatchSource(store, self.schema, self.capacity, device, delivery, sampler, generator)
+        self.store = store
+        self.host_store = store
+        self.batch_source = HostBatchSource(store, self.schema, self.capacity, device, delivery, sampler, generator)
 
     # ---------------------------------------------------------------- adding
 
@@ -291,7 +316,7 @@ class ReplayMemory:
             >>> memory.are_valid([memory.first_id])
             array([ True])
         """
-        view: StoreView = self.store.view()
+        view = self.store.view()
         wanted = check_ids(ids)
         require_in_range(wanted, view.first_id, view.next_id)
         return view.are_valid(wanted)
@@ -330,7 +355,7 @@ class ReplayMemory:
             >>> memory.gather([0]).extras["value"]
             array([1.], dtype=float32)
         """
-        store: MemoryStore = self.store
+        store = self.store
         view = store.view()
         wanted = check_ids(move_to_host(ids))
         if not columns:
@@ -351,7 +376,7 @@ class ReplayMemory:
             >>> memory.gather(newest).truncated
             array([ True])
         """
-        store: MemoryStore = self.store
+        store = self.store
         view = store.view()
         wanted = check_ids(ids)
         new_terminated = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
@@ -369,20 +394,17 @@ class ReplayMemory:
     @property
     def first_id(self) -> int:
         """Lowest transition id that is still held."""
-        first_id: int = self.store.first_id
-        return first_id
+        return self.store.first_id
 
     @property
     def next_id(self) -> int:
         """Id of the first transition of the next `add`."""
-        next_id: int = self.store.next_id
-        return next_id
+        return self.store.next_id
 
     @property
     def fill(self) -> float:
         """Fraction of the capacity that is filled, from 0 to 1."""
-        store: MemoryStore = self.store
-        return store.held_count / self.capacity
+        return self.store.held_count / self.capacity
 
     def report(self) -> MemoryReport:
         """Account for the bytes that the memory holds, field by field, and compare them with the plain layout.
@@ -391,7 +413,7 @@ class ReplayMemory:
             >>> memory.report().transitions == len(memory)
             True
         """
-        store: MemoryStore = self.store
+        store = self.store
         return MemoryReport(
             transitions=len(store),
             fields=tuple(store.report()),
@@ -418,8 +440,7 @@ class ReplayMemory:
     @property
     def disk_bytes(self) -> int:
         """Bytes in files of `spill_dir`."""
-        store: MemoryStore = self.store
-        return store.disk_bytes
+        return self.store.disk_bytes
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -553,7 +574,7 @@ class ReplayMemory:
         """Return everything that a checkpoint contains. Takes milliseconds."""
         source = self.batch_source
         with source.lock:
-            store: MemoryStore = self.store
+            store = self.store
             source.bring_back_priorities()
             return MemorySnapshot(
                 store=store.snapshot(),
@@ -585,7 +606,7 @@ class ReplayMemory:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
         source = self.batch_source
         with source.lock:
-            store: MemoryStore = self.store
+            store = self.store
             source.bring_back_priorities()
             return {
                 "schema": self.schema,
@@ -627,10 +648,15 @@ class ReplayMemory:
 
     def _free(self) -> None:
         """Close the store. Later calls raise ClosedError."""
-        store: MemoryStore = self.store
+        store = self.store
         self.batch_source.close()
-        self.store = ClosedStore()
+        self._replace_store(MissingStore())
         store.close()
+
+    def _replace_store(self, missing: MissingStore) -> None:
+        """Make every use of the store raise the error of `missing`."""
+        self.host_store = missing
+        self.store = missing
 
     def __enter__(self) -> Self:
         return self
@@ -651,11 +677,17 @@ class ReplayMemory:
 
     def _close_in_child(self) -> None:
         """Close the memory in a forked child. Called there, by its only thread."""
-        self.store = ClosedStore(FORKED)
+        self._replace_store(MissingStore(FORKED))
         self.batch_source.close_in_child(FORKED)
         self._savers.after_fork()
         self._autosave = None
         self._fetch = None
+
+
+def load_checkpoint(manifest: Manifest, reader: CheckpointReader) -> ReplayMemory:
+    """Load one checkpoint, to read its transitions. `ReplayMemory.load` loads the newest one, with its sampler."""
+    loading = Loading(ReplayMemory, ReplayMemory._restore, {"prefer": "balanced"}, Uniform())
+    return loading.load_manifest(manifest, reader.reopen(LOAD_S))
 
 
 _HOOKS = Hooks(ReplayMemory._set_pressure_check, ReplayMemory._close_in_child)

@@ -21,8 +21,9 @@ from holdall.delivery.minibatches import new_minibatches
 from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.memory_registry import MEMORIES, Hooks, PressureCheck
 from holdall.report import FieldReport, MemoryReport
-from holdall.rollout_host import ESTIMATES, HostRollout
+from holdall.rollout_host import HostRollout
 from holdall.rollout_sequences import RolloutSequences
+from holdall.rollout_step import ESTIMATES, RolloutStep
 from holdall.sampling import new_generator
 from holdall.schema import MAX_LANES, Schema
 from holdall.store.tuning import Tuning
@@ -38,20 +39,7 @@ class _Steps(Protocol):
 
     def observe(self, step: int, obs: Any) -> None: ...
 
-    def add(
-        self,
-        step: int,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        value: Any,
-        log_prob: Any,
-        extras: Any,
-        final_obs: Any,
-        valid: Any,
-    ) -> None: ...
+    def add(self, step: int, given: RolloutStep) -> None: ...
 
     def final_obs(self, steps: int) -> Any: ...
 
@@ -190,7 +178,8 @@ class RolloutMemory:
             )
         self._choose_device(obs)
         step = self._progress.steps
-        self._steps.add(step, obs, action, reward, terminated, truncated, value, log_prob, extras, final_obs, valid)
+        given = RolloutStep(obs, action, reward, terminated, truncated, value, log_prob, extras, final_obs, valid)
+        self._steps.add(step, given)
         self._progress = _Progress(step + 1, rollout=self._progress.rollout)
 
     def final_obs(self) -> Any:

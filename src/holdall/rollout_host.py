@@ -21,10 +21,10 @@ from holdall.delivery.minibatches import Field, Minibatches
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport, field_name
 from holdall.rollout_fields import FinalObservations, FlatRows, Places, new_rollout_fields
+from holdall.rollout_step import ESTIMATES, RolloutStep
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, move_to_host
 from holdall.store.tuning import Tuning
 
-ESTIMATES = ("value", "log_prob", "advantage", "returns")
 _MASK = Leaf("mask", (), np.dtype(np.bool_))
 _FLOAT32 = np.dtype(np.float32)
 
@@ -65,44 +65,28 @@ class HostRollout:
         """Write the observations of a step."""
         self.fields.write(step, self._schema.observation.flatten(obs, (self._lanes,), "obs"))
 
-    def add(
-        self,
-        step: int,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        value: Any,
-        log_prob: Any,
-        extras: Any,
-        final_obs: Any,
-        valid: Any,
-    ) -> None:
-        """Write one step. If an argument does not fit, raise ArgumentError and write nothing.
-
-        `obs` is None if `observe` was given the observations.
-        """
+    def add(self, step: int, given: RolloutStep) -> None:
+        """Write step number `step`. If a part of `given` does not fit, raise ArgumentError and write nothing."""
         lanes = (self._lanes,)
         schema = self._schema
-        observations = None if obs is None else schema.observation.flatten(obs, lanes, "obs")
-        actions = schema.action.flatten(action, lanes, "action")
-        others = schema.extras.flatten({} if extras is None else extras, lanes, "extras")
-        rewards = fit_reward(reward, lanes, None if self._rewards is None else self._rewards.array.dtype)
-        values = fit_floats(value, lanes, "value")
-        log_probs = fit_floats(log_prob, lanes, "log_prob")
-        is_terminated = fit_flags(terminated, lanes, "terminated")
-        is_truncated = fit_flags(truncated, lanes, "truncated")
-        is_valid = None if valid is None else fit_flags(valid, lanes, "valid")
+        observations = None if given.obs is None else schema.observation.flatten(given.obs, lanes, "obs")
+        actions = schema.action.flatten(given.action, lanes, "action")
+        extras = schema.extras.flatten({} if given.extras is None else given.extras, lanes, "extras")
+        rewards = fit_reward(given.reward, lanes, None if self._rewards is None else self._rewards.array.dtype)
+        values = fit_floats(given.value, lanes, "value")
+        log_probs = fit_floats(given.log_prob, lanes, "log_prob")
+        is_terminated = fit_flags(given.terminated, lanes, "terminated")
+        is_truncated = fit_flags(given.truncated, lanes, "truncated")
+        is_valid = None if given.valid is None else fit_flags(given.valid, lanes, "valid")
         cut_lanes = (is_truncated & ~is_terminated).nonzero()[0]
-        final = self._fit_final(final_obs, cut_lanes)
+        final = self._fit_final(given.final_obs, cut_lanes)
         if self._rewards is None:
             self._rewards = self._new_rewards(rewards.dtype)
         if observations is not None:
             self.fields.write(step, observations)
         for rows, new in zip(self._actions, actions, strict=True):
             rows.array[step] = new
-        for rows, new in zip(self._extras, others, strict=True):
+        for rows, new in zip(self._extras, extras, strict=True):
             rows.array[step] = new
         self._rewards.array[step] = rewards
         self._estimates["value"].array[step] = values

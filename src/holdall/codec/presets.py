@@ -243,8 +243,8 @@ def estimate_cost(codec: Codec, window: Window, compressed_share: float) -> floa
     """Return the estimated time in which one thread decodes random transitions, divided by that of a raw gather.
 
     The unit of all costs is one copy of a raw slice out of a large memory. The constants above are rounded from gathers
-    of the recordings in decision 027 (`benchmarks/trace_codecs.py --presets`). The result follows from the codec and
-    from the measured size, never from a clock, so that the same data gets the same codec on every machine.
+    of the recordings in decision 027 (`benchmarks/memory/trace_codecs.py --presets`). The result follows from the codec
+    and from the measured size, never from a clock, so that the same data gets the same codec on every machine.
 
     Args:
         compressed_share: Compressed bytes divided by raw bytes.

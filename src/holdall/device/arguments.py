@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.utils.dlpack
 
+from holdall.delivery.drawn_rows import list_arrays, map_arrays
 from holdall.delivery.staging import Staging, torch_dtype
 from holdall.device.tensors import TensorStep
 from holdall.errors import ArgumentError
 from holdall.schema import Leaf, Schema, Tree, lacks_lane_axis, suggest_axis_order, suggest_dtype
-from holdall.store.step import Step, check_step
+from holdall.store.step import RawStep, Step, check_step
 
 _CUDA_IN_DLPACK = (2, 10)
 """What DLPack calls devices of CUDA and of ROCm."""
@@ -66,26 +67,15 @@ class TensorCheck:
         """Check tensors, or check arrays and copy them to the device."""
         if is_device_data(given[0], self._device):
             return self._check_tensors(leading, reward_dtype, *given)
-        step = check_step(self._schema, leading, reward_dtype, *given)
+        step = check_step(self._schema, leading, reward_dtype, RawStep(*given))
         return self.send(step)
 
     def send(self, step: Step) -> TensorStep:
         """Return a copy of `step` on the device. Its arrays were checked."""
-        extras = step.extras or ()
-        arrays = [*step.obs, *step.action, step.reward, *step.next_obs, step.terminated, step.truncated, *extras]
-        if step.valid is not None:
-            arrays.append(step.valid)
-        tensors = iter(self._staging.send(arrays))
-        return TensorStep(
-            tuple(next(tensors) for _ in step.obs),
-            tuple(next(tensors) for _ in step.action),
-            next(tensors),
-            tuple(next(tensors) for _ in step.next_obs),
-            next(tensors),
-            next(tensors),
-            tuple(next(tensors) for _ in extras),
-            None if step.valid is None else next(tensors),
-        )
+        given = step._replace(extras=step.extras or ())
+        tensors = iter(self._staging.send(list_arrays(given)))
+        sent = map_arrays(given, lambda _: next(tensors))
+        return TensorStep(**sent._asdict())
 
     def send_array(self, array: Any) -> torch.Tensor:
         """Return a copy of one array on the device."""

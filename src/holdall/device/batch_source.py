@@ -15,7 +15,7 @@ from holdall.delivery.batch_source import BatchSource
 from holdall.delivery.loader import Loader, return_unchanged
 from holdall.device.store import DeviceStore
 from holdall.sampling import Held, Sampler
-from holdall.store.closed import ClosedStore
+from holdall.store.missing import MissingStore
 
 
 class DeviceBatchSource(BatchSource):
@@ -26,7 +26,7 @@ class DeviceBatchSource(BatchSource):
 
     def __init__(self, store: DeviceStore, sampler: Sampler, generator: np.random.Generator) -> None:
         super().__init__(sampler, generator)
-        self._store: DeviceStore | ClosedStore = store
+        self._store: DeviceStore | MissingStore = store
 
     def sample(self, count: int) -> Batch:
         """See `BatchSource`. One transition is enough, because counting transitions may wait for the device."""
@@ -67,9 +67,9 @@ class DeviceBatchSource(BatchSource):
 
     def close(self) -> None:
         """See `BatchSource`."""
-        self._store = ClosedStore()
+        self._store = MissingStore()
 
     def close_in_child(self, reason: str) -> None:
         """See `BatchSource`."""
-        self._store = ClosedStore(reason)
+        self._store = MissingStore(reason)
         self.lock = threading.RLock()

@@ -24,9 +24,9 @@ from holdall.delivery.words import as_words, choose_word, from_words
 from holdall.device.arguments import TensorCheck
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport, field_name
+from holdall.rollout_step import ESTIMATES, RolloutStep
 from holdall.schema import Leaf, Schema
 
-ESTIMATES = ("value", "log_prob", "advantage", "returns")
 _NUMBER = Leaf("", (), np.dtype(np.float32))
 _FLAG = Leaf("", (), np.dtype(np.bool_))
 _FIRST_FINAL_STEPS = 4
@@ -79,37 +79,26 @@ class DeviceRollout:
             stored[step].copy_(new)
 
     @torch.no_grad()
-    def add(
-        self,
-        step: int,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        value: Any,
-        log_prob: Any,
-        extras: Any,
-        final_obs: Any,
-        valid: Any,
-    ) -> None:
-        """Write one step. If an argument does not fit, raise ArgumentError and write nothing.
+    def add(self, step: int, given: RolloutStep) -> None:
+        """Write step number `step`. If a part of `given` does not fit, raise ArgumentError and write nothing.
 
-        `obs` is None if `observe` has written the observations. `finish` raises the error about missing final
+        `finish` raises the error about missing final
         observations, because only the device knows which episodes were truncated.
         """
         check = self._check
         schema = self._schema
-        observations = None if obs is None else check.check_leaves(schema.observation, obs, "obs")
-        actions = check.check_leaves(schema.action, action, "action")
-        others = check.check_leaves(schema.extras, {} if extras is None else extras, "extras")
-        rewards = self._check_reward(reward)
-        is_terminated = check.check_leaf(_FLAG, terminated, "terminated")
-        is_truncated = check.check_leaf(_FLAG, truncated, "truncated")
-        values = self._check_numbers(value, self._lanes, "value")
-        log_probs = self._check_numbers(log_prob, self._lanes, "log_prob")
-        final = None if final_obs is None else check.check_leaves(schema.observation, final_obs, "final_obs")
-        is_valid = None if valid is None else check.check_leaf(_FLAG, valid, "valid")
+        observations = None if given.obs is None else check.check_leaves(schema.observation, given.obs, "obs")
+        actions = check.check_leaves(schema.action, given.action, "action")
+        extras = check.check_leaves(schema.extras, {} if given.extras is None else given.extras, "extras")
+        rewards = self._check_reward(given.reward)
+        is_terminated = check.check_leaf(_FLAG, given.terminated, "terminated")
+        is_truncated = check.check_leaf(_FLAG, given.truncated, "truncated")
+        values = self._check_numbers(given.value, self._lanes, "value")
+        log_probs = self._check_numbers(given.log_prob, self._lanes, "log_prob")
+        final = None
+        if given.final_obs is not None:
+            final = check.check_leaves(schema.observation, given.final_obs, "final_obs")
+        is_valid = None if given.valid is None else check.check_leaf(_FLAG, given.valid, "valid")
         if self._reward is None:
             self._reward = self._new_rows(Leaf("", (), check.find_numpy_dtype(rewards)))
         is_cut = is_truncated & ~is_terminated
@@ -121,7 +110,7 @@ class DeviceRollout:
             self._final.append(step, is_cut, final)
         if observations is not None:
             self._write_observations(step, observations)
-        for stored, new in zip([*self._actions, *self._extras], [*actions, *others], strict=True):
+        for stored, new in zip([*self._actions, *self._extras], [*actions, *extras], strict=True):
             stored[step].copy_(new)
         self._reward[step].copy_(rewards)
         self._estimates["value"][step].copy_(values)

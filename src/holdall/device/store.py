@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw, Goals, import_torch, require_in_range
 from holdall.delivery import check_device
-from holdall.delivery.delivery import Nesting, compute_rewards, find_goal_leaves
+from holdall.delivery.batch_builder import BatchBuilder
+from holdall.delivery.delivery import compute_rewards, find_goal_leaves
+from holdall.delivery.drawn_rows import DrawnRows, map_arrays
 from holdall.errors import ArgumentError, HoldallError
 from holdall.memory_registry import PressureCheck
 from holdall.report import FieldReport, field_name
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     from holdall.device.ring import TickRing
     from holdall.device.samplers import DeviceDraw, DeviceSampler
-    from holdall.device.tensors import TensorPlan, TensorRows, Tensors, TensorStep
+    from holdall.device.tensors import TensorPlan, Tensors, TensorStep
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -110,9 +112,7 @@ class DeviceStore:
         self._capacity_ticks = capacity_ticks
         self._tuning = tuning or Tuning()
         self._check = TensorCheck(schema, self.device)
-        self._observation = Nesting(schema.observation)
-        self._action = Nesting(schema.action)
-        self._extras = Nesting(schema.extras)
+        self._builder = BatchBuilder(schema)
         self._lock = threading.RLock()
         self._has_streams = is_asynchronous(self.device)
         self._stream: Any = None  # Stream of the last operation.
@@ -500,21 +500,9 @@ class DeviceStore:
             self._relabel(goals, rows)
         if not is_flat:
             rows = rows.reshape(tuple(drawn.ids.shape))
-        return Batch(
-            self._observation.build(rows.obs),
-            self._action.build(rows.action),
-            rows.reward,
-            self._observation.build(rows.next_obs),
-            rows.terminated,
-            rows.truncated,
-            self._extras.build(rows.extras),
-            ids,
-            drawn.weights,
-            drawn.discount,
-            drawn.mask,
-        )
+        return self._builder.build(rows, ids, drawn.weights, drawn.discount, drawn.mask)
 
-    def _relabel(self, goals: Goals, rows: TensorRows) -> None:
+    def _relabel(self, goals: Goals, rows: DrawnRows) -> None:
         """Replace the goals of some rows, and their rewards. The user's reward function runs on the host."""
         achieved, desired = find_goal_leaves(self.schema, goals)
         tensors = self.tensors
@@ -677,23 +665,13 @@ class DeviceStore:
 
     def _read_host(self, host: Store, first_tick: int, stop_tick: int) -> Step:
         """Return ticks of a store on the host as arrays of (ticks, lanes, ...)."""
-        columns = self.columns
-        groups = (
-            columns.obs_outputs,
-            columns.action_outputs,
-            columns.next_obs_outputs,
-            columns.extra_outputs,
-            (columns.reward_output, columns.terminated_output, columns.truncated_output),
-        )
         ids = np.arange(first_tick * self.lanes, stop_tick * self.lanes)
         leading = (stop_tick - first_tick, self.lanes)
-        arrays = host.view().read(ids, tuple(output for group in groups for output in group))
-        shaped = iter([array.reshape(*leading, *array.shape[1:]) for array in arrays])
-        obs, action, next_obs, extras, (reward, terminated, truncated) = (
-            tuple(next(shaped) for _ in group) for group in groups
-        )
-        valid = None if host.all_valid else host.view().are_valid(ids).reshape(leading)
-        return Step(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        view = host.view()
+        arrays = view.read(ids, self.columns.batch_outputs)
+        rows = DrawnRows.split(self.columns, arrays).reshape(leading)
+        valid = None if view.all_valid else view.are_valid(ids).reshape(leading)
+        return Step(**rows._asdict(), valid=valid)
 
     def _new_host_store(self, first_tick: int) -> Store:
         """Return an empty store on the host, for snapshots."""
@@ -712,16 +690,17 @@ class DeviceStore:
         ticks = self._count_chunk_ticks()
         schema = self.schema
         for tick in range(first_tick, self.next_tick, ticks):
-            step = self._read_ticks(self._ring.tensors, tick, min(tick + ticks, self.next_tick))
+            tensors = self._read_ticks(self._ring.tensors, tick, min(tick + ticks, self.next_tick))
+            step = map_arrays(tensors, lambda tensor: tensor.cpu().numpy())
             yield (
-                schema.observation.build([tensor.cpu().numpy() for tensor in step.obs]),
-                schema.action.build([tensor.cpu().numpy() for tensor in step.action]),
-                step.reward.cpu().numpy(),
-                schema.observation.build([tensor.cpu().numpy() for tensor in step.next_obs]),
-                step.terminated.cpu().numpy(),
-                step.truncated.cpu().numpy(),
-                schema.extras.build([tensor.cpu().numpy() for tensor in step.extras]),
-                None if step.valid is None else step.valid.cpu().numpy(),
+                schema.observation.build(step.obs),
+                schema.action.build(step.action),
+                step.reward,
+                schema.observation.build(step.next_obs),
+                step.terminated,
+                step.truncated,
+                schema.extras.build(step.extras),
+                step.valid,
             )
 
     def _read_ticks(self, tensors: Tensors, first_tick: int, stop_tick: int) -> TensorStep:
@@ -734,16 +713,7 @@ class DeviceStore:
         valid = None
         if tensors.has_masks:
             valid = tensors.are_invalid(ids % tensors.cells).view(leading).logical_not()
-        return TensorStep(
-            tuple(rows.obs),
-            tuple(rows.action),
-            rows.reward,
-            tuple(rows.next_obs),
-            rows.terminated,
-            rows.truncated,
-            tuple(rows.extras),
-            valid,
-        )
+        return TensorStep(**rows._asdict(), valid=valid)
 
     # ---------------------------------------------------------------- accounting
 

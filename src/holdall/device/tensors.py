@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdall.delivery.drawn_rows import DrawnRows, map_arrays
 from holdall.delivery.staging import torch_dtype
 from holdall.delivery.words import choose_stored_dtype, copy_all
 from holdall.device.fields import (
@@ -45,58 +46,11 @@ class TensorStep(NamedTuple):
 
     def add_time_axis(self) -> TensorStep:
         """Return a tick without an axis of time as ticks: all tensors get an axis of length 1."""
-        return TensorStep(
-            tuple(tensor.unsqueeze(0) for tensor in self.obs),
-            tuple(tensor.unsqueeze(0) for tensor in self.action),
-            self.reward.unsqueeze(0),
-            tuple(tensor.unsqueeze(0) for tensor in self.next_obs),
-            self.terminated.unsqueeze(0),
-            self.truncated.unsqueeze(0),
-            tuple(tensor.unsqueeze(0) for tensor in self.extras),
-            None if self.valid is None else self.valid.unsqueeze(0),
-        )
+        return map_arrays(self, lambda tensor: tensor.unsqueeze(0))
 
     def cut(self, first: int, stop: int) -> TensorStep:
         """Return the ticks from index `first` to `stop` - 1."""
-        part = slice(first, stop)
-        return TensorStep(
-            tuple(tensor[part] for tensor in self.obs),
-            tuple(tensor[part] for tensor in self.action),
-            self.reward[part],
-            tuple(tensor[part] for tensor in self.next_obs),
-            self.terminated[part],
-            self.truncated[part],
-            tuple(tensor[part] for tensor in self.extras),
-            None if self.valid is None else self.valid[part],
-        )
-
-
-class TensorRows(NamedTuple):
-    """Rows of a batch, leaf by leaf."""
-
-    obs: list[torch.Tensor]
-    action: list[torch.Tensor]
-    reward: torch.Tensor
-    next_obs: list[torch.Tensor]
-    terminated: torch.Tensor
-    truncated: torch.Tensor
-    extras: list[torch.Tensor]
-
-    def reshape(self, leading: tuple[int, ...]) -> TensorRows:
-        """Return the rows with the leading axes `leading`."""
-
-        def reshape(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.reshape(*leading, *tensor.shape[1:])
-
-        return TensorRows(
-            [reshape(tensor) for tensor in self.obs],
-            [reshape(tensor) for tensor in self.action],
-            reshape(self.reward),
-            [reshape(tensor) for tensor in self.next_obs],
-            reshape(self.terminated),
-            reshape(self.truncated),
-            [reshape(tensor) for tensor in self.extras],
-        )
+        return map_arrays(self, lambda tensor: tensor[first:stop])
 
 
 class TensorPlan(NamedTuple):
@@ -289,7 +243,7 @@ class Tensors:
 
     # ---------------------------------------------------------------- reading
 
-    def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> TensorRows:
+    def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> DrawnRows:
         """Return the rows of `ids`. If `last_ids` is given, next observations and flags are read from these ids."""
         cells = ids % self.cells
         if last_ids is None:
@@ -302,14 +256,14 @@ class Tensors:
             obs, next_obs = self.read_observations(cells, last_cells, range(len(self.fields)))
             reward = self.reward.read(cells)
         terminated, truncated = self.ends.read(last_cells).unbind(0)
-        return TensorRows(
-            obs,
-            [field.read(cells) for field in self.action],
-            reward,
-            next_obs,
-            terminated,
-            truncated,
-            [field.read(cells) for field in self.extras],
+        return DrawnRows(
+            obs=tuple(obs),
+            next_obs=tuple(next_obs),
+            action=tuple([field.read(cells) for field in self.action]),
+            extras=tuple([field.read(cells) for field in self.extras]),
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
         )
 
     def read_observations(

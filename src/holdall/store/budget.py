@@ -7,7 +7,7 @@ blocks in RAM, to shares of the RAM that this machine has available when the fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdall.errors import ArgumentError
 from holdall.machine import available_bytes
@@ -23,7 +23,10 @@ _FLAG_BYTES = 1
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much RAM a memory may use. Make one with `from_settings`, `limited`, `automatic` or `least`."""
+    """How much RAM a memory may use. Make one with `from_settings`, `limited`, `automatic` or `least`.
+
+    The fields are sizes. The methods answer what a store may do, so no other class has to combine fields.
+    """
 
     max_bytes: int | None  # Hard limit of everything in RAM. None: nothing is evicted before the capacity is reached.
     max_raw_bytes: int  # Bytes of closed blocks that may stay uncompressed.
@@ -33,7 +36,7 @@ class Budget:
     reserved_bytes: int  # Part of `max_bytes` for the open segment, blocks in transit and batches.
     can_spill: bool  # Whether there is a disk tier.
     staging_bytes: int = 0  # Memory of freed batches that may be kept for later batches.
-    is_automatic: bool = False  # Whether the limits depend on the RAM that is available.
+    is_provisional: bool = False  # Whether `settle` has to measure the available RAM again.
 
     @classmethod
     def from_settings(cls, budget: str | int | None, schema: Schema, *, can_spill: bool, tuning: Tuning) -> Budget:
@@ -83,7 +86,7 @@ class Budget:
             max_raw_bytes=available_bytes // tuning.auto_raw_divisor,
             max_resident_bytes=available_bytes // tuning.auto_resident_divisor,
             can_spill=can_spill,
-            is_automatic=True,
+            is_provisional=True,
             tuning=tuning,
         )
 
@@ -95,7 +98,7 @@ class Budget:
             max_raw_bytes=0,
             max_resident_bytes=0,
             can_spill=can_spill,
-            is_automatic=False,
+            is_provisional=False,
             tuning=tuning,
         )
 
@@ -107,7 +110,7 @@ class Budget:
         max_raw_bytes: int,
         max_resident_bytes: int,
         can_spill: bool,
-        is_automatic: bool,
+        is_provisional: bool,
         tuning: Tuning,
     ) -> Budget:
         queued_bytes = min(available_bytes // tuning.queue_divisor, tuning.max_queued_bytes)
@@ -120,14 +123,66 @@ class Budget:
             reserved_bytes=0,
             can_spill=can_spill,
             staging_bytes=tuning.max_staging_bytes,
-            is_automatic=is_automatic,
+            is_provisional=is_provisional,
         )
 
-    def measure_again(self, tuning: Tuning) -> Budget:
-        """Return the same budget for the RAM that is available now."""
-        if not self.is_automatic:
+    # ---------------------------------------------------------------- what a store may do
+
+    @property
+    def max_held_bytes(self) -> int | None:
+        """Hard limit of everything in RAM that is not reserved. None: no limit."""
+        if self.max_bytes is None:
+            return None
+        return max(self.max_bytes - self.reserved_bytes, 0)
+
+    @property
+    def target_bytes(self) -> int | None:
+        """Bytes in RAM above which blocks are compressed, and then moved to disk. None: no such limit."""
+        limits = [limit for limit in (self.max_held_bytes, self.max_resident_bytes) if limit is not None]
+        return min(limits, default=None)
+
+    def max_rows_bytes(self, tuning: Tuning) -> int:
+        """Return the maximum bytes of rows in one segment.
+
+        It is smaller if all segments are packed, because `add` waits until a segment is packed.
+        """
+        if self.should_pack(held_bytes=0):
+            return min(self.max_segment_bytes, tuning.packed_segment_bytes)
+        return self.max_segment_bytes
+
+    def should_pack(self, held_bytes: int) -> bool:
+        """Return whether small observations are packed by a store with `held_bytes` in RAM.
+
+        Packed rows take less memory and more time to read.
+        """
+        return self.max_bytes is not None or held_bytes >= self.max_raw_bytes
+
+    def settle(self, held_bytes: int, tuning: Tuning) -> Budget:
+        """Return the final budget of a store with `held_bytes` in RAM.
+
+        The budget "auto" is measured again when the first segment is full, because much of a program's memory is
+        allocated after its replay memory was made. Until then, and for every other budget, return `self`.
+        """
+        if not self.is_provisional or held_bytes < self.max_segment_bytes:
             return self
-        return Budget.automatic(_measure_available(tuning), can_spill=self.can_spill, tuning=tuning)
+        measured = Budget.automatic(_measure_available(tuning), can_spill=self.can_spill, tuning=tuning)
+        return replace(measured, is_provisional=False)
+
+    def lower(self, nbytes: int, *, raw_bytes: int, held_bytes: int) -> Budget:
+        """Return a budget under which compressing blocks, or moving them to disk, frees `nbytes`.
+
+        The store has `held_bytes` in RAM. `raw_bytes` of them are blocks that can be compressed.
+        """
+        max_resident_bytes = self.max_resident_bytes
+        if self.can_spill:
+            wanted_bytes = max(held_bytes - nbytes, 0)
+            max_resident_bytes = wanted_bytes if max_resident_bytes is None else min(max_resident_bytes, wanted_bytes)
+        return replace(
+            self,
+            max_raw_bytes=min(self.max_raw_bytes, max(raw_bytes - nbytes, 0)),
+            max_resident_bytes=max_resident_bytes,
+            is_provisional=False,
+        )
 
 
 def count_tick_bytes(schema: Schema) -> int:

@@ -78,7 +78,7 @@ class Columns:
         self.last_step_outputs = (*self.next_obs_outputs, self.terminated_output, self.truncated_output)
         self.batch_outputs = self.first_step_outputs + self.last_step_outputs
 
-    def native(self) -> tuple[NativeColumn, ...]:
+    def list_columns(self) -> tuple[NativeColumn, ...]:
         """Return role, type number and shape of every column. The type of the reward is `_UNKNOWN_TYPE`."""
         schema = self._schema
         return (
@@ -89,7 +89,7 @@ class Columns:
             (ROLE_FLAGS, int(np.dtype(np.uint8).num), ()),
         )
 
-    def groups(self) -> tuple[NativeGroup, NativeGroup, NativeGroup]:
+    def list_groups(self) -> tuple[NativeGroup, NativeGroup, NativeGroup]:
         """Return the number and the keys of the leaves, for observations, actions and extras."""
         return (
             _native_group(self._schema.observation),
@@ -97,7 +97,7 @@ class Columns:
             _native_group(self._schema.extras),
         )
 
-    def leaf_bytes(self, column: int, reward_dtype: np.dtype[Any] | None) -> int | None:
+    def count_row_bytes(self, column: int, reward_dtype: np.dtype[Any] | None) -> int | None:
         """Return the bytes of one lane's row of a column. None for rewards if `reward_dtype` is None."""
         schema = self._schema
         if column == self.flags:

@@ -79,7 +79,7 @@ class Compactor:
         self._waiters: deque[threading.Lock] = deque()  # A locked lock of each waiting thread.
         self._worker: threading.Thread | None = None
         self._worker_lock = threading.Lock()  # Held by the worker, so that only one worker runs at a time.
-        self._is_draining = False  # Whether a thread waits for all jobs, so that no job has to hurry.
+        self._idle_waits: set[object] = set()  # A token of each call of `wait_idle`. No job hurries meanwhile.
         self._is_closed = False
 
     @property
@@ -131,11 +131,12 @@ class Compactor:
 
     def wait_idle(self) -> None:
         """Wait until every job ended. No block is compressed in a hurry meanwhile."""
-        self._is_draining = True
+        token = object()
         try:
+            self._idle_waits.add(token)
             self._wait(lambda: not self._jobs)
         finally:
-            self._is_draining = False
+            self._idle_waits.discard(token)
 
     def close(self) -> None:
         """Stop the worker after its current job. Queued blocks keep their form."""
@@ -218,7 +219,7 @@ class Compactor:
 
     def _is_behind(self) -> bool:
         """Return whether the worker should use fast codecs, because more than half of the allowed bytes are queued."""
-        if self._is_draining or not self.can_hurry:
+        if self._idle_waits or not self.can_hurry:
             return False
         return 2 * self._count_queued_bytes() > self.max_queued_bytes
 

@@ -107,4 +107,4 @@ def _count_plain_bytes(columns: Columns, reward_dtype: np.dtype[Any] | None, col
     """Return the bytes of one row of a column in the plain layout. Not for observations."""
     if column == columns.flags:
         return _PLAIN_FLAG_BYTES
-    return columns.leaf_bytes(column, reward_dtype) or 0  # None: there are no rewards yet.
+    return columns.count_row_bytes(column, reward_dtype) or 0  # None: there are no rewards yet.

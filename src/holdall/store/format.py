@@ -28,6 +28,7 @@ from holdall.checks import read_count, refuse_malformed
 from holdall.codec.codec import Codec, Method
 from holdall.errors import DamageError
 from holdall.store.columns import Columns
+from holdall.store.layouts import Layout, RowLayout, SlicedLayout
 from holdall.store.records import (
     MAX_RECORD_BYTES,
     Buffer,
@@ -346,12 +347,13 @@ class _PartsReader:
         if (kind in ROW_KINDS) != (column >= self._columns.observations):
             raise ValueError(f"column {column} cannot be stored as {kind!r}")
         row_bytes = self._find_row_bytes(column)
-        layout: Any = (kind,) if kind in ("shared", "paired") else None
+        layout: Layout | None = RowLayout(kind) if kind in ("shared", "paired") else None
         block = None
         if kind == "sliced":
-            layout = _read_layout(entry["layout"])
+            sliced = _read_layout(entry["layout"])
+            layout = sliced
             block = self._blocks[read_count(entry["block"], len(self._blocks) - 1)]
-            arrays = self._read_log(column, entry["log_bytes"], layout[1])
+            arrays = self._read_log(column, entry["log_bytes"], sliced.slice_count)
         elif kind == "packed":
             arrays = {"run": self._read_run(read_count(entry["run"])), "leaf": np.array([entry["leaf"]], np.uint32)}
         else:
@@ -361,7 +363,7 @@ class _PartsReader:
         return Part.restore(kind, self._ticks, self._lanes, row_bytes, arrays, layout, block)
 
     def _find_row_bytes(self, column: int) -> int:
-        row_bytes = self._columns.leaf_bytes(column, self._reward_dtype)
+        row_bytes = self._columns.count_row_bytes(column, self._reward_dtype)
         if row_bytes is not None:
             return row_bytes
         # The dtype of rewards is not known, so the bytes of a row follow from the length of the array.
@@ -401,13 +403,13 @@ class _PartsReader:
         return self._runs[number]
 
 
-def _read_layout(values: Any) -> tuple[str, int, int, int, int]:
+def _read_layout(values: Any) -> SlicedLayout:
     """Return the layout of a sliced part. Raise ValueError if `values` is not one."""
-    name, count, outer, run_bytes, shift = values
-    if name != "sliced":
+    kind, *numbers = values
+    if kind != "sliced":
         raise ValueError(f"{values!r} is not the layout of a sliced part")
-    numbers = [read_count(number, _MAX_NUMBER) for number in (count, outer, run_bytes, shift)]
-    return (name, numbers[0], numbers[1], numbers[2], numbers[3])
+    count, outer, run_bytes, shift = [read_count(number, _MAX_NUMBER) for number in numbers]
+    return SlicedLayout(kind, count, outer, run_bytes, shift)
 
 
 # ---------------------------------------------------------------- whole segments

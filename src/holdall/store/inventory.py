@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from holdall._native import Block, Catalog, Coded, Segment
 from holdall.store.compactor import Result
+from holdall.store.layouts import SlicedLayout, find_sliced_layout
 from holdall.store.placement import BlockState, Form, Holdings
-from holdall.store.snapshot import Layout
 from holdall.store.spill import SpillFile
 
 
@@ -27,7 +26,7 @@ class Inventory:
     def __init__(self) -> None:
         self.holdings: Holdings[Block] = Holdings()
         self._next_tick = 0  # Tick after the newest segment in `holdings`.
-        self._layouts: dict[Block, tuple[int, Layout]] = {}  # Observation leaf and layout of each block.
+        self._layouts: dict[Block, tuple[int, SlicedLayout]] = {}  # Observation leaf and layout of each block.
         self._open_blocks: set[Block] = set()  # Blocks of closed segments that the open segment still adds slices to.
 
     def update(self, catalog: Catalog, results: Iterable[Result] = ()) -> list[Block]:
@@ -57,7 +56,7 @@ class Inventory:
         """Record that the compactor gets a job for a block: `form` is COMPRESSING or MOVING."""
         self.holdings.change_block(block, replace(self.holdings[block], form=form))
 
-    def layout_of(self, block: Block) -> tuple[int, Layout]:
+    def layout_of(self, block: Block) -> tuple[int, SlicedLayout]:
         """Return the number of the observation leaf that a block belongs to, and its layout."""
         return self._layouts[block]
 
@@ -69,8 +68,7 @@ class Inventory:
             block = part.block
             if block is None:
                 continue
-            layout: Any = part.layout
-            self._layouts[block] = (column, layout)
+            self._layouts[block] = (column, find_sliced_layout(part))
             states[block] = describe_block(block, column)
             if block.is_open:
                 self._open_blocks.add(block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
 from holdall.store.columns import Columns
 from holdall.store.snapshot import StoreState
+
+if TYPE_CHECKING:
+    from holdall.store.store import Store
 
 
 class MemoryBudget(Protocol):
@@ -79,7 +82,9 @@ class MemoryStore(Protocol):
     are transitions.
     """
 
-    columns: Columns
+    @property
+    def columns(self) -> Columns:
+        """Numbers of the columns and of their outputs."""
 
     @property
     def budget(self) -> MemoryBudget:
@@ -150,7 +155,7 @@ class MemoryStore(Protocol):
     # ---------------------------------------------------------------- checkpoints
 
     @property
-    def block_source(self) -> Any:
+    def block_source(self) -> Store | None:
         """The store from which a save gets codecs, and to which it offers compressed blocks. None: there is none."""
 
     def snapshot(self) -> StoreState:

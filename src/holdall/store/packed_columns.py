@@ -105,7 +105,7 @@ class _Row:
         self.word_count = self._first_words[-1]
         self.word_bytes = np.repeat(self.leaf_word_bytes, counts).astype(int).tolist()
 
-    def words_of(self, leaf: int) -> range:
+    def list_words(self, leaf: int) -> range:
         """Return the numbers of the words of a leaf."""
         return range(self._first_words[leaf], self._first_words[leaf + 1])
 
@@ -113,7 +113,7 @@ class _Row:
         """Return the words of the first `rows` rows, (words, rows)."""
         words = np.empty((self.word_count, rows), np.uint64)
         for leaf, array in enumerate(leaves):
-            own = self.words_of(leaf)
+            own = self.list_words(leaf)
             start = np.ascontiguousarray(array[:rows])
             words[own.start : own.stop] = start.view(f"u{self.leaf_word_bytes[leaf]}").T
         return words
@@ -137,7 +137,7 @@ def find_plan(leaves: Sequence[NDArray[np.uint8]], item_bytes: Sequence[int]) ->
     originals = [word for word in varying if word not in copies]
     histories: list[tuple[int, ...]] = []
     for leaf in range(len(leaves)):
-        histories += _find_histories(words, row.words_of(leaf), originals)
+        histories += _find_histories(words, row.list_words(leaf), originals)
     history_words = {word for chain in histories for word in chain}
     repeating = _group_repeating(words, row, [word for word in originals if word not in history_words])
     grouped_words = history_words.union(*repeating)
@@ -316,7 +316,7 @@ def _make_pieces(
     """Return the pieces of a leaf, as few as possible."""
     stretches: list[PlanPiece] = []
     leaf_offset = 0
-    for word in row.words_of(leaf):
+    for word in row.list_words(leaf):
         group, frame_offset = places[copies.get(word, word)]
         size = row.word_bytes[word]
         _append_stretch(stretches, PlanPiece(group, leaf_offset, size, 1, frame_offset, 0, word in copies))

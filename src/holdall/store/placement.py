@@ -130,15 +130,15 @@ class Holdings(Generic[Key]):
         """Bytes of RAM without the blocks that the compactor has a job for."""
         return self.memory_bytes - self.block_bytes[Form.COMPRESSING] - self.block_bytes[Form.MOVING]
 
-    def blocks(self, form: Form) -> Collection[Key]:
+    def list_blocks(self, form: Form) -> Collection[Key]:
         """Return the blocks of one form, in the order in which they took that form."""
         return self._keys_by_form[form].keys()
 
-    def end_tick(self, key: Key) -> int:
+    def find_end_tick(self, key: Key) -> int:
         """Return the tick after the last tick that needs the block."""
         return self._end_ticks[key]
 
-    def file_size(self, file: int) -> tuple[int, int]:
+    def measure_file(self, file: int) -> tuple[int, int]:
         """Return how many blocks a spill file has, and their bytes."""
         return self._blocks_by_file[file], self._bytes_by_file[file]
 
@@ -218,19 +218,17 @@ def plan(
             limit.
         can_evict: Whether ticks may be evicted.
     """
-    hard_limit_bytes = None if budget.max_bytes is None else max(budget.max_bytes - budget.reserved_bytes, 0)
-    limits = [limit for limit in (hard_limit_bytes, budget.max_resident_bytes) if limit is not None]
-    room_bytes = min(limits, default=None)
+    room_bytes = budget.target_bytes
     to_compress = _choose_to_compress(holdings, budget, room_bytes)
     disk_room = disk_room_bytes if budget.can_spill else 0
     if disk_room is not None:
         disk_room = max(disk_room - holdings.block_bytes[Form.MOVING], 0)
     eviction = _Eviction(None, 0, 0)
-    if hard_limit_bytes is not None and can_evict:
-        eviction = _choose_eviction(holdings, to_compress, hard_limit_bytes, disk_room)
+    if budget.max_held_bytes is not None and can_evict:
+        eviction = _choose_eviction(holdings, to_compress, budget.max_held_bytes, disk_room)
     evict_before = eviction.before_tick
     if evict_before is not None:
-        to_compress = [key for key in to_compress if holdings.end_tick(key) > evict_before]
+        to_compress = [key for key in to_compress if holdings.find_end_tick(key) > evict_before]
     to_spill: list[Key] = []
     if room_bytes is not None and budget.can_spill:
         saved_bytes = (1.0 - holdings.ratio) * sum(holdings[key].raw_bytes for key in to_compress)
@@ -246,21 +244,24 @@ def has_room_for_speed(holdings: Holdings[Key], budget: Budget) -> bool:
 
     True without a limit. With a limit, the raw blocks and the free bytes must make up two segments.
     """
-    if budget.max_bytes is None:
+    if budget.max_held_bytes is None:
         return True
-    free_bytes = budget.max_bytes - budget.reserved_bytes - holdings.expected_bytes
+    free_bytes = budget.max_held_bytes - holdings.expected_bytes
     return holdings.block_bytes[Form.RAW] + free_bytes >= 2 * budget.max_segment_bytes
 
 
 def count_ticks_that_fit(holdings: Holdings[Key], budget: Budget) -> int | None:
     """Return how many ticks like the held ones fit into the limit.
 
-    None if there is no limit, if no tick is held, or if a field has no compressed block yet.
+    None if there is no limit, or a disk tier for everything above the limit. Also None if no tick is held, or if a
+    field has no compressed block yet.
     """
-    if budget.max_bytes is None or holdings.ticks == 0 or holdings.unmeasured_fields:
+    if budget.max_held_bytes is None or budget.can_spill:
+        return None
+    if holdings.ticks == 0 or holdings.unmeasured_fields:
         return None
     tick_bytes = (holdings.rows_bytes + holdings.ratio * holdings.raw_bytes) / holdings.ticks
-    return int((budget.max_bytes - budget.reserved_bytes) / max(tick_bytes, 1e-9))
+    return int(budget.max_held_bytes / max(tick_bytes, 1e-9))
 
 
 def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room_bytes: int | None) -> list[Key]:
@@ -276,10 +277,10 @@ def _choose_to_compress(holdings: Holdings[Key], budget: Budget, room_bytes: int
     saved_share = 1.0 - holdings.ratio
     unmeasured = set()
     if budget.max_bytes is not None:
-        compressing = {holdings[key].field for key in holdings.blocks(Form.COMPRESSING)}
+        compressing = {holdings[key].field for key in holdings.list_blocks(Form.COMPRESSING)}
         unmeasured = holdings.unmeasured_fields - compressing
     chosen = []
-    for key in holdings.blocks(Form.RAW):
+    for key in holdings.list_blocks(Form.RAW):
         is_too_large = room_bytes is not None and expected_bytes > room_bytes
         is_too_raw = raw_bytes > budget.max_raw_bytes
         state = holdings[key]
@@ -299,10 +300,10 @@ def _choose_to_spill(
 ) -> list[Key]:
     """Return compressed blocks to move to disk, oldest first: enough to free `excess_bytes` if the disk has room."""
     chosen: list[Key] = []
-    for key in holdings.blocks(Form.CODED):
+    for key in holdings.list_blocks(Form.CODED):
         if excess_bytes <= 0:
             break
-        if evict_before is not None and holdings.end_tick(key) <= evict_before:
+        if evict_before is not None and holdings.find_end_tick(key) <= evict_before:
             continue
         nbytes = holdings[key].memory_bytes
         if disk_room_bytes is not None:
@@ -331,7 +332,7 @@ def _choose_eviction(
     uncounted = set(to_compress)
     excess_bytes = holdings.known_bytes - sum(holdings[key].raw_bytes for key in uncounted) - room_bytes
     coded_bytes = holdings.block_bytes[Form.CODED]
-    next_spill_bytes = next((holdings[key].memory_bytes for key in holdings.blocks(Form.CODED)), 0)
+    next_spill_bytes = next((holdings[key].memory_bytes for key in holdings.list_blocks(Form.CODED)), 0)
     freed_bytes = 0
     freed_disk_bytes = 0
     before_tick: int | None = None
@@ -349,7 +350,7 @@ def _choose_eviction(
         freed_bytes += segment.rows_bytes
         for key in segment.keys:
             state = holdings[key]
-            if holdings.end_tick(key) != segment.end_tick or state.form is Form.OPEN:
+            if holdings.find_end_tick(key) != segment.end_tick or state.form is Form.OPEN:
                 continue
             freed_bytes += state.memory_bytes
             if key not in uncounted and state.form not in (Form.COMPRESSING, Form.MOVING):
@@ -358,7 +359,7 @@ def _choose_eviction(
                 coded_bytes -= state.memory_bytes
             if state.file is not None:
                 evicted_by_file[state.file] += 1
-                blocks, nbytes = holdings.file_size(state.file)
+                blocks, nbytes = holdings.measure_file(state.file)
                 if evicted_by_file[state.file] == blocks:
                     freed_disk_bytes += nbytes
     return _Eviction(before_tick, freed_bytes, freed_disk_bytes)

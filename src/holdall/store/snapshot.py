@@ -13,10 +13,8 @@ import numpy as np
 
 from holdall._native import Segment
 from holdall.store.format import segments_from_arrays, segments_to_arrays
+from holdall.store.layouts import Layout
 from holdall.store.windows import Window
-
-Layout = tuple[Any, ...]
-"""How an observation column is stored: a layout of the native writer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,22 @@ from holdall.schema import Array, Schema, as_array, fit_flags, fit_reward
 
 _TIME_LIMIT_KEY = "TimeLimit.truncated"
 """Key of an info dict that says whether a time limit ended the step."""
+
+
+class RawStep(NamedTuple):
+    """The arguments of `add`, or of `extend` with a leading time axis, as the user passed them."""
+
+    obs: Any
+    action: Any
+    reward: Any
+    next_obs: Any
+    terminated: Any
+    truncated: Any
+    extras: Any = None
+    valid: Any = None
+    # Info dicts, one per lane, that say which steps a time limit ended. `terminated` is then the `done` of
+    # Stable-Baselines3, and `truncated` is ignored. See `Writer.append`.
+    infos: Any = None
 
 
 class Step(NamedTuple):
@@ -28,41 +43,27 @@ class Step(NamedTuple):
     valid: NDArray[np.bool_] | None
 
 
-def check_step(
-    schema: Schema,
-    leading: tuple[int, ...],
-    reward_dtype: np.dtype[Any] | None,
-    obs: Any,
-    action: Any,
-    reward: Any,
-    next_obs: Any,
-    terminated: Any,
-    truncated: Any,
-    extras: Mapping[str, Any] | None = None,
-    valid: Any = None,
-    infos: Any = None,
-) -> Step:
+def check_step(schema: Schema, leading: tuple[int, ...], reward_dtype: np.dtype[Any] | None, given: RawStep) -> Step:
     """Return the checked arguments of `add`, or of `extend` if `leading` has a time axis. Raise ArgumentError.
 
-    Args:
-        reward_dtype: Dtype of the rewards that are held. None before the first one.
-        infos: Info dicts, one per lane, that say which steps a time limit ended. `terminated` is then `done`, and
-            `truncated` is ignored. See `Writer.append`.
+    `reward_dtype` is the dtype of the rewards that are held. None: the first rewards set it.
     """
-    checked_extras = schema.extras.flatten({} if extras is None else extras, leading, "extras")
-    if infos is not None:
+    extras = schema.extras.flatten({} if given.extras is None else given.extras, leading, "extras")
+    terminated = given.terminated
+    truncated = given.truncated
+    if given.infos is not None:
         # As in `Writer.append`, `done` is always `terminated ^ truncated`, even if a step was truncated but not done.
-        truncated = fit_flags(_read_time_limits(infos), leading, "infos")
+        truncated = fit_flags(_read_time_limits(given.infos), leading, "infos")
         terminated = fit_flags(terminated, leading, "done") ^ truncated
     return Step(
-        obs=_in_c_order(schema.observation.flatten(obs, leading, "obs")),
-        action=_in_c_order(schema.action.flatten(action, leading, "action")),
-        reward=np.ascontiguousarray(fit_reward(reward, leading, reward_dtype, schema.reward_shape)),
-        next_obs=_in_c_order(schema.observation.flatten(next_obs, leading, "next_obs")),
+        obs=_in_c_order(schema.observation.flatten(given.obs, leading, "obs")),
+        action=_in_c_order(schema.action.flatten(given.action, leading, "action")),
+        reward=np.ascontiguousarray(fit_reward(given.reward, leading, reward_dtype, schema.reward_shape)),
+        next_obs=_in_c_order(schema.observation.flatten(given.next_obs, leading, "next_obs")),
         terminated=np.ascontiguousarray(fit_flags(terminated, leading, "terminated")),
         truncated=np.ascontiguousarray(fit_flags(truncated, leading, "truncated")),
-        extras=_in_c_order(checked_extras) if schema.extras.leaves else None,
-        valid=None if valid is None else np.ascontiguousarray(fit_flags(valid, leading, "valid")),
+        extras=_in_c_order(extras) if schema.extras.leaves else None,
+        valid=None if given.valid is None else np.ascontiguousarray(fit_flags(given.valid, leading, "valid")),
     )
 
 

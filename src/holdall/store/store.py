@@ -13,11 +13,11 @@ are raw, compressed or on disk by then.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,13 +39,14 @@ from holdall.store.compactor import Compactor, Job, Result
 from holdall.store.early_drops import EarlyDrops
 from holdall.store.field_reports import report_fields
 from holdall.store.inventory import Inventory
-from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
+from holdall.store.layout_search import LayoutSearch
+from holdall.store.layouts import PAIRED, SlicedLayout
 from holdall.store.packer import SegmentPacker
-from holdall.store.placement import Form, PlacementPlan
+from holdall.store.placement import Form, Holdings, PlacementPlan
 from holdall.store.reader_threads import ReaderThreads
-from holdall.store.snapshot import Layout, StoreState
+from holdall.store.snapshot import StoreState
 from holdall.store.spill import DiskRoom, SpillFolder
-from holdall.store.step import Step, check_step, count_steps
+from holdall.store.step import RawStep, Step, check_step, count_steps
 from holdall.store.tuning import Tuning
 from holdall.store.view import View
 from holdall.store.windows import Window
@@ -97,10 +98,9 @@ class Store:
         self._disk_room = DiskRoom(self.tuning.disk_trial_interval)
         self._compactor = Compactor(self.tuning, budget.max_queued_bytes)
         weakref.finalize(self, self._compactor.stop)  # A store that is dropped without `close` leaves no thread.
-        self._codecs: dict[tuple[int, Layout], FieldCodec] = {}  # By observation leaf and layout.
+        self._codecs: dict[tuple[int, SlicedLayout], FieldCodec] = {}  # By observation leaf and layout.
         self._drops = EarlyDrops(self.tuning.drop_warning_factor)
         self._inventory: Inventory | None = Inventory()  # None: the next `_balance` makes a new one.
-        self._is_measured = not budget.is_automatic  # False: `budget` is measured when a segment is full.
         self._is_fit_logged = False
         self._start_tick = first_tick  # First tick when the store was made or restored. Only `failure` uses it.
         self._roll_lock = threading.RLock()  # Re-entrant, because a signal handler may add, too.
@@ -113,21 +113,18 @@ class Store:
 
     def _new_writer(self, first_tick: int) -> Writer:
         """Return an empty writer whose first tick is `first_tick`."""
-        sliced = {i for i, layout in enumerate(self._layouts.layouts) if layout[0] == "sliced"}
+        sliced = {i for i, layout in enumerate(self._layouts.layouts) if isinstance(layout, SlicedLayout)}
         tick_bytes = self.schema.num_envs * self.columns.estimate_row_bytes(sliced)
-        max_segment_bytes = self.budget.max_segment_bytes
-        max_rows_bytes = max_segment_bytes
-        if self.budget.max_bytes is not None or self.budget.max_raw_bytes == 0:
-            max_rows_bytes = min(max_rows_bytes, self.tuning.packed_segment_bytes)
-        self._segment_ticks = self.tuning.segment_ticks(self._capacity_ticks, tick_bytes, max_rows_bytes)
+        max_rows_bytes = self.budget.max_rows_bytes(self.tuning)
+        self._segment_ticks = self.tuning.choose_segment_ticks(self._capacity_ticks, tick_bytes, max_rows_bytes)
         writer = Writer(
-            self.columns.native(),
-            self.columns.groups(),
+            self.columns.list_columns(),
+            self.columns.list_groups(),
             self.schema.num_envs,
             self._capacity_ticks,
             self._segment_ticks,
             self._choose_max_block_bytes(),
-            self._layouts.native_layouts(self.columns.flags + 1),
+            self._layouts.list_layouts(self.columns.flags + 1),
             first_tick,
         )
         if self.reward_dtype is not None:
@@ -212,24 +209,24 @@ class Store:
             infos: Info dicts that say which steps a time limit ended. `terminated` is then the `done` of
                 Stable-Baselines3, and `truncated` is ignored.
         """
-        # A call without a tuple, because packing and unpacking one would take as long as writing the tick.
+        # A call without a `RawStep`, because making one would take as long as writing the tick.
         outcome = self._writer.append(obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
         if outcome != WRITTEN or self._layouts.is_searching:
-            step = (obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
-            self._finish_append(outcome, step)
+            given = RawStep(obs, action, reward, next_obs, terminated, truncated, extras, valid, infos)
+            self._finish_append(outcome, given)
 
-    def _finish_append(self, outcome: int, step: tuple[Any, ...]) -> None:
+    def _finish_append(self, outcome: int, given: RawStep) -> None:
         """Write a tick that the writer did not accept at once, and then show the tick to the search for windows."""
+        step: RawStep | Step = given
         while outcome != WRITTEN:
             if outcome == UNCHECKED:
-                step = self._check((self.schema.num_envs,), step)
+                step = self._check((self.schema.num_envs,), given)
             elif outcome == FULL:
                 self._roll()
                 self._wait_for_room()
             outcome = self._writer.append(*step)
         if self._layouts.is_searching:
-            obs, _, _, next_obs, *_ = step
-            self._search_windows(obs, next_obs)
+            self._search_windows(step.obs, step.next_obs)
 
     def extend(
         self,
@@ -247,7 +244,7 @@ class Store:
         All arguments are checked before the first step is written. An interrupt is raised after the last step. A second
         interrupt leaves the first steps, each of them complete.
         """
-        given = (obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        given = RawStep(obs, action, reward, next_obs, terminated, truncated, extras, valid)
         steps = self._check((count_steps(reward), self.schema.num_envs), given)
         progress = np.zeros(1, np.int64)
         try:
@@ -348,16 +345,16 @@ class Store:
         self._wait_for_room()
         return first_tick
 
-    def _check(self, leading: tuple[int, ...], step: tuple[Any, ...]) -> Step:
+    def _check(self, leading: tuple[int, ...], given: RawStep) -> Step:
         """Return the checked arguments of `Writer.append` or `extend`. The first step sets the dtype of rewards."""
-        checked = check_step(self.schema, leading, self.reward_dtype, *step)
+        checked = check_step(self.schema, leading, self.reward_dtype, given)
         if self.reward_dtype is None:
             with self._roll_lock:
                 if self.reward_dtype is None:
                     self._writer.set_type(self.columns.reward, int(checked.reward.dtype.num))
                     self.reward_dtype = checked.reward.dtype
         if checked.reward.dtype != self.reward_dtype:  # Another thread set it meanwhile.
-            return check_step(self.schema, leading, self.reward_dtype, *step)
+            return check_step(self.schema, leading, self.reward_dtype, given)
         return checked
 
     # ---------------------------------------------------------------- reading
@@ -386,18 +383,11 @@ class Store:
         open_segment = self._writer.catalog.last_segment
         if open_segment.ticks > 0:
             self._layouts.adapt(open_segment)
-        closed = self._writer.roll(self._layouts.native_layouts(self.columns.flags + 1))
-        if closed is not None and self._should_pack():
+        closed = self._writer.roll(self._layouts.list_layouts(self.columns.flags + 1))
+        if closed is not None and self.budget.should_pack(self._holdings.memory_bytes):
             parts = self._packer.pack(closed)
             if parts:
                 self._writer.replace(closed, parts)
-
-    def _should_pack(self) -> bool:
-        """Return whether small observations are packed. Packed rows take less memory and more time to read."""
-        if self.budget.max_bytes is not None:
-            return True
-        inventory = self._inventory
-        return inventory is not None and inventory.holdings.memory_bytes >= self.budget.max_raw_bytes
 
     def _balance(self, *, can_evict: bool = True, can_try_disk: bool = True) -> bool:
         """Compare the bytes held with the budget, and start the work that brings them back within the budget.
@@ -418,7 +408,8 @@ class Store:
         results = self._compactor.take_results()
         self._record_spills(results)
         self._forget(inventory.update(self._writer.catalog, results))
-        self._measure_budget(inventory)
+        self.budget = self.budget.settle(inventory.holdings.memory_bytes, self.tuning)
+        self._compactor.max_queued_bytes = self.budget.max_queued_bytes
         plan = placement.plan(inventory.holdings, self.budget, self._disk_room.free_bytes, can_evict=can_evict)
         if plan.evict_before_tick is not None:
             self._evict_early(plan, inventory)
@@ -428,6 +419,11 @@ class Store:
         self._log_fit(inventory)
         self._keep_inventory(inventory)
         return bool(jobs)
+
+    @property
+    def _holdings(self) -> Holdings[Block]:
+        """Sizes of all closed segments and blocks, as of the last call of `_balance`. Empty if it was interrupted."""
+        return Holdings() if self._inventory is None else self._inventory.holdings
 
     def _keep_inventory(self, inventory: Inventory) -> None:
         """Keep an inventory for the next call of `_balance`."""
@@ -450,14 +446,6 @@ class Store:
             elif result.is_spill:
                 form = result.block.form
                 self._disk_room.record_success(result.block, form.disk_bytes if isinstance(form, Coded) else 0)
-
-    def _measure_budget(self, inventory: Inventory) -> None:
-        """Measure the available RAM when the first segment is full."""
-        if self._is_measured or inventory.holdings.memory_bytes < self.budget.max_segment_bytes:
-            return
-        self.budget = self.budget.measure_again(self.tuning)
-        self._compactor.max_queued_bytes = self.budget.max_queued_bytes
-        self._is_measured = True
 
     def _evict_early(self, plan: PlacementPlan[Block], inventory: Inventory) -> None:
         """Evict the oldest ticks, because they fit neither into memory nor on the disk."""
@@ -485,7 +473,7 @@ class Store:
             inventory.mark(block, Form.COMPRESSING)
         to_spill = list(plan.to_spill)
         if can_try_disk and self._disk_room.is_trial_due():
-            trial = next((block for block in holdings.blocks(Form.CODED) if block not in plan.to_spill), None)
+            trial = next((block for block in holdings.list_blocks(Form.CODED) if block not in plan.to_spill), None)
             self._disk_room.trial = trial
             if trial is not None:
                 to_spill.append(trial)
@@ -505,7 +493,7 @@ class Store:
             self._codecs[key] = FieldCodec(observation, window, self.prefer, self.tuning)
         return self._codecs[key]
 
-    def find_chosen_codec(self, leaf: int, layout: Layout) -> Codec | None:
+    def find_chosen_codec(self, leaf: int, layout: SlicedLayout) -> Codec | None:
         """Return the codec chosen for an observation leaf, or None before the choice. Any thread may call this."""
         field = self._codecs.get((leaf, layout))
         return None if field is None else field.chosen
@@ -516,7 +504,7 @@ class Store:
 
     def _log_fit(self, inventory: Inventory) -> None:
         """Log once how many transitions the limit holds, if that is known and less than the capacity."""
-        if self._is_fit_logged or self.budget.can_spill:
+        if self._is_fit_logged:
             return
         ticks = placement.count_ticks_that_fit(inventory.holdings, self.budget)
         if ticks is None:
@@ -546,7 +534,7 @@ class Store:
             return StoreState(
                 first_tick=catalog.first_tick,
                 next_tick=catalog.next_tick,
-                segments=catalog.segments,
+                segments=_list_held_segments(catalog),
                 layouts=tuple(self._layouts.layouts),
                 windows=tuple(self._layouts.windows),
                 reward_dtype=self.reward_dtype,
@@ -632,13 +620,8 @@ class Store:
     @property
     def capacity_that_fits(self) -> int | None:
         """Transitions that the limit holds, if that is known and less than the capacity."""
-        if self.budget.can_spill:
-            return None
         with self._roll_lock:
-            inventory = self._inventory
-            if inventory is None:
-                return None
-            ticks = placement.count_ticks_that_fit(inventory.holdings, self.budget)
+            ticks = placement.count_ticks_that_fit(self._holdings, self.budget)
         if ticks is None or ticks >= self._capacity_ticks:
             return None
         return ticks * self.schema.num_envs
@@ -651,14 +634,10 @@ class Store:
         """Lower the budget so that compressing blocks, or moving them to disk, frees `nbytes`. Nothing is evicted."""
         with self._roll_lock:
             self._balance(can_evict=False)
-            holdings = Inventory().holdings if self._inventory is None else self._inventory.holdings
-            raw_bytes = min(self.budget.max_raw_bytes, max(holdings.block_bytes[Form.RAW] - nbytes, 0))
-            resident_bytes = self.budget.max_resident_bytes
-            if self.budget.can_spill:
-                wanted_bytes = max(holdings.memory_bytes - nbytes, 0)
-                resident_bytes = wanted_bytes if resident_bytes is None else min(resident_bytes, wanted_bytes)
-            self.budget = replace(self.budget, max_raw_bytes=raw_bytes, max_resident_bytes=resident_bytes)
-            self._is_measured = True
+            holdings = self._holdings
+            self.budget = self.budget.lower(
+                nbytes, raw_bytes=holdings.block_bytes[Form.RAW], held_bytes=holdings.memory_bytes
+            )
             self._balance(can_evict=False)
 
     def wait_idle(self) -> None:
@@ -679,14 +658,18 @@ class Store:
     def describe(self, leaf: int) -> str:
         """Return how observation leaf number `leaf` is stored, for reports."""
         layout = self._layouts.layouts[leaf]
-        if layout == SHARED:
-            closed = self._writer.catalog.segments[-2:-1]
-            is_packed = bool(closed) and closed[0].parts[leaf].kind == "packed"
-            if is_packed:
-                return "each observation once, without values that repeat"
-            return "each observation once"
+        if isinstance(layout, SlicedLayout):
+            return self._describe_slices(leaf, layout)
         if layout == PAIRED:
             return "observations and next observations in full"
+        closed = self._writer.catalog.segments[-2:-1]
+        is_packed = bool(closed) and closed[0].parts[leaf].kind == "packed"
+        if is_packed:
+            return "each observation once, without values that repeat"
+        return "each observation once"
+
+    def _describe_slices(self, leaf: int, layout: SlicedLayout) -> str:
+        """Return the window and the codec of an observation leaf that is stored as slices."""
         window = self._layouts.windows[leaf]
         description = window.describe()
         if window.count > 1:
@@ -705,3 +688,16 @@ class Store:
                 transitions += segment.ticks * segment.lanes
                 broken += part.broken
         return (window.count - window.shift) * (1 - broken / max(transitions, 1))
+
+
+def _list_held_segments(catalog: Catalog) -> tuple[Segment, ...]:
+    """Return the segments of a catalog that have a held tick.
+
+    A segment whose ticks exceed the capacity stays in the catalog until the next roll. The oldest ticks are evicted
+    first, so only the first segments are checked: a memory may have thousands of segments.
+    """
+
+    def is_evicted(segment: Segment) -> bool:
+        return segment.first_tick + segment.ticks <= catalog.first_tick
+
+    return tuple(itertools.dropwhile(is_evicted, catalog.segments))

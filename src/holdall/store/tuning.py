@@ -73,7 +73,7 @@ class Tuning:
     write_bytes: int = 4 * _MIB  # Bytes of one write call.
     disk_trial_interval: int = 3  # Segments between two blocks that are written on trial to a full disk.
 
-    def segment_ticks(self, capacity_ticks: int, tick_bytes: int, max_segment_bytes: int) -> int:
+    def choose_segment_ticks(self, capacity_ticks: int, tick_bytes: int, max_segment_bytes: int) -> int:
         """Return the maximum number of ticks of a segment.
 
         `tick_bytes` are the bytes of one tick that are stored as rows. The rows of a segment take at most

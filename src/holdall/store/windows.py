@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Leaf
+from holdall.store.layouts import SlicedLayout
 from holdall.store.tuning import Tuning
-
-SlicedLayout = tuple[str, int, int, int, int]
-"""The layout of a sliced column for the native writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +63,12 @@ class Window:
     @classmethod
     def from_layout(cls, leaf: Leaf, layout: SlicedLayout) -> Window:
         """Return the window whose `layout` is given. Raise ValueError if `leaf` has no such window."""
-        _, count, outer, _, shift = layout
-        if count == 1:
+        if layout.slice_count == 1:
             return cls.whole(leaf)
         for axis, length in enumerate(leaf.shape):
-            if prod(leaf.shape[:axis]) != outer or length % count != 0:
+            if prod(leaf.shape[:axis]) != layout.outer or length % layout.slice_count != 0:
                 continue
-            window = cls.along(leaf, axis, shift * (length // count))
+            window = cls.along(leaf, axis, layout.shift * (length // layout.slice_count))
             if window.layout() == layout:
                 return window
         raise ValueError(f"Layout {layout} does not fit a field of shape {leaf.shape}.")
@@ -88,7 +85,7 @@ class Window:
 
     def layout(self) -> SlicedLayout:
         """Return the layout for the native writer."""
-        return ("sliced", self.count, self.outer, self.run_bytes, self.shift)
+        return SlicedLayout("sliced", self.count, self.outer, self.run_bytes, self.shift)
 
     def describe(self) -> str:
         """Return a description for reports."""

@@ -1,6 +1,7 @@
 """Frame stacks and sliding windows on a device: every slice is stored once, and every row comes back.
 
-The oracle is a plain list. Episodes end in several lanes at once, steps are skipped, next observations are of nobody.
+The oracle is a plain list. Episodes end in several lanes at once, steps are skipped, and some next observations are
+unrelated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
+from holdall.store.tuning import Tuning
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import box
@@ -44,7 +46,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Fed:
+class Pair:
     """A memory on a device, the oracle, and the stream that feeds both."""
 
     def __init__(
@@ -59,21 +61,21 @@ class Fed:
             space, spaces.Discrete(3), ticks * lanes, lanes, store_device=device, seed=1, **options
         )
 
-    def there(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        def sent(array: Any) -> Any:
+    def send(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        def copy_to_device(array: Any) -> Any:
             return torch.from_numpy(np.array(array)).to(self.device)
 
-        return {name: None if value is None else map_leaves(sent, value) for name, value in arguments.items()}
+        return {name: None if value is None else map_leaves(copy_to_device, value) for name, value in arguments.items()}
 
     def add(self, count: int = 1, *, extends: bool = False) -> None:
         if extends:
             steps = self.stream.ticks(count).arguments()
             self.oracle.extend(**steps)
-            self.memory.extend(**self.there(steps))
+            self.memory.extend(**self.send(steps))
             return
         for _ in range(count):
             step = self.stream.tick().arguments()
-            self.memory.add(**self.there(step))
+            self.memory.add(**self.send(step))
             self.oracle.add(**step)
 
     def check(self, memory: holdall.ReplayMemory | None = None) -> None:
@@ -84,10 +86,10 @@ class Fed:
             len(self.oracle),
         )
         ids = self.oracle.ids
-        same(memory.gather(ids), self.oracle.gather(ids))
+        assert_same(memory.gather(ids), self.oracle.gather(ids))
 
 
-def same(batch: Any, expected: Any) -> None:
+def assert_same(batch: Any, expected: Any) -> None:
     for field in ("obs", "next_obs", "action", "reward", "terminated", "truncated"):
         assert_same_bits(getattr(batch, field), getattr(expected, field))
 
@@ -95,28 +97,28 @@ def same(batch: Any, expected: Any) -> None:
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize(("lanes", "ticks"), [(1, 9), (40, 7), (3, 30)])
 def test_every_row_comes_back(device: str, name: str, lanes: int, ticks: int) -> None:
-    """While the ring is filled for the first time, and after it wrapped around again and again."""
-    fed = Fed(device, name, lanes, ticks)
+    """The rule holds while the memory is filled, and after all of its slots were overwritten several times."""
+    pair = Pair(device, name, lanes, ticks)
     for _ in range(70 if lanes < 40 else 30):
-        fed.add()
-        fed.check()
+        pair.add()
+        pair.check()
 
 
 def test_lanes_that_end_together_keep_their_own_observations(device: str) -> None:
-    """All of them, tick after tick: nothing continues, and the pool has to grow."""
-    fed = Fed(device, "frames first", 16, 12, ends=0.95)
+    """Nearly all lanes end in every tick. So few observations are shared, and the pool grows."""
+    pair = Pair(device, "frames first", 16, 12, ends=0.95)
     for _ in range(40):
-        fed.add()
-    fed.check()
+        pair.add()
+    pair.check()
 
 
 @pytest.mark.parametrize("name", ["frames first", "colour frames last", "history"])
 def test_every_slice_is_stored_once(device: str, name: str) -> None:
-    """A stack of four takes an eighth of what two copies of whole observations take."""
-    fed = Fed(device, name, 32, 200, ends=0.0)
-    fed.add(20)
-    fed.check()
-    field = fed.memory.report().fields[0]
+    """For example, stacks of four frames take an eighth of the bytes of obs and next_obs in full."""
+    pair = Pair(device, name, 32, 200, ends=0.0)
+    pair.add(20)
+    pair.check()
+    field = pair.memory.report().fields[0]
     assert "window of" in field.finding
     space: Any = SPACES[name][0]
     count = {"frames first": 4, "colour frames last": 4, "history": 5}[name]
@@ -125,138 +127,150 @@ def test_every_slice_is_stored_once(device: str, name: str) -> None:
 
 
 def test_observations_that_do_not_shift_are_stored_whole(device: str) -> None:
-    fed = Fed(device, "never", 8, 90)
-    fed.add(70)
-    fed.check()
-    assert "whole observations" in fed.memory.report().fields[0].finding
+    pair = Pair(device, "never", 8, 90)
+    pair.add(70)
+    pair.check()
+    assert "whole observations" in pair.memory.report().fields[0].finding
 
 
-def test_a_screen_that_stands_still_at_first_hides_no_window(device: str) -> None:
-    fed = Fed(device, "frames first", 2, 200, ends=0.0)
-    still = fed.stream.tick().arguments()
+def test_a_window_is_found_after_a_screen_that_does_not_change_at_first(device: str) -> None:
+    pair = Pair(device, "frames first", 2, 200, ends=0.0)
+    still = pair.stream.tick().arguments()
     still["obs"][:] = 7
     still["next_obs"][:] = 7
     still |= {"terminated": np.zeros(2, np.bool_), "truncated": np.zeros(2, np.bool_)}
     for _ in range(20):
-        fed.memory.add(**fed.there(still))
-        fed.oracle.add(**still)
-    fed.add(40)
-    fed.check()
-    assert "window of 4" in fed.memory.report().fields[0].finding
+        pair.memory.add(**pair.send(still))
+        pair.oracle.add(**still)
+    pair.add(40)
+    pair.check()
+    assert "window of 4" in pair.memory.report().fields[0].finding
 
 
-def test_steps_of_a_trajectory_are_kept_the_same_way(device: str) -> None:
-    fed = Fed(device, "two of three", 4, 25)
+def test_extend_stores_windows_as_add_does(device: str) -> None:
+    pair = Pair(device, "two of three", 4, 25)
     for count in (1, 12, 30):
-        fed.add(count, extends=True)
-        fed.check()
-    assert "window of 3" in fed.memory.report().fields[0].finding
+        pair.add(count, extends=True)
+        pair.check()
+    assert "window of 3" in pair.memory.report().fields[0].finding
 
 
-def test_the_newest_tick_shows_its_own_next_observation(device: str) -> None:
-    """Which no tick has confirmed yet."""
-    fed = Fed(device, "frames first", 6, 10, ends=0.3)
+def test_the_newest_tick_has_its_own_next_observation(device: str) -> None:
+    """No later tick contains that observation yet."""
+    pair = Pair(device, "frames first", 6, 10, ends=0.3)
     for _ in range(25):
-        fed.add()
-        ids = np.arange(fed.memory.next_id - 6, fed.memory.next_id)
-        same(fed.memory.gather(ids), fed.oracle.gather(ids))
+        pair.add()
+        ids = np.arange(pair.memory.next_id - 6, pair.memory.next_id)
+        assert_same(pair.memory.gather(ids), pair.oracle.gather(ids))
 
 
 @pytest.mark.parametrize("sampler", [None, holdall.NStep(3, 0.9), holdall.Sequence(4), holdall.Prioritized()])
 def test_every_sampler_reads_windows(device: str, sampler: Any) -> None:
-    fed = Fed(device, "frames last", 5, 30, sampler=sampler)
-    fed.add(50)
-    batch: Any = fed.memory.sample(64)
+    pair = Pair(device, "frames last", 5, 30, sampler=sampler)
+    pair.add(50)
+    batch: Any = pair.memory.sample(64)
     ids = batch.ids.cpu().numpy()
-    assert_same_bits(batch.obs.flatten(0, ids.ndim - 1), fed.oracle.gather(ids.reshape(-1)).obs)
+    assert_same_bits(batch.obs.flatten(0, ids.ndim - 1), pair.oracle.gather(ids.reshape(-1)).obs)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9, 45])
 @pytest.mark.parametrize("name", ["frames first", "two of three", "no more"])
-def test_a_checkpoint_goes_to_the_host_and_back(device: str, name: str, steps: int, tmp_path: Path) -> None:
-    fed = Fed(device, name, 4, 20)
-    fed.add(steps)
-    fed.memory.save(tmp_path).result()
-    fed.check(holdall.ReplayMemory.load(tmp_path))
+def test_a_checkpoint_is_loaded_to_the_host_and_to_the_device(
+    device: str, name: str, steps: int, tmp_path: Path
+) -> None:
+    pair = Pair(device, name, 4, 20)
+    pair.add(steps)
+    pair.memory.save(tmp_path).result()
+    pair.check(holdall.ReplayMemory.load(tmp_path))
     loaded = holdall.ReplayMemory.load(tmp_path, store_device=device)
-    fed.check(loaded)
-    fed.memory = loaded
+    pair.check(loaded)
+    pair.memory = loaded
     for _ in range(30):
-        fed.add()
-        fed.check()
+        pair.add()
+        pair.check()
 
 
 def test_a_budget_counts_slices_and_not_whole_observations(device: str) -> None:
-    """What would not fit as whole observations fits as slices. Beyond that, the error names what fits."""
-    fed = Fed(device, "frames first", 8, 500, budget="1200KiB")
-    fed.add(70)
-    fed.check()
-    fed = Fed(device, "frames first", 8, 2_000, budget="1200KiB")
+    """A capacity that fits only as slices is accepted. The refusal of a larger capacity names one that fits."""
+    pair = Pair(device, "frames first", 8, 500, budget="1200KiB")
+    pair.add(70)
+    pair.check()
+    pair = Pair(device, "frames first", 8, 2_000, budget="1200KiB")
     with pytest.raises(holdall.ArgumentError, match=r"capacity=\d+ fits") as refused:
-        fed.add(70)
-    fed.check()
+        pair.add(70)
+    pair.check()
     fitting = int(str(refused.value).split("capacity=")[1].split()[0])
     assert fitting > 8 * 500
-    fed = Fed(device, "frames first", 8, fitting // 8, budget="1200KiB")
-    fed.add(3)
-    fed.check()
+    pair = Pair(device, "frames first", 8, fitting // 8, budget="1200KiB")
+    pair.add(3)
+    pair.check()
 
 
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.nightly)])
-def test_an_interrupt_leaves_a_tick_written_or_not(step: int, interrupted: Any) -> None:
-    """At every line in turn, or at some of them. The tick is the one with which the windows are applied."""
+def test_an_interrupted_add_writes_the_whole_tick_or_nothing(step: int, interrupt_at_line: Any) -> None:
+    """The interrupt comes at each line in turn, or at some lines. The tick is the one that applies the windows."""
     for line in itertools.count(0, step):
-        fed = Fed("cpu", "frames first", 3, 6, ends=0.4)
-        fed.add(4)
-        tick = fed.stream.tick().arguments()
-        is_interrupted = interrupted(line, partial(fed.memory.add, **fed.there(tick)))
-        if fed.memory.next_id == 15:
-            fed.oracle.add(**tick)
-        fed.check()
-        fed.add(4)
-        fed.check()
+        pair = Pair("cpu", "frames first", 3, 6, ends=0.4)
+        pair.add(4)
+        tick = pair.stream.tick().arguments()
+        is_interrupted = interrupt_at_line(line, partial(pair.memory.add, **pair.send(tick)))
+        if pair.memory.next_id == 15:
+            pair.oracle.add(**tick)
+        pair.check()
+        pair.add(4)
+        pair.check()
         if not is_interrupted:
             assert line > 20
             return
 
 
 @on_cuda
-def test_adding_and_drawing_wait_for_nothing(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
-    fed = Fed("cuda", "frames first", 64, 20)
-    fed.add(30)
-    steps = [fed.stream.tick().arguments() for _ in range(10)]
-    there = [fed.there(step) for step in steps]
-    fed.memory.sample(32)
-    with no_waiting():
+def test_adding_and_drawing_never_wait(
+    forbid_waiting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    pair = Pair("cuda", "frames first", 64, 20)
+    pair.add(30)
+    steps = [pair.stream.tick().arguments() for _ in range(10)]
+    there = [pair.send(step) for step in steps]
+    pair.memory.sample(32)
+    with forbid_waiting():
         for step in there:
-            fed.memory.add(**step)
-            fed.memory.sample(32)
+            pair.memory.add(**step)
+            pair.memory.sample(32)
     for step in steps:
-        fed.oracle.add(**step)
-    fed.check()
+        pair.oracle.add(**step)
+    pair.check()
 
 
 @on_cuda
-def test_thousands_of_lanes_come_back() -> None:
-    fed = Fed("cuda", "history", 4096, 12, ends=0.05)
+def test_thousands_of_lanes_are_read_as_they_were_added() -> None:
+    pair = Pair("cuda", "history", 4096, 12, ends=0.05)
     for _ in range(30):
-        fed.add()
-    ids = np.arange(fed.memory.first_id, fed.memory.next_id, 7)
-    same(fed.memory.gather(ids), fed.oracle.gather(ids))
+        pair.add()
+    ids = np.arange(pair.memory.first_id, pair.memory.next_id, 7)
+    assert_same(pair.memory.gather(ids), pair.oracle.gather(ids))
 
 
 @on_cuda
-def test_a_cuda_graph_reads_windows_as_they_are_at_its_replay() -> None:
-    fed = Fed("cuda", "frames first", 8, 20)
-    fed.add(25)
-    fed.memory.sample(64)
+def test_a_cuda_graph_reads_the_windows_that_are_held_at_its_replay() -> None:
+    pair = Pair("cuda", "frames first", 8, 20)
+    pair.add(25)
+    pair.memory.sample(64)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batch: Any = fed.memory.sample(64)
+        batch: Any = pair.memory.sample(64)
     for _ in range(5):
         graph.replay()
         torch.cuda.synchronize()
-        same(batch, fed.oracle.gather(batch.ids.cpu().numpy()))
-        fed.add()
+        assert_same(batch, pair.oracle.gather(batch.ids.cpu().numpy()))
+        pair.add()
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("tiny_field_bytes", "is_window"), [(16, True), (1000, False)])
+def test_the_search_for_windows_follows_the_tuning(device: str, tiny_field_bytes: int, is_window: bool) -> None:
+    pair = Pair(device, "history", 2, 30, _tuning=Tuning(tiny_field_bytes=tiny_field_bytes))
+    pair.add(40)
+    (obs, *_) = pair.memory.report().fields
+    assert ("window of" in obs.finding) is is_window

@@ -35,7 +35,7 @@ def test_budgets_share_out_memory_as_the_tuning_says() -> None:
     ("budget", "max_bytes", "max_raw_bytes"),
     [("auto", None, 1000), (None, None, 0), ("1MiB", 2**20, 2**20), (2_000_000, 2_000_000, 2_000_000)],
 )
-def test_what_users_name_becomes_a_budget(budget: Any, max_bytes: int | None, max_raw_bytes: int) -> None:
+def test_every_setting_of_a_user_becomes_a_budget(budget: Any, max_bytes: int | None, max_raw_bytes: int) -> None:
     made = Budget.from_settings(budget, SCHEMA, can_spill=False, tuning=Tuning(available_bytes=4000))
     assert made.max_bytes == max_bytes
     assert made.max_raw_bytes == max_raw_bytes
@@ -43,18 +43,60 @@ def test_what_users_name_becomes_a_budget(budget: Any, max_bytes: int | None, ma
 
 
 @pytest.mark.parametrize("budget", ["8G", "much", 1.5, -1, True])
-def test_what_is_no_size_is_refused(budget: Any) -> None:
+def test_a_budget_that_is_not_a_size_is_refused(budget: Any) -> None:
     with pytest.raises(ArgumentError, match="budget"):
         Budget.from_settings(budget, SCHEMA, can_spill=False, tuning=Tuning())
 
 
-def test_only_an_automatic_budget_follows_the_available_memory() -> None:
-    now = Tuning(available_bytes=4000)
+def test_an_automatic_budget_is_measured_again_once_when_the_first_segment_is_full() -> None:
     later = Tuning(available_bytes=400)
-    automatic = Budget.from_settings("auto", SCHEMA, can_spill=False, tuning=now)
-    assert automatic.measure_again(later).max_raw_bytes == 100
-    limited = Budget.from_settings("1MiB", SCHEMA, can_spill=False, tuning=now)
-    assert limited.measure_again(later) is limited
+    made = Budget.from_settings("auto", SCHEMA, can_spill=False, tuning=Tuning(available_bytes=4000))
+    assert made.settle(made.max_segment_bytes - 1, later) is made
+    settled = made.settle(made.max_segment_bytes, later)
+    assert settled.max_raw_bytes == 100
+    assert settled.settle(made.max_segment_bytes, Tuning(available_bytes=40)) is settled
+
+
+@pytest.mark.parametrize("budget", [None, "1MiB"])
+def test_every_other_budget_is_measured_only_when_it_is_made(budget: str | None) -> None:
+    made = Budget.from_settings(budget, SCHEMA, can_spill=False, tuning=Tuning(available_bytes=4000))
+    assert made.settle(made.max_segment_bytes, Tuning(available_bytes=400)) is made
+
+
+@pytest.mark.parametrize(
+    ("budget", "held_bytes", "should_pack"),
+    [("1MiB", 0, True), (None, 0, True), ("auto", 999, False), ("auto", 1000, True)],
+)
+def test_small_observations_are_packed_when_raw_data_does_not_fit(
+    budget: str | None, held_bytes: int, should_pack: bool
+) -> None:
+    made = Budget.from_settings(budget, SCHEMA, can_spill=False, tuning=Tuning(available_bytes=4000))
+    assert made.should_pack(held_bytes) is should_pack
+
+
+@pytest.mark.parametrize(("budget", "expected"), [("1MiB", 10), (None, 10), ("auto", 2000)])
+def test_segments_that_are_always_packed_have_fewer_rows(budget: str | None, expected: int) -> None:
+    tuning = Tuning(available_bytes=4000, block_bytes=2000, packed_segment_bytes=10)
+    assert Budget.from_settings(budget, SCHEMA, can_spill=False, tuning=tuning).max_rows_bytes(tuning) == expected
+
+
+@pytest.mark.parametrize(
+    ("can_spill", "nbytes", "max_raw_bytes", "max_resident_bytes"),
+    [(False, 200, 300, None), (True, 200, 300, 700), (True, 5000, 0, 0), (True, 0, 500, 900)],
+)
+def test_lowering_a_budget_compresses_and_spills_what_is_held_now(
+    can_spill: bool, nbytes: int, max_raw_bytes: int, max_resident_bytes: int | None
+) -> None:
+    made = Budget.from_settings("auto", SCHEMA, can_spill=can_spill, tuning=Tuning(available_bytes=4000))
+    lowered = made.lower(nbytes, raw_bytes=500, held_bytes=900)
+    assert (lowered.max_raw_bytes, lowered.max_resident_bytes) == (max_raw_bytes, max_resident_bytes)
+
+
+def test_lowering_never_raises_a_limit_and_is_final() -> None:
+    made = Budget.from_settings("auto", SCHEMA, can_spill=True, tuning=Tuning(available_bytes=4000))
+    lowered = made.lower(1, raw_bytes=10**6, held_bytes=10**6)
+    assert (lowered.max_raw_bytes, lowered.max_resident_bytes) == (1000, 2000)
+    assert lowered.settle(10**9, Tuning(available_bytes=400)) is lowered
 
 
 def test_a_tick_counts_observations_twice_and_every_lane() -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -41,6 +41,11 @@ def fail(block: Block, is_behind: bool) -> Coded:
 
 def refuse(block: Block, is_behind: bool) -> Coded:
     raise OSError(28, "No space left on device")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
 
 
 def test_submitted_blocks_are_compressed_and_read_as_before() -> None:
@@ -138,7 +143,7 @@ def test_a_failure_to_write_to_disk_is_shown_until_the_disk_takes_a_block() -> N
     compactor.close()
 
 
-def test_nothing_that_fails_after_the_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_fails_after_close_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     compactor = Compactor(Tuning(), max_queued_bytes=10**6)
     has_begun = threading.Event()
     may_fail = threading.Event()
@@ -150,14 +155,15 @@ def test_nothing_that_fails_after_the_end_is_reported(caplog: pytest.LogCaptureF
 
     compactor.submit([Job(new_block(), fail_late, 2048)])
     has_begun.wait()
-    threading.Timer(0.05, may_fail.set).start()
+    compactor.stop()
+    may_fail.set()
     compactor.close()
     assert compactor.failure == ""
     assert not caplog.records
 
 
 @pytest.mark.timeout(20)
-def test_jobs_of_an_interrupted_submit_are_run_for_whoever_waits() -> None:
+def test_jobs_of_an_interrupted_submit_are_run_when_a_thread_waits() -> None:
     compactor = Compactor(Tuning(), max_queued_bytes=10**6)
     block = new_block()
 
@@ -203,25 +209,62 @@ def test_waiting_for_room_ends_when_the_queue_is_short_and_when_it_is_closed() -
     assert compactor.backlog == 0
 
 
-def test_a_worker_that_is_behind_hurries_unless_everybody_waits_for_it() -> None:
+@pytest.mark.timeout(60)
+def test_a_worker_hurries_while_more_than_half_of_the_allowed_bytes_are_queued() -> None:
     hurries: list[bool] = []
 
-    def note(block: Block, is_behind: bool) -> Coded:
+    def record(block: Block, is_behind: bool) -> Coded:
         hurries.append(is_behind)
-        time.sleep(0.02)
         return compress(block, is_behind)
 
     compactor = Compactor(Tuning(), max_queued_bytes=3 * 2048)
-    compactor.submit([Job(new_block(), note, 2048) for _ in range(5)])
-    compactor.wait_for_room()
-    assert hurries[0]
-    compactor.wait_idle()
-    assert not hurries[-1]
+    compactor.submit([Job(new_block(), record, 2048) for _ in range(5)])
+    wait_until(lambda: compactor.backlog == 0)
     compactor.close()
+    assert hurries == [True, True, True, True, False]
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupted_wait_does_not_hurry_jobs_that_another_thread_waits_for() -> None:
+    hurries: list[bool] = []
+    is_over = threading.Event()
+
+    def record(block: Block, is_behind: bool) -> Coded:
+        """Record `is_behind`, and keep the queue full."""
+        hurries.append(is_behind)
+        if not is_over.is_set():
+            compactor.submit([Job(new_block(), record, 2048)])
+        return compress(block, is_behind)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    def wait_until_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        compactor.wait_idle()
+
+    compactor = Compactor(Tuning(), max_queued_bytes=2048)
+    compactor.submit([Job(new_block(), record, 2048) for _ in range(3)])
+    other = threading.Thread(target=compactor.wait_idle)
+    other.start()
+    wait_until(lambda: not all(hurries))  # The other thread waits.
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(Interrupt):
+            wait_until_interrupted()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    jobs_so_far = len(hurries)
+    wait_until(lambda: len(hurries) >= jobs_so_far + 3)
+    is_over.set()
+    other.join()
+    compactor.close()
+    assert not any(hurries[jobs_so_far + 1 :])
 
 
 def test_a_stopped_compactor_frees_its_blocks_although_jobs_are_queued() -> None:
     """A memory that is dropped without `close` stops its compactor. Its blocks and files must go then."""
+    threads_before = set(threading.enumerate())
     is_begun = threading.Event()
     may_end = threading.Event()
 
@@ -234,12 +277,12 @@ def test_a_stopped_compactor_frees_its_blocks_although_jobs_are_queued() -> None
     compactor.submit([Job(new_block(), wait, 2048) for _ in range(3)])
     is_begun.wait()
     reference = weakref.ref(compactor)
-    threads = [thread for thread in threading.enumerate() if thread.name == "holdall compactor"]
+    (worker,) = set(threading.enumerate()) - threads_before
     compactor.stop()
     del compactor
     may_end.set()
-    while threads:
-        threads.pop().join()
+    worker.join()
+    del worker
     gc.collect()
     assert reference() is None
 

@@ -62,7 +62,7 @@ OUTPUTS = (
 
 
 def new_writer() -> Writer:
-    writer = Writer(COLUMNS.native(), COLUMNS.groups(), LANES, 1000, 100, 1 << 16, LAYOUTS)
+    writer = Writer(COLUMNS.list_columns(), COLUMNS.list_groups(), LANES, 1000, 100, 1 << 16, LAYOUTS)
     writer.set_type(COLUMNS.reward, REWARD.num)
     return writer
 

@@ -65,7 +65,7 @@ def make_memory(rows: Rows, **settings: Any) -> ReplayMemory:
 def find_kinds(memory: ReplayMemory) -> list[str]:
     """Return the kinds of the closed parts of the extra."""
     column = memory.store.columns.first_extra
-    return [segment.parts[column].kind for segment in memory.store.catalog.segments[:-1]]
+    return [segment.parts[column].kind for segment in memory.host_store.catalog.segments[:-1]]
 
 
 def read(memory: ReplayMemory) -> Rows:
@@ -83,7 +83,7 @@ def test_a_closed_segment_stores_values_in_the_fewest_bytes(kind: str, row_bytes
     with make_memory(rows) as memory:
         assert find_kinds(memory) == [kind] * 3
         assert_equal(read(memory), rows)
-        part = memory.store.catalog.segments[0].parts[memory.store.columns.first_extra]
+        part = memory.host_store.catalog.segments[0].parts[memory.store.columns.first_extra]
         assert part.row_bytes == 84
         assert part.arrays()["rows"].nbytes == 16 * LANES * row_bytes
 
@@ -149,7 +149,7 @@ def test_other_dtypes_and_fields_stay_rows() -> None:
     flags = np.zeros((40, 1), np.bool_)
     values = {"count": ones.astype(np.int32), "half": ones.astype(np.float16)}
     memory.extend(ones, ones, flags.astype(np.float32), ones, flags, flags, values)
-    parts = memory.store.catalog.segments[0].parts[1:]
+    parts = memory.host_store.catalog.segments[0].parts[1:]
     assert {part.kind for part in parts} == {"rows"}
 
 
@@ -187,7 +187,7 @@ def test_checkpoints_and_pickles_keep_narrow_parts(kind: str, tmp_path: Path) ->
 def test_a_segment_that_is_sent_arrives_as_it_was(kind: str) -> None:
     rows = make_rows(kind, TICKS * LANES)
     with make_memory(rows) as memory:
-        segment = memory.store.catalog.segments[1]
+        segment = memory.host_store.catalog.segments[1]
         columns = Columns(memory.schema)
         arrived = unpack_segment(pack_segment(segment), columns)
         part = arrived.parts[columns.first_extra]
@@ -202,12 +202,12 @@ def test_narrow_parts_of_other_columns_are_refused() -> None:
     with pytest.raises(ValueError, match="another dtype or length than 4"):
         Part.restore("bits", 4, 1, 32, {"rows": np.zeros(5, np.uint8)}, None, None)
     with make_memory(make_rows("rows", TICKS * LANES)) as memory:
-        segment = memory.store.catalog.segments[0]
+        segment = memory.host_store.catalog.segments[0]
         rows = {"rows": np.zeros(16 * LANES * 4, np.uint8)}
         action = Part.restore("halves", 16, LANES, 8, rows, None, None)
         parts = [*segment.parts[:1], action, *segment.parts[2:]]
         with pytest.raises(ValueError, match="other columns or lanes"):
-            memory.store.adopt(Segment(0, segment.ticks, LANES, parts))
+            memory.host_store.adopt(Segment(0, segment.ticks, LANES, parts))
 
 
 def test_the_report_says_how_an_extra_is_stored() -> None:

@@ -104,7 +104,7 @@ def test_disk_space_counts_as_free_only_when_a_whole_file_is_evicted() -> None:
     assert apart.to_spill == together.to_spill == (2,)
 
 
-def test_nothing_is_evicted_where_the_caller_forbids_it() -> None:
+def test_nothing_is_evicted_if_the_caller_forbids_it() -> None:
     assert plan(hold([CODED] * 10), LIMITED, can_evict=False) == PlacementPlan()
 
 
@@ -140,7 +140,7 @@ def test_sums_stay_exact_while_blocks_change_and_are_evicted() -> None:
         assert holdings.memory_bytes == sum(rows.values()) + sum(state.memory_bytes for state in states.values())
         assert holdings.raw_bytes == 100 * len(states)
         for form in (Form.RAW, Form.KEPT, Form.CODED, Form.FILED):
-            assert set(holdings.blocks(form)) == {key for key, state in states.items() if state.form is form}
+            assert set(holdings.list_blocks(form)) == {key for key, state in states.items() if state.form is form}
 
 
 def test_the_ticks_that_fit_are_known_when_every_field_was_compressed_once() -> None:
@@ -152,3 +152,4 @@ def test_the_ticks_that_fit_are_known_when_every_field_was_compressed_once() -> 
     holdings.change_block(1, replace(CODED, field=1))
     assert count_ticks_that_fit(holdings, LIMITED) == 33  # 400 bytes, 12 per tick.
     assert count_ticks_that_fit(holdings, UNLIMITED) is None
+    assert count_ticks_that_fit(holdings, LIMITED_SPILLING) is None

@@ -71,5 +71,5 @@ def test_slices_of_windows_are_those_of_the_observations(name: str, budget: str 
         memory.store.wait_idle()
         for _ in range(20):
             for ids in draw_ids(rng, memory.next_id):
-                compared += assert_same_observations(memory.store.view(), ids, with_whole=name == "whole images")
+                compared += assert_same_observations(memory.host_store.view(), ids, with_whole=name == "whole images")
     assert compared > 1000

@@ -179,7 +179,7 @@ def test_a_smaller_capacity_keeps_the_newest_ticks() -> None:
     check(store, 380, 440)
 
 
-def test_what_was_evicted_stays_evicted() -> None:
+def test_evicted_ticks_are_not_restored() -> None:
     saved = new_store()
     add(saved, 100)
     saved.evict(37)
@@ -187,6 +187,16 @@ def test_what_was_evicted_stays_evicted() -> None:
     check(store, 74, 200)
     with pytest.raises(TransitionIdError):
         store.view().rewards(np.array([73]))
+
+
+def test_a_snapshot_leaves_out_segments_that_were_evicted_completely() -> None:
+    """A store drops such a segment when it closes the next one. A save in between would write the segment."""
+    saved = new_store(capacity_ticks=100)
+    for _ in range(200):
+        add(saved, 1)
+        state = saved.snapshot()
+        for segment in state.segments:
+            assert segment.first_tick + segment.ticks > state.first_tick
 
 
 def test_a_store_that_was_emptied_continues_with_its_ids() -> None:
@@ -314,7 +324,7 @@ def test_an_automatic_budget_compresses_the_oldest_blocks() -> None:
 LIMIT = 600_000
 
 
-def test_what_does_not_fit_is_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_ticks_that_exceed_the_limit_are_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     store = new_store(100_000, LIMIT)
     with caplog.at_level(logging.WARNING, "holdall"):
         for _ in range(20):

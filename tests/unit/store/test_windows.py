@@ -103,7 +103,7 @@ def test_a_field_that_cannot_shift_is_never_searched(shape: tuple[int, ...]) -> 
     assert not detector.is_searching
 
 
-def test_the_pause_doubles_after_every_search_in_vain() -> None:
+def test_the_pause_doubles_after_every_search_without_a_result() -> None:
     leaf = make_leaf((6, 9, 9))
     observations = make_observations(leaf, 0, 6, TUNING.detector_max_pairs + 1)
     detector = WindowDetector(leaf, TUNING)

@@ -170,7 +170,7 @@ def test_an_adopted_segment_replaces_the_open_one() -> None:
     ),
     is_paired=st.booleans(),
 )
-def test_what_is_read_is_what_was_written(
+def test_every_held_tick_reads_as_it_was_written(
     lanes: int, capacity: int, seed: int, moves: list[str], *, is_paired: bool
 ) -> None:
     world = World(lanes, seed)
@@ -243,7 +243,7 @@ def test_arrays_in_another_memory_order_are_stored_in_c_order() -> None:
     check(world, writer, Reader())
 
 
-def test_steps_that_are_written_together_are_those_written_one_by_one() -> None:
+def test_extend_writes_the_steps_that_append_would_write() -> None:
     world = World(3, 2)
     steps = [world.step() for _ in range(17)]
     for step in steps:
@@ -262,8 +262,8 @@ def test_steps_that_are_written_together_are_those_written_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("capacity", [7, 100])
-def test_early_drops_count_transitions_and_no_others(capacity: int) -> None:
-    """Neither invalid entries, nor ticks that the capacity dropped or that were evicted before."""
+def test_only_transitions_of_an_early_eviction_count_as_dropped_early(capacity: int) -> None:
+    """Invalid entries do not count, nor ticks that the capacity or an earlier eviction dropped."""
     world = World(3, 5)
     writer = new_writer(3, capacity)
     for _ in range(23):
@@ -285,7 +285,7 @@ def test_early_drops_count_transitions_and_no_others(capacity: int) -> None:
     assert expected > 0
 
 
-def test_an_id_that_is_not_held_is_an_index_error() -> None:
+def test_an_id_that_is_not_held_raises_index_error() -> None:
     world = World(2, 3)
     writer = new_writer(2, 4)
     for _ in range(9):
@@ -333,7 +333,7 @@ def test_damaged_arrays_are_refused(column: int, change: dict[str, Array]) -> No
         Part.restore(part.kind, 2, 2, row_bytes, {**part.arrays(), **change}, part.layout, closed_block(part))
 
 
-def test_memory_of_freed_batches_is_used_again_and_never_that_of_a_living_one() -> None:
+def test_the_memory_of_freed_batches_is_used_again_but_not_that_of_batches_in_use() -> None:
     shape = (4, 64, 64)
     layout = ("sliced", 4, 1, 64 * 64, 1)
     native = (

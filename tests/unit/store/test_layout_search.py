@@ -12,7 +12,8 @@ from gymnasium import spaces
 from holdall._native import Writer
 from holdall.schema import Schema
 from holdall.store.columns import Columns
-from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
+from holdall.store.layout_search import LayoutSearch
+from holdall.store.layouts import PAIRED, SHARED, SlicedLayout
 from holdall.store.tuning import Tuning
 
 STACK = spaces.Box(0, 255, (4, 40, 40), np.uint8)
@@ -27,8 +28,8 @@ class Run:
         self.schema = Schema.of(space, spaces.Discrete(2), None, 1)
         self.columns = Columns(self.schema)
         self.search = LayoutSearch(self.schema, TUNING)
-        layouts = self.search.native_layouts(self.columns.flags + 1)
-        self.writer = Writer(self.columns.native(), self.columns.groups(), 1, 1000, 100, 2**20, layouts)
+        layouts = self.search.list_layouts(self.columns.flags + 1)
+        self.writer = Writer(self.columns.list_columns(), self.columns.list_groups(), 1, 1000, 100, 2**20, layouts)
         self.writer.set_type(self.columns.reward, int(np.dtype(np.float64).num))
 
     def add(self, obs: Any, next_obs: Any) -> None:
@@ -101,10 +102,10 @@ def test_an_interrupted_change_of_layouts_can_be_repeated() -> None:
 def test_a_window_that_most_transitions_break_is_searched_for_again() -> None:
     run = Run(STACK)
     run.search.restore(
-        (("sliced", 4, 1, 1600, 1),), (run.search.windows[0].along(run.schema.observation.leaves[0], 0, 1),)
+        (SlicedLayout("sliced", 4, 1, 1600, 1),), (run.search.windows[0].along(run.schema.observation.leaves[0], 0, 1),)
     )
     assert not run.search.is_searching
-    layouts = run.search.native_layouts(run.columns.flags + 1)
+    layouts = run.search.list_layouts(run.columns.flags + 1)
     run.writer.roll(layouts)
     for t in range(4):
         run.add(make_stacks(0, 10 * t)[0], make_stacks(0, 10 * t + 5)[0])
