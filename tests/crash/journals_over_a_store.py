@@ -1,7 +1,7 @@
-"""A memory whose journals are in an object store: shards are killed under load, and one is frozen and overtaken.
+"""A memory whose journals are in an object store. Shards are killed under load, and one is overtaken by another shard.
 
-Run by itself, since shards have the credentials of the Ray that they run on. It prints what was acknowledged, and what
-is held.
+This is a script, because shards have the credentials of their Ray cluster. It prints the numbers of the steps that were
+acknowledged and of the steps that are held.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add(memory: ReplayMemory, first: int, end: int) -> None:
         memory.add(row, action, np.array([number], np.float64), row, no, no)
 
 
-def held(memory: ReplayMemory) -> list[int]:
+def list_held_numbers(memory: ReplayMemory) -> list[int]:
     memory.flush()
     found: list[int] = []
     until = time.monotonic() + PATIENCE_S
@@ -46,7 +46,7 @@ def held(memory: ReplayMemory) -> list[int]:
     return sorted(found)
 
 
-def pid_of(shard: Any) -> int:
+def get_pid(shard: Any) -> int:
     return int(ray.get(shard.__ray_call__.remote(lambda _: os.getpid())))
 
 
@@ -55,7 +55,7 @@ def main(url: str) -> None:
     settings: dict[str, Any] = {"shards": 2, "durability": "segment", "url": url, "patience_s": PATIENCE_S}
     space = spaces.Box(-1, 1, (3,), np.float32)
     action = spaces.Discrete(2)
-    told: dict[str, Any] = {"kills": 0}
+    results: dict[str, Any] = {"kills": 0}
     count = 0
     block = 1_000
     with ReplayMemory(space, action, 40_000, **settings) as memory:
@@ -64,30 +64,30 @@ def main(url: str) -> None:
             add(memory, count, count + block // 2)
             shard = memory._members.handle(turn % 2)
             epochs.append(memory._members.refresh()[0].epoch)
-            # While blocks are on their way to the store.
-            killer = threading.Timer(0.05 * turn, psutil.Process(pid_of(shard)).kill)
+            # The shard dies while blocks are written to the store.
+            killer = threading.Timer(0.05 * turn, psutil.Process(get_pid(shard)).kill)
             killer.start()
             add(memory, count + block // 2, count + block)
             memory.flush()
             killer.join()
-            told["kills"] += 1
+            results["kills"] += 1
             count += block
-        told["acknowledged"] = count
-        told["held"] = held(memory)
-        told["epochs"] = sorted({*epochs, memory._members.refresh()[0].epoch})
-        # A shard that continues while somebody else has opened its journal: its late write is refused.
+        results["acknowledged"] = count
+        results["held"] = list_held_numbers(memory)
+        results["epochs"] = sorted({*epochs, memory._members.refresh()[0].epoch})
+        # The journal is opened by another shard, so a late write of the first shard must be refused.
         zombie = memory._members.handle(1)
         pages = list(open_journal(url, 1, ClusterTuning()).open())
         payload = pages[0].entries[0].payload
         try:
             request = InsertRequest(b"z" * 16, 0, [payload])
-            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(request), timeout=PATIENCE_S)}"
+            results["zombie"] = f"accepted: {ray.get(zombie.insert.remote(request), timeout=PATIENCE_S)}"
         except ray.exceptions.RayTaskError as error:
-            told["zombie"] = str(error.cause)
+            results["zombie"] = str(error.cause)
     with ReplayMemory(space, action, 40_000, **settings) as memory:
-        told["again"] = held(memory)
+        results["again"] = list_held_numbers(memory)
     ray.shutdown()
-    print(json.dumps(told))  # noqa: T201
+    print(json.dumps(results))  # noqa: T201
 
 
 if __name__ == "__main__":

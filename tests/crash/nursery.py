@@ -1,7 +1,8 @@
-"""A process that starts trainers by forking, so that each of them costs milliseconds and not an import.
+"""A process that starts trainers by forking, so that a trainer starts in milliseconds, without imports.
 
-In:  lines "FOLDER SEED" on stdin.  Out: lines on stdout: "born PID" from here, and from each trainer "loaded TICK" and
-"saved TICK" as soon as a checkpoint is acknowledged, or "refused". "gone STATUS" when a trainer ended, however it did.
+It reads lines "URL FOLDER SEED" from stdin. It prints "born PID" when a trainer has started, and "gone STATUS" when the
+trainer has ended. A trainer prints "loaded TICK", "saved TICK" when a checkpoint is acknowledged, "refused" when it is
+fenced, and "failed ERROR".
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ SPACE = spaces.Dict(
 _NOISE = np.random.default_rng(0).integers(0, 256, (97, 36, 36), np.uint8)
 
 
-def frame(tick: int, lane: int) -> Any:
-    """Return the observation of a lane at a tick. It is always the same."""
+def make_frame(tick: int, lane: int) -> Any:
+    """Return the newest frame of a lane at a tick."""
     return _NOISE[(tick + 31 * lane) % 97] ^ np.uint8(tick // 97 % 251)
 
 
-def observation(tick: int) -> dict[str, Any]:
-    """Return all lanes' observation at a tick: the last four frames, and numbers."""
-    frames = [[frame(max(0, tick - back), lane) for back in (3, 2, 1, 0)] for lane in range(LANES)]
+def make_observation(tick: int) -> dict[str, Any]:
+    """Return the observations of all lanes at a tick: the last four frames, and numbers."""
+    frames = [[make_frame(max(0, tick - back), lane) for back in (3, 2, 1, 0)] for lane in range(LANES)]
     state = np.array([[tick + 0.5 * lane] * 7 for lane in range(LANES)], np.float32)
     return {"frames": np.array(frames, np.uint8), "state": state}
 
@@ -46,11 +47,17 @@ def add(memory: ReplayMemory, tick: int) -> None:
     ended = np.array([tick % 37 == 0, tick % 53 == 0])
     action = np.array([tick % 5, tick % 3])
     reward = np.array([tick, -tick], np.float32)
-    memory.add(observation(tick), action, reward, observation(tick + 1), ended, np.zeros(LANES, np.bool_))
+    memory.add(make_observation(tick), action, reward, make_observation(tick + 1), ended, np.zeros(LANES, np.bool_))
+
+
+def grow(memory: ReplayMemory, ticks: int) -> None:
+    """Add the next `ticks` ticks."""
+    for _ in range(ticks):
+        add(memory, memory.next_id // LANES)
 
 
 def require_right(memory: ReplayMemory, ids: Any = None) -> None:
-    """Hold every transition, or those of `ids`, to what was added."""
+    """Compare every transition, or those of `ids`, with what was added."""
     ids = np.arange(memory.first_id, memory.next_id) if ids is None else ids
     if not len(ids):
         return
@@ -59,7 +66,7 @@ def require_right(memory: ReplayMemory, ids: Any = None) -> None:
     lanes = ids % LANES
     for tick in np.unique(ticks).tolist():
         places = np.flatnonzero(ticks == tick)
-        for mine, expected in ((batch.obs, observation(tick)), (batch.next_obs, observation(tick + 1))):
+        for mine, expected in ((batch.obs, make_observation(tick)), (batch.next_obs, make_observation(tick + 1))):
             for key in ("frames", "state"):
                 if not np.array_equal(mine[key][places], expected[key][lanes[places]]):
                     raise SystemExit(f"tick {tick}: {key} is not what was added")
@@ -69,8 +76,8 @@ def require_right(memory: ReplayMemory, ids: Any = None) -> None:
             raise SystemExit(f"tick {tick}: reward or action is not what was added")
 
 
-def new_memory(folder: Path) -> ReplayMemory:
-    """Make a memory that spills after a few blocks."""
+def make_memory(folder: Path) -> ReplayMemory:
+    """Return a memory that spills after a few blocks."""
     return ReplayMemory(
         SPACE,
         spaces.Discrete(5),
@@ -84,40 +91,42 @@ def new_memory(folder: Path) -> ReplayMemory:
 
 
 def train(url: str, folder: Path, seed: int) -> None:
-    """Go on from the last checkpoint, and save until the end comes."""
+    """Continue from the last checkpoint, and save until the process is killed."""
     generator = np.random.default_rng(seed)
     try:
         memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill", _tuning=TUNING)
     except OSError as error:
-        nothing = ("No complete checkpoint found in", "there is no bucket")  # The first object makes the bucket.
+        nothing = ("No complete checkpoint found in", "there is no bucket")  # The first object creates the bucket.
         if not any(words in str(error) for words in nothing):
             raise
-        memory = new_memory(folder)
+        memory = make_memory(folder)
     require_right(memory)
     tick = memory.next_id // LANES
-    tell(f"loaded {tick}")
+    print_line(f"loaded {tick}")
     for _ in range(1000):
         for _ in range(int(generator.integers(1, 40))):
             add(memory, tick)
             tick += 1
         try:
-            memory.save(url, keep=2, progress=linger if LEASE_S is not None and seed % 7 == 6 else None).result()
+            memory.save(
+                url, keep=2, progress=wait_before_commit if LEASE_S is not None and seed % 7 == 6 else None
+            ).result()
         except CheckpointError as error:
             if LEASE_S is None or not isinstance(error, FencedError):
                 raise
-            tell("refused")  # A collector has the lock, or had it: nothing was acknowledged.
+            print_line("refused")  # A collector has or had the lock, so no checkpoint was acknowledged.
         else:
-            tell(f"saved {tick}")
+            print_line(f"saved {tick}")
 
 
-def linger(phase: str, _nbytes: int) -> None:
-    """Make a save take longer than a lease: wait once, when everything but the manifest was written."""
+def wait_before_commit(phase: str, _nbytes: int) -> None:
+    """Wait longer than a lease when everything but the manifest was written."""
     if phase == "commit":
         time.sleep(1.5 * float(LEASE_S or 0))
 
 
-def tell(line: str) -> None:
-    """Write a line at once: the next moment may not come."""
+def print_line(line: str) -> None:
+    """Print a line without a buffer, because the process may be killed at any moment."""
     os.write(1, line.encode() + b"\n")
 
 
@@ -132,12 +141,12 @@ def main() -> None:
                 train(url, Path(folder), int(seed))
                 status = 0
             except BaseException as error:
-                tell(f"failed {type(error).__name__}: {error}".replace("\n", " "))
+                print_line(f"failed {type(error).__name__}: {error}".replace("\n", " "))
             finally:
                 os._exit(status)
-        tell(f"born {child}")
+        print_line(f"born {child}")
         _, status = os.waitpid(child, 0)
-        tell(f"gone {status}")
+        print_line(f"gone {status}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run of small checkpoints on a simulated disk, and what has to hold after a power cut."""
+"""A run of small checkpoints on a simulated disk, and the rule that must be true after a power cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEEP = 2
 
 
 class Run:
-    """A trainer that saves: every checkpoint creates four blobs, and names some of those before."""
+    """A trainer that saves. Every checkpoint creates four blobs, and names some of the earlier ones."""
 
     def __init__(self, disk: SimulatedDisk, seed: int = 0, writer_id: str | None = None) -> None:
         self.disk = disk
@@ -63,6 +63,7 @@ class Run:
                 first_tick=0,
                 next_tick=len(self._refs),
                 capacity_ticks=1,
+                transitions=0,
                 schema={},
                 files=self._files,
                 state=self._refs[-1],
@@ -83,16 +84,16 @@ class Run:
         self._refs.append(Ref(name, 0, len(content), hashlib.sha256(content).hexdigest()[:32]))
 
 
-def acknowledged(calls: list[Call]) -> list[int]:
-    """Return the numbers of the checkpoints that were acknowledged, oldest first."""
+def list_acknowledged(calls: list[Call]) -> list[int]:
+    """Return the numbers of the acknowledged checkpoints, oldest first."""
     return [int(call.data) for call in calls if call.what == "mark"]
 
 
-def violation(disk: SimulatedDisk, promised: list[int]) -> str:
-    """Return a text about the rule that a crash broke, or an empty one.
+def find_violation(disk: SimulatedDisk, promised: list[int]) -> str:
+    """Return a message about the rule that a crash broke, or an empty text.
 
-    The newest whole checkpoint is at least the last that was acknowledged; the last `KEEP` acknowledged ones are all
-    whole; and every manifest that can be read has all its bytes.
+    The rule: the newest whole checkpoint is the last acknowledged one or a newer one. The last `KEEP` acknowledged
+    checkpoints are whole. Every manifest that can be read has all its bytes.
     """
     reader = CheckpointReader(DirectoryBlobs(RUN, disk))
     if promised:
@@ -120,5 +121,5 @@ def violation(disk: SimulatedDisk, promised: list[int]) -> str:
                 return f"checkpoint {number} has other bytes in {ref.file} than were written"
         whole.add(number)
     if missing := [number for number in promised[-KEEP:] if number not in whole]:
-        return f"checkpoints {missing} were acknowledged and not yet collected, and are gone"
+        return f"checkpoints {missing} were acknowledged and not yet collected, but are missing"
     return ""

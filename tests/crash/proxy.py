@@ -1,4 +1,4 @@
-"""A proxy in front of a real server that harms one answer: the request was done, and the client does not learn of it.
+"""A proxy in front of a real server that damages one answer. The server has executed the request.
 
 swallow   the connection ends without an answer      cut   half of the answer, then the end of the connection
 slow      the answer comes in small pieces           fail  the answer says that the server is too busy
@@ -20,7 +20,7 @@ HARMS = ("swallow", "cut", "slow", "fail")
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """Passes requests on, and harms the answer to one of them."""
+    """A proxy that forwards requests, and damages the answer to one of them."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -28,7 +28,7 @@ class Proxy(socketserver.ThreadingTCPServer):
     def __init__(self, upstream: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = urllib.parse.urlsplit(upstream).netloc
-        self.harmed = ""  # method and path of the request whose answer was
+        self.harmed = ""  # Method and path of the request whose answer was damaged.
         self._harm = ""
         self._at = -1
         self._kind = ""
@@ -37,11 +37,11 @@ class Proxy(socketserver.ThreadingTCPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of the proxy."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def arm(self, harm: str, at: int, kind: str = "") -> None:
-        """Harm the answer to a request, counted from now on. `kind` is a pattern of those that count."""
+        """Damage the answer to the request number `at`, counted from now. Only requests that match `kind` count."""
         with self._lock:
             self.harmed = ""
             self._harm = harm
@@ -50,11 +50,11 @@ class Proxy(socketserver.ThreadingTCPServer):
             self._counted = 0
 
     def disarm(self) -> None:
-        """Harm nothing more."""
+        """Damage no more answers."""
         self.arm("", -1)
 
     def count(self, what: str) -> str:
-        """Count a request. Return what to do to its answer."""
+        """Count a request. Return the damage to its answer, or an empty text."""
         with self._lock:
             if re.match(self._kind, what) is None:
                 return ""
@@ -66,8 +66,8 @@ class Proxy(socketserver.ThreadingTCPServer):
 
 
 @contextmanager
-def proxy(upstream: str) -> Iterator[Proxy]:
-    """Run a proxy."""
+def run_proxy(upstream: str) -> Iterator[Proxy]:
+    """Run a proxy in a thread."""
     with Proxy(upstream) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -82,11 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         connection = http.client.HTTPConnection(self.server.upstream, timeout=60)
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():  # Host among them: it is signed
+        for name, value in self.headers.items():  # The header Host is signed, so it must not change.
             connection.putheader(name, value)
         connection.endheaders(body)
         answer = connection.getresponse()
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(whole)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815  as http.server names them
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward  # noqa: N815  http.server needs these names.
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""

@@ -1,4 +1,4 @@
-"""Servers to test against, on ports of this machine that were free a moment ago.
+"""Servers for the tests, on free ports of this machine.
 
 A server that is not installed, or does not start, raises `MissingServerError`.
 """
@@ -33,13 +33,13 @@ SECRET = "holdall-secret"
 
 
 class MissingServerError(Exception):
-    """A server that is not installed here."""
+    """A server is not installed or does not start."""
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, nor on those 10,000 above them, which SeaweedFS takes as well.
+def find_free_ports(count: int) -> list[int]:
+    """Return free ports. The ports 10,000 above them, which SeaweedFS also uses, are free, too.
 
-    All of them are below 32,768: from there on the system gives ports to clients, at any moment.
+    All of them are below 32,768, because the system gives higher ports to clients.
     """
     found: list[int] = []
     while len(found) < count:
@@ -60,7 +60,7 @@ def _is_free(port: int) -> bool:
 
 
 def wait_for(port: int, process: subprocess.Popen[Any], seconds: float = 60) -> None:
-    """Wait until somebody listens on a port."""
+    """Wait until `process` accepts connections on `port`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -71,8 +71,8 @@ def wait_for(port: int, process: subprocess.Popen[Any], seconds: float = 60) -> 
     raise MissingServerError("the server did not start in time")
 
 
-def program(name: str) -> str:
-    """Return where a program is: beside this Python, or on the path."""
+def find_program(name: str) -> str:
+    """Return the path of a program in the folder of this Python or in PATH."""
     found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if found is None:
         raise MissingServerError(f"{name} is not installed")
@@ -90,8 +90,8 @@ class Weed:
             "actions": ["Admin", "Read", "List", "Tagging", "Write"],
         }
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-        for tries_left in (2, 1, 0):  # another process may take a port first
-            self._ports = free_ports(4)
+        for tries_left in (2, 1, 0):  # Another process may use a port first.
+            self._ports = find_free_ports(4)
             self._data = folder / f"data{tries_left}"
             self._data.mkdir()
             try:
@@ -104,7 +104,7 @@ class Weed:
     def _start(self) -> subprocess.Popen[bytes]:
         master, volume, filer, s3 = self._ports
         arguments = [
-            program("weed"),
+            find_program("weed"),
             "server",
             "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1",
@@ -134,7 +134,7 @@ class Weed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What obstore needs to know."""
+        """Environment variables for obstore."""
         return {
             "AWS_ENDPOINT": f"http://127.0.0.1:{self._ports[3]}",
             "AWS_ACCESS_KEY_ID": KEY,
@@ -144,17 +144,17 @@ class Weed:
         }
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the server."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def restart(self) -> None:
-        """Start it again with what it had."""
+        """Start the server again, with its data."""
         self.process = self._start()
 
 
 @contextlib.contextmanager
-def seaweed(folder: Path) -> Iterator[Weed]:
+def run_seaweed(folder: Path) -> Iterator[Weed]:
     """Run SeaweedFS."""
     server = Weed(folder)
     try:
@@ -165,16 +165,16 @@ def seaweed(folder: Path) -> Iterator[Weed]:
 
 AZURITE_PORT = 10_000
 _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The key that every emulator has. It is published with it."""
+"""The published key of all emulators."""
 
 
 @contextlib.contextmanager
-def azurite(folder: Path, container: str) -> Iterator[dict[str, str]]:
-    """Run Azure's emulator, with one container. It has one port, since its clients know no other."""
+def run_azurite(folder: Path, container: str) -> Iterator[dict[str, str]]:
+    """Run Azure's emulator, with one container. Its port is fixed, because its clients support no other."""
     if not _is_free(AZURITE_PORT):
         raise MissingServerError(f"port {AZURITE_PORT} is taken")
     arguments = [
-        program("azurite-blob"),
+        find_program("azurite-blob"),
         "--blobHost",
         "127.0.0.1",
         "--blobPort",
@@ -218,11 +218,11 @@ def _make_container(name: str) -> None:
 
 
 @contextlib.contextmanager
-def google(bucket: str) -> Iterator[dict[str, str]]:
-    """Run moto behind a translation to Google's dialect, with one bucket."""
+def run_google_emulator(bucket: str) -> Iterator[dict[str, str]]:
+    """Run moto with a translation to Google's dialect, and one bucket."""
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
         raise MissingServerError("moto is not installed")
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     shim = Path(__file__).with_name("google_over_moto.py")
     process = subprocess.Popen([sys.executable, shim, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -242,7 +242,7 @@ def google(bucket: str) -> Iterator[dict[str, str]]:
 
 
 class Forgetful(ThreadingHTTPServer):
-    """A server that speaks enough S3 to be saved to, and silently ignores conditions, as some do."""
+    """A server with the part of S3 that a save needs. It ignores conditions, as some servers do."""
 
     daemon_threads = True
 
@@ -252,7 +252,7 @@ class Forgetful(ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What obstore needs to know."""
+        """Environment variables for obstore."""
         return {
             "AWS_ENDPOINT": f"http://127.0.0.1:{self.server_address[1]}",
             "AWS_ACCESS_KEY_ID": KEY,
@@ -292,11 +292,11 @@ class _ForgetfulHandler(BaseHTTPRequestHandler):
         if content is None:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>", {})
             return
-        wanted = self.headers.get("Range")
-        if wanted is None:
+        byte_range = self.headers.get("Range")
+        if byte_range is None:
             self._answer(200, content, _NAMED)
             return
-        first, last = (int(end) for end in wanted.removeprefix("bytes=").split("-"))
+        first, last = (int(end) for end in byte_range.removeprefix("bytes=").split("-"))
         piece = content[first : last + 1]
         span = {"Content-Range": f"bytes {first}-{first + len(piece) - 1}/{len(content)}"}
         self._answer(206, piece, _NAMED | span)
@@ -307,8 +307,8 @@ class _ForgetfulHandler(BaseHTTPRequestHandler):
         keys = re.findall("<Key>(.*?)</Key>", asked)
         for key in keys:
             self.server.objects.pop(f"/{bucket}/{key}", None)
-        told = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
-        self._answer(200, f"<DeleteResult>{told}</DeleteResult>".encode(), {"Content-Type": "application/xml"})
+        deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode(), {"Content-Type": "application/xml"})
 
     def _list(self, bucket: str, prefix: str) -> None:
         start = f"/{bucket}/"

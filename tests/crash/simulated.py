@@ -1,10 +1,11 @@
-"""A disk in memory that can lose what was not synced, in every way that a real one may.
+"""A disk in memory, and the states in which a power cut can leave it.
 
-In:  the calls of `FileSystem`, which it records.  Out: the disks that a power cut may leave behind.
+`SimulatedDisk` records the calls of `FileSystem`. `after_power_cuts` yields the disks that a cut after any of these
+calls can leave.
 
-The model is that of the ALICE study of crash consistency, somewhat harsher: after a cut, each change of a directory
-that was not followed by an fsync of it has happened or not, independently of all others; bytes that were not synced
-are lost, zero, torn or complete, file by file.
+The model is that of the ALICE study of crash consistency, with more possible states: each change of a directory that no
+fsync of the directory followed has happened or not, independently of all others. The bytes of a file that were not
+synced are lost, zero, torn or complete, see `FATES`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from holdall.store.records import Buffer
 
 ROOT = Path("/disk")
 FATES = ("lost", "zero", "half zero", "one byte", "half", "all but one byte", "complete")
-"""What may become of the bytes of a file that were not synced."""
+"""States of the unsynced bytes of a file after a cut."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,11 @@ class _Handle:
 
 
 class SimulatedDisk(FileSystem):
-    """A disk that remembers every call. `ignored` are calls (name, part of the path) that it only pretends to do."""
+    """A disk that records every call.
+
+    Args:
+        ignored: Calls without effect, each as the name of the call and a part of the path.
+    """
 
     def __init__(self, ignored: tuple[tuple[str, str], ...] = ()) -> None:
         self.files: dict[Path, Node] = {}
@@ -75,9 +79,10 @@ class SimulatedDisk(FileSystem):
         self._require_directory(path.parent)
         if path in self.files:
             raise FileExistsError(errno.EEXIST, "exists", str(path))
-        node = self.files[path] = Node()
+        node = Node()
+        self.files[path] = node
         self.calls.append(Call("create", path, node=node))
-        return self._handle(node, path)
+        return self._add_handle(node, path)
 
     def write(self, file: int, data: Buffer) -> None:
         handle = self._handles[file]
@@ -113,9 +118,6 @@ class SimulatedDisk(FileSystem):
         if not self._ignores("sync_directory", path):
             self.calls.append(Call("sync_directory", path))
 
-    def names(self, path: Path) -> list[str]:
-        return [child.name for child in self.files if child.parent == path]
-
     def list(self, path: Path) -> list[DiskEntry]:
         if path in self.files:
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
@@ -123,16 +125,8 @@ class SimulatedDisk(FileSystem):
         files = [DiskEntry(child.name, len(node.content)) for child, node in self.files.items() if child.parent == path]
         return files + [DiskEntry(child.name, None) for child in self.directories if child.parent == path != child]
 
-    def size(self, path: Path) -> int:
-        if path not in self.files:
-            raise FileNotFoundError(errno.ENOENT, "missing", str(path))
-        return len(self.files[path].content)
-
     def is_link(self, path: Path) -> bool:
         return False
-
-    def age_s(self, path: Path) -> float:
-        return math.inf
 
     def is_same_file(self, file: int, path: Path) -> bool:
         return True
@@ -140,20 +134,16 @@ class SimulatedDisk(FileSystem):
     def open(self, path: Path) -> int:
         if path not in self.files:
             raise FileNotFoundError(errno.ENOENT, "missing", str(path))
-        return self._handle(self.files[path], path)
+        return self._add_handle(self.files[path], path)
 
-    def is_same(self, one: int, other: int) -> bool:
-        return self._handles[one].node is self._handles[other].node
+    def read(self, file: int, start: int, nbytes: int) -> bytes:
+        return bytes(self._handles[file].node.content[start : start + nbytes])
 
-    def read(self, file: int, *place: int) -> bytes:
-        start = place[0] if len(place) == 2 else 0
-        return bytes(self._handles[file].node.content[start : start + place[-1]])
-
-    def lock(self, path: Path, owner: str = "") -> int | None:
+    def lock(self, path: Path, owner: str) -> int | None:
         if path in self._locked:
             return None
         self._locked[path] = owner
-        return self._handle(Node(), path)
+        return self._add_handle(Node(), path)
 
     def read_owner(self, path: Path) -> str:
         return self._locked.get(path, "")
@@ -162,10 +152,10 @@ class SimulatedDisk(FileSystem):
         self._locked.pop(self._handles.pop(file).path, None)
 
     def mark(self, name: str) -> None:
-        """Note that something was acknowledged here."""
+        """Record that something was acknowledged at this moment."""
         self.calls.append(Call("mark", data=name.encode()))
 
-    def _handle(self, node: Node, path: Path) -> int:
+    def _add_handle(self, node: Node, path: Path) -> int:
         number = next(self._numbers)
         self._handles[number] = _Handle(node, path)
         return number
@@ -181,16 +171,16 @@ class SimulatedDisk(FileSystem):
 def after_power_cuts(
     calls: list[Call], before: SimulatedDisk | None = None, most_at_a_cut: int = 512, seed: int = 0
 ) -> Iterator[tuple[int, SimulatedDisk]]:
-    """Yield every disk that a cut after any number of calls may leave. If there are too many, yield some at random.
+    """Yield every disk that a cut after any number of calls may leave. If there are too many, yield random ones.
 
     Args:
-        before: What was on the disk, durably, before the first of `calls`.
+        before: The disk before the first of `calls`. All of it was synced.
     """
     generator = random.Random(seed)
     durable = _Durable(before)
     for cut in range(len(calls) + 1):
         issued = calls[:cut]
-        names, bytes_left = _undone(issued)
+        names, bytes_left = _find_unsynced(issued)
         durable.advance(issued, min([*names, *bytes_left.values(), cut]))
         synced = _synced_bytes(issued)
         variants = [FATES] * len(bytes_left)
@@ -210,15 +200,15 @@ def after_power_cuts(
 
 
 def _random_choice(generator: random.Random, names: int, variants: Sequence[tuple[str, ...]]) -> tuple[Any, ...]:
-    # Mostly all or nothing with a few exceptions: these are the states that protocols get wrong.
+    # Mostly all changes or none, with a few exceptions, because protocols get these states wrong.
     base = generator.random() < 0.5
     odd = generator.choice([0.1, 0.3, 0.5])
     happened = tuple(base ^ (generator.random() < odd) for _ in range(names))
     return (happened, *(generator.choice(fates) for fates in variants))
 
 
-def _undone(issued: list[Call]) -> tuple[list[int], dict[int, int]]:
-    """Return the calls whose names are not durable, and by identity of a node the first call whose bytes are not."""
+def _find_unsynced(issued: list[Call]) -> tuple[list[int], dict[int, int]]:
+    """Return the calls whose names were not synced, and by node, the first call whose bytes were not synced."""
     names: list[int] = []
     dirty: dict[int, int] = {}
     for index, call in enumerate(issued):
@@ -239,11 +229,11 @@ def _directory_of(call: Call) -> Path:
 
 
 class _Durable:
-    """What the first calls left for good. The states after a cut differ only in what came later."""
+    """The state after the first calls, which a cut cannot undo. It is computed once for many cuts."""
 
     def __init__(self, before: SimulatedDisk | None) -> None:
         self._done = 0
-        self._files: dict[Path, int] = {}  # identity of the node by path
+        self._files: dict[Path, int] = {}  # Identity of the node by path.
         self._contents: dict[int, bytes] = {}
         self._directories: set[Path] = SimulatedDisk().directories
         if before is not None:
@@ -252,15 +242,15 @@ class _Durable:
             self._contents = {id(node): bytes(node.content) for node in before.files.values()}
 
     def advance(self, issued: list[Call], upto: int) -> None:
-        """Take calls in that cannot be undone any more."""
+        """Apply the calls before number `upto`, which a cut cannot undo any more."""
         for call in issued[self._done : upto]:
             if call.what == "write":
                 self._contents[id(call.node)] = self._contents.get(id(call.node), b"") + call.data
-            self._name(call, self._files, self._directories)
+            self._apply_name(call, self._files, self._directories)
         self._done = max(self._done, upto)
 
     @staticmethod
-    def _name(call: Call, files: dict[Path, int], directories: set[Path]) -> None:
+    def _apply_name(call: Call, files: dict[Path, int], directories: set[Path]) -> None:
         if call.path is None:
             return
         if call.what == "mkdir":
@@ -275,7 +265,13 @@ class _Durable:
     def followed_by(
         self, issued: list[Call], lost: set[int], fate_of: dict[int, str], synced: dict[int, int]
     ) -> SimulatedDisk:
-        """Return the disk after some of the later calls happened, and bytes of some files suffered."""
+        """Return the disk after the later calls, except for the names that are lost.
+
+        Args:
+            lost: Numbers of the calls whose names are lost.
+            fate_of: Fate of the unsynced bytes, by node.
+            synced: Number of synced bytes, by node.
+        """
         disk = SimulatedDisk()
         disk.directories = set(self._directories)
         files = dict(self._files)
@@ -285,9 +281,9 @@ class _Durable:
             if call.what == "write":
                 contents[id(call.node)] = contents.get(id(call.node), b"") + call.data
             if index not in lost:
-                self._name(call, files, disk.directories)
+                self._apply_name(call, files, disk.directories)
         for key, fate in fate_of.items():
-            contents[key] = _suffered(contents[key], fate, synced.get(key, 0))
+            contents[key] = _apply_fate(contents[key], fate, synced.get(key, 0))
         known = disk.directories | set(ROOT.parents)
         reached = {folder for folder in known if set(folder.parents) <= known}
         nodes: dict[int, Node] = {}
@@ -308,7 +304,7 @@ def _synced_bytes(issued: list[Call]) -> dict[int, int]:
     return synced
 
 
-def _suffered(content: bytes, fate: str, safe: int) -> bytes:
+def _apply_fate(content: bytes, fate: str, safe: int) -> bytes:
     loose = len(content) - safe
     kept = {"lost": 0, "zero": 0, "half zero": loose // 2, "one byte": 1, "half": loose // 2}.get(fate, loose)
     if fate == "all but one byte":

@@ -1,4 +1,4 @@
-"""Every blob store of holdall obeys the contract that strangers test theirs by."""
+"""Every blob store of holdall passes the contract of blob stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdall.checkpoint import BlobStore, open_blobs
 from holdall.checkpoint.directory_blobs import DirectoryBlobs
 from holdall.testing import BlobStoreContract
 
-from .servers import MissingServerError, Weed, azurite, google
+from .servers import MissingServerError, Weed, run_azurite, run_google_emulator
 from .simulated import ROOT, SimulatedDisk
 
 
@@ -31,7 +31,7 @@ class TestDirectory(BlobStoreContract):
 
 
 class TestSimulatedDisk(BlobStoreContract):
-    """The disk of the power cuts."""
+    """The simulated disk of the power cuts."""
 
     @pytest.fixture(autouse=True)
     def _place(self) -> None:
@@ -56,14 +56,14 @@ class TestS3(BlobStoreContract):
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def _set_environment(variables: dict[str, str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setitem(os.environ, name, value)
         yield
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="its lock is that of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="its lock needs POSIX")
 class TestZip(BlobStoreContract):
     """The example of docs/extending.md."""
 
@@ -86,7 +86,7 @@ class TestAzure(TestS3):
         pytest.importorskip("obstore")
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(_environment(stack.enter_context(azurite(tmp_path, "runs"))))
+                stack.enter_context(_set_environment(stack.enter_context(run_azurite(tmp_path, "runs"))))
             except MissingServerError as error:
                 pytest.skip(str(error))
             self.place = f"az://runs/{secrets.token_hex(4)}"
@@ -102,7 +102,7 @@ class TestGoogle(TestS3):
         pytest.importorskip("obstore")
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(_environment(stack.enter_context(google("runs"))))
+                stack.enter_context(_set_environment(stack.enter_context(run_google_emulator("runs"))))
             except MissingServerError as error:
                 pytest.skip(str(error))
             self.place = f"gs://runs/{secrets.token_hex(4)}"

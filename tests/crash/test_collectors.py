@@ -1,4 +1,4 @@
-"""Whoever collects removes nothing that a save under way, or the next one, is about to name."""
+"""A collection removes no file that a current or later save names."""
 
 from __future__ import annotations
 
@@ -18,27 +18,22 @@ from holdall import ReplayMemory
 from holdall.checkpoint import collect_all, open_blobs, open_reader
 from holdall.errors import LockedError
 
-from .nursery import LANES, SPACE, add, require_right
+from .nursery import LANES, SPACE, grow, require_right
 from .test_kills import Nursery
 
 _LOG = logging.getLogger(__name__)
 TEST_LEASE_S = 2.0
 
 
-def new_memory(ticks: int) -> ReplayMemory:
+def make_memory(ticks: int) -> ReplayMemory:
     memory = ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1)
     grow(memory, ticks)
     return memory
 
 
-def grow(memory: ReplayMemory, ticks: int) -> None:
-    for _ in range(ticks):
-        add(memory, memory.next_id // LANES)
-
-
-def test_gc_is_refused_while_a_writer_has_the_place(url: str) -> None:
+def test_gc_is_refused_while_a_writer_has_the_lock(url: str) -> None:
     """The writer removes old checkpoints by itself. After it has closed, gc removes what no checkpoint names."""
-    with new_memory(20) as memory:
+    with make_memory(20) as memory:
         memory.save(url).result(60)
         open_blobs(url).create(f"segments/{'a' * 16}-{'0' * 16}.seg", b"record")
         with pytest.raises(LockedError, match="in use by process"):
@@ -48,10 +43,10 @@ def test_gc_is_refused_while_a_writer_has_the_place(url: str) -> None:
         require_right(loaded)
 
 
-def test_what_is_gone_is_written_again(url: str) -> None:
-    """Files and manifests, or everything, were removed by somebody else: the next save is whole, and all that come."""
+def test_missing_files_are_written_again(url: str) -> None:
+    """Another program removed files, manifests or everything. The next saves are whole."""
     blobs = open_blobs(url)
-    with new_memory(150) as memory:
+    with make_memory(150) as memory:
         memory.save(url).result(60)
         for folders in (["segments/"], ["segments/", "manifests/"], [""]):
             for name in [name for folder in folders for name, _ in blobs.list(folder)]:
@@ -64,9 +59,9 @@ def test_what_is_gone_is_written_again(url: str) -> None:
                     require_right(loaded)
 
 
-def test_a_memory_that_was_loaded_names_nothing_that_was_collected_since(url: str) -> None:
-    """Another process saved meanwhile, and ended normally."""
-    with new_memory(150) as memory:
+def test_a_loaded_memory_names_no_file_that_was_collected_after_its_load(url: str) -> None:
+    """Another writer saved and collected meanwhile."""
+    with make_memory(150) as memory:
         memory.save(url).result(60)
         late = ReplayMemory.load(url)
         for _ in range(2):
@@ -93,16 +88,16 @@ while True:
 
 
 class Collector:
-    """A process that runs `checkpoint gc` in a loop. It is killed, and started again."""
+    """A process that runs `checkpoint gc` in a loop, and can be killed and started again."""
 
-    def __init__(self, url: str, told: Path) -> None:
+    def __init__(self, url: str, output: Path) -> None:
         self._url = url
-        self._told = told.open("w")
+        self._output = output.open("w")
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-c", COLLECTOR, self._url], stdout=self._told, stderr=subprocess.DEVNULL
+            [sys.executable, "-c", COLLECTOR, self._url], stdout=self._output, stderr=subprocess.DEVNULL
         )
 
     def restart(self) -> None:
@@ -115,7 +110,7 @@ class Collector:
 
     def close(self) -> None:
         self.end()
-        self._told.close()
+        self._output.close()
 
 
 @pytest.fixture
@@ -131,15 +126,18 @@ def collector(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_every_acknowledged_checkpoint_loads_while_another_process_collects(
     tmp_path: Path, url: str, seconds: int, collector: Collector
 ) -> None:
-    """Trainers that save are killed, and those that collect. Some saves take longer than a lease."""
+    """Trainers and collectors are killed. Some saves take longer than a lease."""
     nursery = Nursery()
     generator = random.Random(seconds)
-    acknowledged = lives = checkpoints = kills = 0
+    acknowledged = 0
+    lives = 0
+    checkpoints = 0
+    kills = 0
     until = time.monotonic() + seconds
     try:
         while time.monotonic() < until or not checkpoints:
-            loaded, saved = nursery.life(url, tmp_path, lives, generator.randrange(4), generator.uniform(0, 0.5))
-            assert loaded >= acknowledged, f"life {lives} began at tick {loaded}; {acknowledged} was acknowledged"
+            loaded, saved = nursery.run_trainer(url, tmp_path, lives, generator.randrange(4), generator.uniform(0, 0.5))
+            assert loaded >= acknowledged, f"trainer {lives} loaded tick {loaded}; {acknowledged} was acknowledged"
             lives = lives + 1
             checkpoints = checkpoints + (saved > acknowledged)
             acknowledged = max(acknowledged, loaded, saved)

@@ -1,4 +1,4 @@
-"""One flipped, cut or zeroed byte anywhere: it is noticed, at most one block is lost, and no row is wrong."""
+"""A flipped, cut or zeroed byte is noticed. It costs at most one block, and no row is wrong."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from holdall.store.tuning import Tuning
 from .nursery import LANES, SPACE, TUNING, add, require_right
 
 TICKS = 90
-MOST_LOST_WITH_A_UNIT = 80
+MAX_LOST_WITH_A_UNIT = 80
 """A unit has up to 16 frames, and each of them is part of five observations."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of several segments with their blocks, state and an attached file."""
+    """Return the folder of a checkpoint with several segments, blocks, a state and an attached file."""
     folder = tmp_path_factory.mktemp("damage")
     with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1, _tuning=TUNING) as memory:
         for tick in range(TICKS):
@@ -35,14 +35,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def regions(run: Path) -> Iterator[tuple[Path, int, str]]:
+def list_regions(run: Path) -> Iterator[tuple[Path, int, str]]:
     """Yield a file, a byte and the name of its part: both ends and the middle of every part of every record."""
     manifest = open_reader(run).manifest(1)
     shelf = RecordFiles(open_reader(run), manifest.files)
     for ref in dict.fromkeys(manifest.refs):
         record, ahead = shelf.read_record(ref)
         path = ahead.file.path
-        for place, what in _bytes_of(ref, record.head_bytes):
+        for place, what in _list_head_bytes(ref, record.head_bytes):
             yield path, place, f"{record.kind} {what}"
         for name, part in record.arrays.items():
             for place in {part.start, part.start + part.nbytes // 2, part.start + part.nbytes - 1}:
@@ -53,7 +53,7 @@ def regions(run: Path) -> Iterator[tuple[Path, int, str]]:
         yield newest, place, "manifest"
 
 
-def _bytes_of(ref: Ref, head_bytes: int) -> Iterator[tuple[int, str]]:
+def _list_head_bytes(ref: Ref, head_bytes: int) -> Iterator[tuple[int, str]]:
     for place in (0, 7, 8, 12, 16, 24, 28, 31):
         yield ref.start + place, "preamble"
     for place in (32, 32 + (head_bytes - 32) // 2, head_bytes - 1):
@@ -61,7 +61,7 @@ def _bytes_of(ref: Ref, head_bytes: int) -> Iterator[tuple[int, str]]:
 
 
 def is_noticed(run: Path) -> bool:
-    """Whether loading, or reading everything, says that something is damaged. A wrong row fails the test."""
+    """Return whether loading or reading raises an error. A wrong row fails the test."""
     try:
         memory = ReplayMemory.load(run)
     except HoldallError:
@@ -84,11 +84,11 @@ def is_noticed(run: Path) -> bool:
 
 
 @pytest.mark.parametrize("harm", ["flip", pytest.param("zero", marks=pytest.mark.nightly)])
-def test_every_spoilt_byte_is_noticed(saved: Path, harm: str) -> None:
-    """In every region of every kind of file."""
+def test_every_changed_byte_is_noticed(saved: Path, harm: str) -> None:
+    """A byte is changed in every region of every kind of file."""
     unnoticed = []
     seen = set()
-    for path, place, what in regions(saved):
+    for path, place, what in list_regions(saved):
         raw = path.read_bytes()
         changed = bytearray(raw)
         changed[place] = 0 if harm == "zero" else changed[place] ^ 0x40
@@ -108,10 +108,10 @@ def test_every_spoilt_byte_is_noticed(saved: Path, harm: str) -> None:
 
 
 @pytest.mark.parametrize("every_nth", [4, pytest.param(1, marks=pytest.mark.nightly)])
-def test_all_but_one_block_is_recovered(saved: Path, every_nth: int) -> None:
-    """Whatever single record is damaged, what does not touch it is loaded, and is right."""
+def test_all_but_one_damaged_record_is_recovered(saved: Path, every_nth: int) -> None:
+    """Transitions that do not need the damaged record are loaded, and are right."""
     recovered = set()
-    damaged = [region for region in regions(saved) if region[2].split()[0] in {"segment", "block"}]
+    damaged = [region for region in list_regions(saved) if region[2].split()[0] in {"segment", "block"}]
     for path, place, what in damaged[::every_nth]:
         kind = what.split()[0]
         raw = path.read_bytes()
@@ -124,7 +124,7 @@ def test_all_but_one_block_is_recovered(saved: Path, every_nth: int) -> None:
                 require_right(memory, left)
                 assert TICKS * LANES / 3 < len(left) < TICKS * LANES, what
                 if what == "block units":
-                    assert len(left) >= TICKS * LANES - MOST_LOST_WITH_A_UNIT
+                    assert len(left) >= TICKS * LANES - MAX_LOST_WITH_A_UNIT
         finally:
             path.write_bytes(raw)
         recovered.add(kind)
@@ -134,7 +134,7 @@ def test_all_but_one_block_is_recovered(saved: Path, every_nth: int) -> None:
         require_right(memory)
 
 
-def _folder(path: Path) -> None:
+def _replace_by_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
@@ -143,15 +143,15 @@ LOSSES: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "a folder": _folder,
+    "a folder": _replace_by_folder,
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_a_lost_file_did_not_hold_is_recovered(
+def test_transitions_outside_of_a_lost_file_are_recovered(
     loss: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All checkpoints name it, so none is whole. What the newest holds elsewhere is loaded, and is right."""
+    """All checkpoints name the file, so none is whole. The other transitions of the newest one are loaded."""
     with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1, _tuning=TUNING) as memory:
         for ticks in (TICKS // 2, TICKS):
             for tick in range(memory.next_id // LANES, ticks):
@@ -291,8 +291,8 @@ def test_a_reason_that_several_checkpoints_share_is_given_once(tmp_path: Path) -
     assert str(refusal.value).count(path.name) == 1
 
 
-def test_every_cut_is_noticed(saved: Path, tmp_path: Path) -> None:
-    """A file that lost its end belongs to no checkpoint."""
+def test_every_cut_file_is_noticed(saved: Path, tmp_path: Path) -> None:
+    """A checkpoint with a cut file is not loaded."""
     for path in [*(saved / "segments").iterdir(), *(saved / "manifests").iterdir()]:
         size = path.stat().st_size
         for length in (0, 1, size // 2, size - 1):
@@ -305,7 +305,7 @@ def test_every_cut_is_noticed(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_noticed(saved: Path, tmp_path: Path) -> None:
-    """It is named."""
+    """The error names the file."""
     for path in (saved / "segments").iterdir():
         run = tmp_path / path.name
         shutil.copytree(saved, run)
@@ -314,8 +314,8 @@ def test_a_missing_file_is_noticed(saved: Path, tmp_path: Path) -> None:
             ReplayMemory.load(run)
 
 
-def test_a_file_that_grew_is_as_good_as_before(saved: Path, tmp_path: Path) -> None:
-    """The manifest says where records are. The checkpoint is loaded and saved again, and nothing is wrong."""
+def test_bytes_after_the_end_of_a_file_change_nothing(saved: Path, tmp_path: Path) -> None:
+    """The manifest has the places of all records. The checkpoint is loaded and saved again."""
     for path in (saved / "segments").iterdir():
         run = tmp_path / path.name
         shutil.copytree(saved, run)

@@ -11,7 +11,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "checkpoint_to_s3.py"
 
 
-def test_the_example_loads_what_it_saved_and_draws_the_same_batch(
+def test_the_example_loads_its_checkpoint_and_draws_the_same_batch(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [EXAMPLE.name, url, "400"])

@@ -17,7 +17,7 @@ from holdall import CheckpointError, HoldallError, ReplayMemory
 from holdall.checkpoint import directory_blobs as local
 from holdall.checkpoint.directory_blobs import FileSystem
 
-from .nursery import LANES, SPACE, add, require_right
+from .nursery import LANES, SPACE, grow, require_right
 
 CALLS = [
     name for name, value in vars(FileSystem).items() if callable(value) and name not in {"close", "unlock", "__init__"}
@@ -25,7 +25,7 @@ CALLS = [
 
 
 class FailingDisk(FileSystem):
-    """Fails at one call, counted over all kinds of them."""
+    """A disk that fails at one call, counted over all kinds of calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -45,18 +45,18 @@ class FailingDisk(FileSystem):
             raise OSError(self.error, os.strerror(self.error))
 
 
-def _counting(name: str) -> Any:
+def _make_counting(name: str) -> Any:
     method = getattr(FileSystem, name)
 
-    def counted(disk: FailingDisk, *arguments: Any) -> Any:
+    def count_and_call(disk: FailingDisk, *arguments: Any) -> Any:
         disk.count(name)
         return method(disk, *arguments)
 
-    return counted
+    return count_and_call
 
 
 for _name in CALLS:
-    setattr(FailingDisk, _name, _counting(_name))
+    setattr(FailingDisk, _name, _make_counting(_name))
 
 
 @pytest.fixture
@@ -66,17 +66,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
     return found
 
 
-def new_memory() -> ReplayMemory:
+def make_memory() -> ReplayMemory:
     return ReplayMemory(SPACE, spaces.Discrete(5), 60 * LANES, LANES, budget=None, seed=1)
 
 
-def grow(memory: ReplayMemory, ticks: int) -> None:
-    for _ in range(ticks):
-        add(memory, memory.next_id // LANES)
-
-
 def save(memory: ReplayMemory, place: Path) -> str:
-    """Save, and return what went wrong, or nothing."""
+    """Save. Return the message of the error, or an empty text."""
     try:
         memory.save(place, keep=2).result()
     except CheckpointError as error:
@@ -88,22 +83,22 @@ def save(memory: ReplayMemory, place: Path) -> str:
     "error",
     ["ENOSPC", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("EDQUOT", "EIO", "EROFS", "EACCES"))],
 )
-def test_a_save_that_fails_at_any_call_leaves_the_one_before_and_the_memory_alone(
+def test_a_save_that_fails_at_any_call_changes_neither_the_memory_nor_earlier_checkpoints(
     tmp_path: Path, disk: FailingDisk, error: str
 ) -> None:
-    """Call by call, from the first to the last of a save that collects as well."""
-    with new_memory() as memory:
+    """Every call of a save fails in turn, also those that remove old checkpoints."""
+    with make_memory() as memory:
         grow(memory, 20)
         for _ in range(3):
             memory.save(tmp_path, keep=2).result()
-        for call in itertools.count(0, 4 if error == "ENOSPC" else 1):  # all of them nightly
+        for call in itertools.count(0, 4 if error == "ENOSPC" else 1):  # Every night, all calls fail in turn.
             before = memory.next_id
             grow(memory, 3)
             disk.failed.clear()
             disk.arm(call, getattr(errno, error))
-            told = save(memory, tmp_path)
-            acknowledged = not told
-            assert acknowledged or (os.strerror(getattr(errno, error)) in told and str(tmp_path) in told)
+            message = save(memory, tmp_path)
+            acknowledged = not message
+            assert acknowledged or (os.strerror(getattr(errno, error)) in message and str(tmp_path) in message)
             reached = bool(disk.failed)
             disk.arm(None)
             with ReplayMemory.load(tmp_path) as loaded:
@@ -118,18 +113,16 @@ def test_a_save_that_fails_at_any_call_leaves_the_one_before_and_the_memory_alon
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("error", [errno.EACCES, errno.ENOSPC])
-def test_a_place_that_cannot_be_opened_says_so_and_can_be_opened_later(
-    tmp_path: Path, disk: FailingDisk, error: int
-) -> None:
-    """Call by call, until the first checkpoint is there."""
+def test_a_place_that_could_not_be_opened_can_be_opened_later(tmp_path: Path, disk: FailingDisk, error: int) -> None:
+    """Every call until the first checkpoint fails in turn."""
     for call in itertools.count():
-        with new_memory() as memory:
+        with make_memory() as memory:
             grow(memory, 5)
             disk.failed.clear()
             disk.arm(call, error)
             place = tmp_path / str(call)
-            told = save(memory, place)
-            assert not told or os.strerror(error) in told
+            message = save(memory, place)
+            assert not message or os.strerror(error) in message
             reached = bool(disk.failed)
             disk.arm(None)
             memory.save(place).result()
@@ -142,9 +135,9 @@ def test_a_place_that_cannot_be_opened_says_so_and_can_be_opened_later(
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
-def test_a_load_that_fails_at_any_call_says_so(tmp_path: Path, disk: FailingDisk, error: int) -> None:
-    """And nothing is half-loaded."""
-    with new_memory() as memory:
+def test_a_load_that_fails_at_any_call_raises_an_error(tmp_path: Path, disk: FailingDisk, error: int) -> None:
+    """Every call of the load fails in turn. A memory that is loaded is whole."""
+    with make_memory() as memory:
         grow(memory, 30)
         memory.save(tmp_path).result()
     for call in itertools.count():
@@ -158,17 +151,17 @@ def test_a_load_that_fails_at_any_call_says_so(tmp_path: Path, disk: FailingDisk
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere; needs another user")
-def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
-    """On a real disk."""
+def test_the_error_of_a_folder_without_permission_has_a_remedy(tmp_path: Path) -> None:
+    """This test uses a real disk."""
     (tmp_path / "run").mkdir(mode=0o500)
-    with new_memory() as memory:
+    with make_memory() as memory:
         grow(memory, 5)
         with pytest.raises(CheckpointError, match="Give this user permission"):
             memory.save(tmp_path / "run").result()
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """A real one that takes nothing: writing to it always says that there is no room."""
+def test_the_error_of_a_full_disk_has_a_remedy(tmp_path: Path) -> None:
+    """Writing to /dev/full always raises ENOSPC."""
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
 
@@ -177,7 +170,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
             super().close(super().create(path))
             return os.open("/dev/full", os.O_WRONLY)
 
-    with pytest.MonkeyPatch.context() as patch, new_memory() as memory:
+    with pytest.MonkeyPatch.context() as patch, make_memory() as memory:
         patch.setattr(local, "FileSystem", FullDisk)
         grow(memory, 5)
         with pytest.raises(CheckpointError, match="Free some disk space"):

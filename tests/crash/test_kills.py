@@ -24,7 +24,7 @@ if sys.platform == "win32":
 
 
 class Nursery:
-    """Starts trainers, one at a time, and kills them."""
+    """The process of `nursery.py`, which starts trainers. They run and are killed one at a time."""
 
     def __init__(self) -> None:
         program = [sys.executable, str(Path(__file__).with_name("nursery.py"))]
@@ -33,10 +33,10 @@ class Nursery:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def life(self, url: str, folder: Path, seed: int, saves: int, wait_s: float) -> tuple[int, int]:
+    def run_trainer(self, url: str, folder: Path, seed: int, saves: int, wait_s: float) -> tuple[int, int]:
         """Kill a trainer a moment after some saves. Return the ticks that it loaded and saved."""
         if self._process.stdin is None:
-            raise RuntimeError("no way to speak to the nursery")
+            raise RuntimeError("the nursery has no stdin")
         self._process.stdin.write(f"{url} {folder} {seed}\n")
         self._process.stdin.flush()
         loaded = -1
@@ -48,7 +48,7 @@ class Nursery:
             try:
                 word, _, rest = self._lines.get(timeout=left).partition(" ")
             except queue.Empty:
-                assert deadline is not None, "the trainer said nothing for a minute"
+                assert deadline is not None, "the trainer printed nothing for a minute"
                 os.kill(pid, signal.SIGKILL)
                 deadline = time.monotonic() + 60
                 continue
@@ -92,13 +92,14 @@ def nursery() -> Iterator[Nursery]:
 def test_no_kill_during_an_upload_loses_what_was_acknowledged(
     tmp_path: Path, url: str, request: pytest.FixtureRequest
 ) -> None:
-    """Objects that a dead writer left are named by nothing, and go with the next collection."""
-    nursery: Nursery = request.getfixturevalue("nursery")  # after the server, whose address it inherits
+    """No checkpoint names the objects of a killed writer."""
+    # The nursery inherits the address of the server, so it starts after the server.
+    nursery: Nursery = request.getfixturevalue("nursery")
     generator = random.Random(1)
     acknowledged = 0
     for number in range(60):
-        loaded, saved = nursery.life(url, tmp_path, number, generator.randrange(3), generator.uniform(0, 0.1))
-        assert loaded >= acknowledged, f"life {number} began at tick {loaded}; {acknowledged} was acknowledged"
+        loaded, saved = nursery.run_trainer(url, tmp_path, number, generator.randrange(3), generator.uniform(0, 0.1))
+        assert loaded >= acknowledged, f"trainer {number} loaded tick {loaded}; {acknowledged} was acknowledged"
         acknowledged = max(acknowledged, loaded, saved)
     assert acknowledged > 0
     with ReplayMemory.load(url) as memory:
@@ -109,15 +110,15 @@ def test_no_kill_during_an_upload_loses_what_was_acknowledged(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [12, *(pytest.param(kills, marks=pytest.mark.nightly) for kills in (50, 500))])
 def test_no_kill_loses_what_was_acknowledged(nursery: Nursery, tmp_path: Path, kills: int) -> None:
-    """While it adds, compresses, spills, saves or collects. The next trainer continues from there."""
+    """A trainer is killed while it adds, compresses, spills, saves or collects. The next one continues its run."""
     generator = random.Random(kills)
     acknowledged = 0
     checkpoints = 0
     for number in range(kills):
         saves = generator.randrange(3)
         wait_s = generator.uniform(0, 0.06)
-        loaded, saved = nursery.life(str(tmp_path / "run"), tmp_path, number, saves, wait_s)
-        assert loaded >= acknowledged, f"life {number} began at tick {loaded}; {acknowledged} was acknowledged"
+        loaded, saved = nursery.run_trainer(str(tmp_path / "run"), tmp_path, number, saves, wait_s)
+        assert loaded >= acknowledged, f"trainer {number} loaded tick {loaded}; {acknowledged} was acknowledged"
         checkpoints += saved > acknowledged
         acknowledged = max(acknowledged, loaded, saved)
     assert checkpoints >= kills / 4

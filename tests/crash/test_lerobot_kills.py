@@ -27,7 +27,7 @@ OFFLINE_CAPACITY = 30  # So that rows are evicted after they were drawn.
 NAMES = ("dataset", "dataset_offline")
 
 
-def transitions(start: int, count: int) -> Iterator[dict[str, Any]]:
+def make_transitions(start: int, count: int) -> Iterator[dict[str, Any]]:
     """Yield transitions that depend on their numbers only."""
     for number in range(start, start + count):
         images = np.random.default_rng(number).integers(0, 256, (2, 3, 32, 32)).astype(np.uint8)
@@ -43,7 +43,7 @@ def transitions(start: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 class Learner:
-    """A learner as LeRobot's, with holdall's buffers.
+    """A learner like LeRobot's, with holdall's buffers.
 
     Args:
         folder: Its output folder.
@@ -75,7 +75,7 @@ class Learner:
 
     def train(self) -> None:
         """Add transitions, of which every fourth is an intervention. Draw batches and random numbers meanwhile."""
-        for number, transition in enumerate(transitions(len(self.online), ROWS_PER_SAVE)):
+        for number, transition in enumerate(make_transitions(len(self.online), ROWS_PER_SAVE)):
             self.online.add(**transition)
             if number % 4 == 0:
                 self.offline.add(**transition)
@@ -94,13 +94,13 @@ class Learner:
             buffer.to_lerobot_dataset("name", root=self.folder / name)
 
     def close(self) -> None:
-        """Free everything."""
+        """Close both buffers."""
         self.online.close()
         self.offline.close()
 
 
 def learn(folder: str) -> None:
-    """Add and save for ever. Print the number of rows before each save, and when it is safe."""
+    """Add and save for ever. Print the number of rows before each save, and after it."""
     learner = Learner(folder, resume=False)
     while True:
         learner.train()
@@ -122,7 +122,7 @@ def replay(folder: Path, rows: int) -> list[Any]:
 
 
 def wait_for_offline(folder: Path, count: int) -> None:
-    """Wait until the checkpoint `count` of the offline buffer is complete. That of the online buffer follows it."""
+    """Wait until checkpoint `count` of the offline buffer is complete. The online buffer is saved after it."""
     manifests = folder / "holdall" / NAMES[1] / "manifests"
     while len(list(manifests.glob(f"{count:016d}*"))) == 0:
         time.sleep(0.0002)
@@ -154,7 +154,7 @@ def test_a_learner_killed_while_it_saves_resumes_with_the_same_batches(delay_s: 
             assert torch.equal(loaded[part][KEY], batch[part][KEY])
         for part in ("action", "reward", "done", "truncated"):
             assert torch.equal(loaded[part], batch[part])
-    for slot, wanted in enumerate(transitions(0, rows)):
+    for slot, wanted in enumerate(make_transitions(0, rows)):
         if slot % 7 == 0:
             assert torch.equal(learner.online.states[KEY][slot], wanted["state"][KEY][0])
     interventions = [number for number in range(rows) if number % ROWS_PER_SAVE % 4 == 0][-OFFLINE_CAPACITY:]

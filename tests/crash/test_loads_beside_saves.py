@@ -52,8 +52,8 @@ class SavingThread:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.nightly)])
-def test_every_load_beside_saves_succeeds(tmp_path: Path, seconds: int) -> None:
-    """With all rows and the attached files, also if these are read after their checkpoint was removed."""
+def test_every_load_succeeds_while_another_thread_saves(tmp_path: Path, seconds: int) -> None:
+    """Rows and attached files are right, also if they are read after their checkpoint was removed."""
     saver = SavingThread(tmp_path / "run")
     loads = 0
     newest = 0
@@ -61,7 +61,7 @@ def test_every_load_beside_saves_succeeds(tmp_path: Path, seconds: int) -> None:
     try:
         while time.monotonic() < until or not loads:
             with ReplayMemory.load(tmp_path / "run", budget=None) as memory:
-                assert memory.next_id >= newest, "a load gave an older checkpoint than the load before"
+                assert memory.next_id >= newest, "a load returned an older checkpoint than the previous load"
                 newest = memory.next_id
                 ids = np.random.default_rng(loads).integers(memory.first_id, memory.next_id, 64)
                 if loads % 5 == 0:

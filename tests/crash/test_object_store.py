@@ -1,4 +1,4 @@
-"""Checkpoints in a real S3 server: saved, resumed, fenced, and through the server's death."""
+"""Checkpoints in a real S3 server: saves, loads, locks, mirrors, and a server that is killed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,17 @@ from holdall.checkpoint.object_blobs import ObjectBlobs
 from holdall.dreamer import Replay
 from holdall.errors import LockedError
 
-from .nursery import LANES, SPACE, add, require_right
-from .servers import Forgetful, MissingServerError, Weed, azurite, google
+from .nursery import LANES, SPACE, grow, require_right
+from .servers import Forgetful, MissingServerError, Weed, run_azurite, run_google_emulator
 
 
-def new_memory() -> ReplayMemory:
+def make_memory() -> ReplayMemory:
     return ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1)
 
 
-def grow(memory: ReplayMemory, ticks: int) -> None:
-    for _ in range(ticks):
-        add(memory, memory.next_id // LANES)
-
-
 def test_a_memory_is_saved_and_loaded(url: str) -> None:
-    """Incrementally, and with what nothing names removed."""
-    with new_memory() as memory:
+    """Saves are incremental, and files that no checkpoint names are removed."""
+    with make_memory() as memory:
         for _ in range(5):
             grow(memory, 90)
             memory.save(url, keep=2, attach={"agent": b"weights"}).result()
@@ -55,9 +50,9 @@ def test_a_memory_is_saved_and_loaded(url: str) -> None:
     assert set(reader.file_sizes()) == named
 
 
-def test_a_wrong_key_is_told_as_such(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every request, also by those for which obstore has no error of its own."""
-    with new_memory() as memory:
+def test_the_error_of_a_wrong_key_names_the_credentials(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule holds for all requests, also for those without a specific error of obstore."""
+    with make_memory() as memory:
         grow(memory, 1)
         memory.save(url).result()
         monkeypatch.setitem(os.environ, "AWS_SECRET_ACCESS_KEY", "wrong")
@@ -69,8 +64,8 @@ def test_a_wrong_key_is_told_as_such(url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_replay_of_dreamer_starts_empty_where_nothing_was_saved(url: str) -> None:
-    """As in an empty folder. Once it was saved, it is loaded."""
-    with new_memory() as memory:  # The server makes the bucket for the first object.
+    """An empty folder gives an empty replay, too."""
+    with make_memory() as memory:  # The first object creates the bucket.
         grow(memory, 1)
         memory.save(f"{url}-other").result()
     replay = Replay(2, 100, url, save_wait=True)
@@ -86,16 +81,16 @@ def test_a_replay_of_dreamer_starts_empty_where_nothing_was_saved(url: str) -> N
 
 @pytest.mark.nightly
 def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its emulator keeps to conditions as the service does."""
+    """The emulator supports conditions, as the service does."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
     with contextlib.ExitStack() as stack:
         try:
-            environment = stack.enter_context(azurite(tmp_path, "runs"))
+            environment = stack.enter_context(run_azurite(tmp_path, "runs"))
         except MissingServerError as error:
             pytest.skip(f"needs Azurite (npm install azurite): {error}")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        memory = stack.enter_context(new_memory())
+        memory = stack.enter_context(make_memory())
         for _ in range(4):
             grow(memory, 60)
             memory.save("az://runs/one", keep=2).result()
@@ -107,16 +102,16 @@ def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.nightly
 def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To moto, behind a translation: it tests what is assumed of the service, not the service."""
+    """The server is moto with a translation. It tests what holdall assumes about the service."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
     with contextlib.ExitStack() as stack:
         try:
-            environment = stack.enter_context(google("runs"))
+            environment = stack.enter_context(run_google_emulator("runs"))
         except MissingServerError as error:
             pytest.skip(f"needs moto (pip install 'moto[server]'): {error}")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        memory = stack.enter_context(new_memory())
+        memory = stack.enter_context(make_memory())
         large = bytes(9 * 2**20)
         for _ in range(3):
             grow(memory, 30)
@@ -127,18 +122,18 @@ def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatc
         assert loaded.attached["agent"] == large
         assert open_reader("gs://runs/one").numbers() == [3, 2]
         for refused in (memory.save("gs://missing/one").result, lambda: ReplayMemory.load("gs://missing/one")):
-            with pytest.raises(CheckpointError, match=r"gs://missing/one: there is no bucket") as told:
+            with pytest.raises(CheckpointError, match=r"gs://missing/one: there is no bucket") as refusal:
                 refused()
-            assert "\n" not in str(told.value)
-            assert "disk" not in str(told.value)
+            assert "\n" not in str(refusal.value)
+            assert "disk" not in str(refusal.value)
 
 
-def test_a_store_that_ignores_conditions_is_found_out(
+def test_a_store_that_ignores_conditions_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said so, and it can be saved to by one writer all the same."""
+    """One writer can still save to such a store."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
-    with Forgetful() as server, new_memory() as memory:
+    with Forgetful() as server, make_memory() as memory:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -154,8 +149,8 @@ def test_a_store_that_ignores_conditions_is_found_out(
         server.shutdown()
 
 
-def test_a_lock_that_is_not_renewed_is_taken_and_its_owner_is_told(url: str) -> None:
-    """A process that was stopped for long finds that another writer has the place, and commits nothing."""
+def test_a_lock_that_is_not_renewed_can_be_taken_and_its_owner_is_fenced(url: str) -> None:
+    """A process that was stopped for a long time notices the new writer, and commits nothing."""
     frozen = ObjectBlobs(url, lease_s=1.0)
     lease = frozen.lock("a writer that stops")
     lease._renewal.cancel()
@@ -171,12 +166,11 @@ def test_a_lock_that_was_renewed_lately_is_checked_without_a_request(url: str) -
     lease = blobs.lock("a writer")
     before = blobs.read_lock()
     lease.check()
-    assert blobs.read_lock() == before  # A renewal would have made another version.
+    assert blobs.read_lock() == before  # A renewal would have written another version.
     lease.release()
 
 
-def test_a_lock_outlasts_a_pause_if_nobody_wants_it(url: str) -> None:
-    """It is renewed when it is needed again."""
+def test_an_expired_lock_is_renewed_if_no_other_writer_took_it(url: str) -> None:
     lease = ObjectBlobs(url, lease_s=0.5).lock("a writer")
     lease._renewal.cancel()
     time.sleep(1.0)
@@ -184,9 +178,9 @@ def test_a_lock_outlasts_a_pause_if_nobody_wants_it(url: str) -> None:
     lease.release()
 
 
-def test_a_writer_that_was_overtaken_stops(url: str) -> None:
-    """Another memory had the lock meanwhile, and made a checkpoint that the first one does not know."""
-    with new_memory() as memory:
+def test_a_writer_refuses_to_save_after_another_one_did(url: str) -> None:
+    """Another memory had the lock meanwhile, and made a checkpoint."""
+    with make_memory() as memory:
         grow(memory, 40)
         memory.save(url).result()
         memory._savers._savers[url].release()
@@ -201,9 +195,9 @@ def test_a_writer_that_was_overtaken_stops(url: str) -> None:
         require_right(loaded)
 
 
-def test_a_run_that_lost_its_disk_goes_on_in_its_mirror(url: str, tmp_path: Path) -> None:
-    """Checkpoints on the new disk are counted from 1. In the store they follow those that were there."""
-    with new_memory() as memory:
+def test_a_run_that_lost_its_disk_continues_from_its_mirror(url: str, tmp_path: Path) -> None:
+    """Checkpoints on the new disk are counted from 1. In the store, their numbers continue."""
+    with make_memory() as memory:
         for _ in range(3):
             grow(memory, 20)
             memory.save(tmp_path / "lost", mirror=url).mirrored(timeout=60)
@@ -216,32 +210,32 @@ def test_a_run_that_lost_its_disk_goes_on_in_its_mirror(url: str, tmp_path: Path
 
 
 def test_a_copy_that_was_interrupted_continues(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that arrived are not sent again."""
+    """Files that were copied before are not sent again."""
     create = ObjectBlobs.create
     sent: list[str] = []
-    most = 2
+    max_files = 2
 
-    def interrupted(own: ObjectBlobs, name: str, data: Any) -> bool:
+    def create_until_limit(own: ObjectBlobs, name: str, data: Any) -> bool:
         if not name.startswith("segments/"):
             return create(own, name, data)
-        if len(sent) == most:
-            raise CheckpointError("the line is dead")
+        if len(sent) == max_files:
+            raise CheckpointError("the connection is lost")
         sent.append(name)
         return create(own, name, data)
 
-    monkeypatch.setattr(ObjectBlobs, "create", interrupted)
-    with new_memory() as memory:
+    monkeypatch.setattr(ObjectBlobs, "create", create_until_limit)
+    with make_memory() as memory:
         grow(memory, 150)
         memory.save(tmp_path).result()
         grow(memory, 150)
         memory.save(tmp_path).result()
         handle = memory.save(tmp_path, mirror=url)
-        with pytest.raises(CheckpointError, match="the line is dead"):
+        with pytest.raises(CheckpointError, match="the connection is lost"):
             handle.mirrored(60)
         first = list(sent)
         assert open_reader(url).numbers() == []
         sent.clear()
-        most = 1000
+        max_files = 1000
         memory.save(tmp_path, mirror=url).mirrored(60)
         assert sent
         assert not set(first) & set(sent)
@@ -251,9 +245,9 @@ def test_a_copy_that_was_interrupted_continues(url: str, tmp_path: Path, monkeyp
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_a_save_outlasts_the_servers_death(url: str, weed: Weed) -> None:
-    """Killed in the middle, started again: the checkpoint is there, once."""
-    with new_memory() as memory:
+def test_a_save_continues_after_the_server_was_killed_and_restarted(url: str, weed: Weed) -> None:
+    """There is exactly one new checkpoint afterwards."""
+    with make_memory() as memory:
         grow(memory, 60)
         memory.save(url).result()
         weed.kill()
@@ -270,9 +264,9 @@ def test_a_save_outlasts_the_servers_death(url: str, weed: Weed) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_waiting_for_a_dead_server_can_be_given_up(url: str, weed: Weed) -> None:
+def test_a_save_to_a_dead_server_can_be_cancelled(url: str, weed: Weed) -> None:
     """The memory can still be used."""
-    with new_memory() as memory:
+    with make_memory() as memory:
         grow(memory, 10)
         memory.save(url).result()
         weed.kill()
@@ -288,8 +282,8 @@ def test_waiting_for_a_dead_server_can_be_given_up(url: str, weed: Weed) -> None
 
 
 def test_a_local_checkpoint_is_acknowledged_first_and_mirrored_later(url: str, tmp_path: Path) -> None:
-    """Both places hold the same then."""
-    with new_memory() as memory:
+    """Both places have the same transitions then."""
+    with make_memory() as memory:
         for _ in range(4):
             grow(memory, 70)
             handle = memory.save(tmp_path / "run", keep=2, mirror=url)

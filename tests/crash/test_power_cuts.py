@@ -1,4 +1,4 @@
-"""After a power cut at any call the last acknowledged checkpoint is there. Every broken protocol is caught."""
+"""After a power cut at any call, the last acknowledged checkpoint is whole. Broken protocols are noticed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdall.checkpoint.manifest import Manifest, encode, manifest_name
 from holdall.checkpoint.reader import MANIFESTS, SEGMENTS
 from holdall.checkpoint.retention import collect
 
-from .protocol import KEEP, RUN, Run, acknowledged, violation
+from .protocol import KEEP, RUN, Run, find_violation, list_acknowledged
 from .simulated import SimulatedDisk, after_power_cuts
 
 
-def history(saves: int, ignored: tuple[tuple[str, str], ...] = (), kind: type[Run] = Run) -> SimulatedDisk:
+def run_saves(saves: int, ignored: tuple[tuple[str, str], ...] = (), kind: type[Run] = Run) -> SimulatedDisk:
     disk = SimulatedDisk(ignored)
     run = kind(disk)
     for _ in range(saves):
@@ -23,23 +23,24 @@ def history(saves: int, ignored: tuple[tuple[str, str], ...] = (), kind: type[Ru
     return disk
 
 
-def violations(
+def find_violations(
     disk: SimulatedDisk, most_at_a_cut: int, enough: int | None = None, seed: int = 0
 ) -> tuple[int, list[str]]:
     states = 0
     found = []
     for cut, left in after_power_cuts(disk.calls, most_at_a_cut=most_at_a_cut, seed=seed):
         states += 1
-        if told := violation(left, acknowledged(disk.calls[:cut])):
-            found.append(f"after {cut} calls: {told}")
+        message = find_violation(left, list_acknowledged(disk.calls[:cut]))
+        if message:
+            found.append(f"after {cut} calls: {message}")
             if enough is not None and len(found) >= enough:
                 break
     return states, found
 
 
 def test_no_power_cut_loses_an_acknowledged_checkpoint() -> None:
-    """A slice of the states that the nightly run looks at."""
-    states, found = violations(history(saves=20), most_at_a_cut=64)
+    """The nightly run checks more states."""
+    states, found = find_violations(run_saves(saves=20), most_at_a_cut=64)
     assert not found, found[:3]
     assert states > 2_000, states
 
@@ -48,14 +49,14 @@ def test_no_power_cut_loses_an_acknowledged_checkpoint() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_power_cut_of_a_long_run_loses_an_acknowledged_checkpoint(seed: int) -> None:
-    """More saves. Every call of `create` and `delete` syncs, so few states are possible at each cut."""
-    states, found = violations(history(saves=150), most_at_a_cut=450, seed=seed)
+    """Every call of `create` and `delete` syncs, so few states are possible at each cut."""
+    states, found = find_violations(run_saves(saves=150), most_at_a_cut=450, seed=seed)
     assert not found, found[:3]
     assert states >= 10_000, states
 
 
-def recovered(left: SimulatedDisk, seed: int) -> tuple[SimulatedDisk, SimulatedDisk]:
-    """Open a crashed disk with a new writer, and save twice. Return the disk before and after."""
+def save_after_crash(left: SimulatedDisk, seed: int) -> tuple[SimulatedDisk, SimulatedDisk]:
+    """Save twice with a new writer to a crashed disk. Return the disk before and after."""
     before = SimulatedDisk()
     before.directories = set(left.directories)
     before.files = dict(left.files)
@@ -67,25 +68,25 @@ def recovered(left: SimulatedDisk, seed: int) -> tuple[SimulatedDisk, SimulatedD
 
 
 @pytest.mark.parametrize("every", [pytest.param(197, id="some"), pytest.param(7, id="many", marks=pytest.mark.nightly)])
-def test_a_writer_that_comes_after_a_crash_may_crash_too(every: int) -> None:
-    """Nothing that a dead writer left behind, under names of its own, becomes part of a later checkpoint."""
-    disk = history(saves=3)
+def test_a_second_crash_loses_no_acknowledged_checkpoint_either(every: int) -> None:
+    """Blobs of the first writer never become part of a checkpoint of the second one."""
+    disk = run_saves(saves=3)
     looked_at = 0
     for number, (cut, left) in enumerate(after_power_cuts(disk.calls, most_at_a_cut=64)):
         if number % every or not left.directories >= {RUN / "segments", RUN / "manifests"}:
             continue
-        promised = acknowledged(disk.calls[:cut])
-        before, after = recovered(left, seed=number)
+        promised = list_acknowledged(disk.calls[:cut])
+        before, after = save_after_crash(left, seed=number)
         for second, twice in after_power_cuts(after.calls, before, most_at_a_cut=8, seed=number):
-            again = promised + acknowledged(after.calls[:second])
+            again = promised + list_acknowledged(after.calls[:second])
             kept = again if len(again) == len(promised) else again[len(promised) - KEEP :]
-            assert not violation(twice, kept[-1:]), (cut, second)
+            assert not find_violation(twice, kept[-1:]), (cut, second)
             looked_at += 1
     assert looked_at > 100
 
 
 class CollectsFirst(Run):
-    """Removes what it believes stale before the new checkpoint is there."""
+    """Removes old checkpoints before it writes the new one."""
 
     def commit(self, manifest: Manifest) -> None:
         collect(self.reader, self.lease, KEEP - 1, manifest.files)
@@ -103,7 +104,7 @@ class CollectsFilesFirst(Run):
 
 
 class Replaces(Run):
-    """Keeps one manifest, deletes it, and puts the next one in its place."""
+    """Deletes the old manifest before it writes the new one."""
 
     def commit(self, manifest: Manifest) -> None:
         for number in self.reader.numbers():
@@ -137,15 +138,15 @@ MUTANTS: dict[str, tuple[tuple[tuple[str, str], ...], type[Run]]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_protocol_that_leaves_a_step_out_is_caught(mutant: str) -> None:
-    """The simulation finds each of these: it would find the same in the real one."""
+def test_a_protocol_without_a_step_is_noticed(mutant: str) -> None:
+    """The simulation would notice the same mistake in the real protocol."""
     ignored, kind = MUTANTS[mutant]
-    _, found = violations(history(4, ignored, kind), most_at_a_cut=64, enough=1)
+    _, found = find_violations(run_saves(4, ignored, kind), most_at_a_cut=64, enough=1)
     assert found
 
 
 class CollectsWithoutSync(SimulatedDisk):
-    """A disk on which the sync between removing manifests and removing files does not happen."""
+    """A disk without the sync between removing manifests and removing files."""
 
     _is_collecting = False
 
@@ -159,20 +160,20 @@ class CollectsWithoutSync(SimulatedDisk):
         self._is_collecting = False
 
 
-def test_collecting_without_a_sync_in_between_is_caught() -> None:
-    """A manifest that comes back after a cut must not name files that are gone."""
+def test_a_collection_without_a_sync_between_manifests_and_files_is_noticed() -> None:
+    """A manifest that exists again after a power cut must not name files that were removed."""
     disk = CollectsWithoutSync()
     run = Run(disk)
     for _ in range(5):
         run.save()
-    _, found = violations(disk, most_at_a_cut=64, enough=1)
+    _, found = find_violations(disk, most_at_a_cut=64, enough=1)
     assert found
 
 
-def test_a_name_used_twice_is_refused() -> None:
-    """Without an id of its own, a writer that comes after a crash would replace blobs of the checkpoint before."""
-    disk = history(saves=2)
-    promised = acknowledged(disk.calls)
+def test_two_writers_with_one_id_are_refused() -> None:
+    """Otherwise, a writer after a crash would replace blobs of an earlier checkpoint."""
+    disk = run_saves(saves=2)
+    promised = list_acknowledged(disk.calls)
     with pytest.raises(AssertionError):
         Run(disk, seed=1, writer_id=f"{0:016x}").save()
-    assert not violation(disk, promised)
+    assert not find_violation(disk, promised)

@@ -1,4 +1,4 @@
-"""Loading from an object store: batches are drawn before all was read, in little memory, and are right."""
+"""Loading from an object store: batches are read on demand, and are right."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed
 
 TICKS = 1_200
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def saved(weed: Weed) -> str:
-    """A checkpoint of many blocks, each of some pages."""
+    """Return the URL of a checkpoint with many blocks of several pages."""
     url = f"s3://runs/{secrets.token_hex(4)}"
     tuning = Tuning(block_bytes=8 * PAGE_BYTES)
     with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1, _tuning=tuning) as memory:
@@ -44,28 +45,28 @@ def saved(weed: Weed) -> str:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the bytes of every range that is fetched."""
+    """Return a list, to which the size of every fetched range is appended."""
     sizes: list[int] = []
     read = ObjectBlobs.read
 
-    def counted(own: ObjectBlobs, name: str, start: int, length: int) -> bytes:
+    def count_and_read(own: ObjectBlobs, name: str, start: int, length: int) -> bytes:
         if name.startswith("segments/"):
             sizes.append(length)
         return read(own, name, start, length)
 
-    monkeypatch.setattr(ObjectBlobs, "read", counted)
+    monkeypatch.setattr(ObjectBlobs, "read", count_and_read)
     return sizes
 
 
 @pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is fetched in the background."""
+def no_background_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off fetching in the background."""
     monkeypatch.setattr(fetch, "fetch_blocks", lambda *_: None)
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_a_batch_is_drawn_before_all_was_read(saved: str, fetched: list[int], tmp_path: Path) -> None:
-    """What it needs is fetched, and no more than pages around it."""
+@pytest.mark.usefixtures("no_background_fetch")
+def test_a_batch_is_drawn_before_everything_was_fetched(saved: str, fetched: list[int], tmp_path: Path) -> None:
+    """Only the pages with its slices are fetched."""
     total = sum(open_reader(saved).file_sizes().values())
     with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
         at_load = sum(fetched)
@@ -75,26 +76,27 @@ def test_a_batch_is_drawn_before_all_was_read(saved: str, fetched: list[int], tm
         assert sum(fetched) - at_load < 40 * PAGE_BYTES
         count = len(fetched)
         require_right(memory, ids)
-        assert len(fetched) == count, "what is here is not fetched again"
+        assert len(fetched) == count, "fetched pages are not fetched again"
         assert memory.attached["agent"] == b"weights" * 10_000
         require_right(memory)
         assert sum(fetched) <= total + 2 * PAGE_BYTES * len(fetched)
 
 
-def test_the_rest_arrives_in_the_background(saved: str, fetched: list[int]) -> None:
-    """Then nothing is asked of the store any more."""
+def test_all_other_pages_are_fetched_in_the_background(saved: str, fetched: list[int]) -> None:
+    """After that, no request is sent to the store."""
     with ReplayMemory.load(saved) as memory:
-        assert memory._fetch is not None
-        memory._fetch.wait()
+        until = time.monotonic() + PATIENCE_S
+        while memory.host_store.before_read is not None and time.monotonic() < until:
+            time.sleep(0.01)
         count = len(fetched)
         require_right(memory)
         assert len(fetched) == count
-        assert memory.store.before_read is None
+        assert memory.host_store.before_read is None
 
 
-@pytest.mark.usefixtures("unhurried")
+@pytest.mark.usefixtures("no_background_fetch")
 def test_a_memory_loaded_from_a_store_is_saved_elsewhere(saved: str, tmp_path: Path) -> None:
-    """With all that was never read here."""
+    """The copy also has the transitions that were not fetched before."""
     with ReplayMemory.load(saved) as memory:
         memory.save(tmp_path / "run").result()
     with ReplayMemory.load(tmp_path / "run") as loaded:
@@ -102,8 +104,8 @@ def test_a_memory_loaded_from_a_store_is_saved_elsewhere(saved: str, tmp_path: P
         require_right(loaded)
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_a_file_that_another_writer_removed_is_told(saved: str, url: str) -> None:
+@pytest.mark.usefixtures("no_background_fetch")
+def test_a_file_that_another_writer_removed_is_not_reported_as_damage(saved: str, url: str) -> None:
     """The error is not about damage, and no row is returned."""
     with ReplayMemory.load(saved) as memory:
         memory.save(url).result()
@@ -115,9 +117,9 @@ def test_a_file_that_another_writer_removed_is_told(saved: str, url: str) -> Non
             require_right(memory)
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_an_awaited_file_can_be_closed_while_it_is_waited_for(saved: str, weed: Weed) -> None:
-    """A thread that waits for a store which does not answer gets an error."""
+@pytest.mark.usefixtures("no_background_fetch")
+def test_close_ends_a_wait_for_a_store_that_does_not_answer(saved: str, weed: Weed) -> None:
+    """The waiting thread gets an error."""
     memory = ReplayMemory.load(saved)
     errors: list[str] = []
 
@@ -142,16 +144,16 @@ def test_an_awaited_file_can_be_closed_while_it_is_waited_for(saved: str, weed: 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("unhurried")
+@pytest.mark.usefixtures("no_background_fetch")
 def test_a_batch_waits_for_a_server_that_was_killed(saved: str, weed: Weed) -> None:
-    """It costs time alone."""
+    """The batch is right once the server runs again."""
     with ReplayMemory.load(saved) as memory:
         weed.kill()
-        told: list[str] = []
+        results: list[str] = []
 
         def gather() -> None:
             require_right(memory)
-            told.append("right")
+            results.append("right")
 
         thread = threading.Thread(target=gather)
         thread.start()
@@ -161,7 +163,7 @@ def test_a_batch_waits_for_a_server_that_was_killed(saved: str, weed: Weed) -> N
         finally:
             weed.restart()
         thread.join(120)
-        assert told == ["right"]
+        assert results == ["right"]
 
 
 def test_pages_are_fetched_once(tmp_path: Path) -> None:
@@ -172,11 +174,11 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
     reads: list[tuple[int, int]] = []
     read = blobs.read
 
-    def counted(name: str, start: int, length: int) -> bytes:
+    def count_and_read(name: str, start: int, length: int) -> bytes:
         reads.append((start, length))
         return read(name, start, length)
 
-    blobs.read = counted  # type: ignore[method-assign]
+    blobs.read = count_and_read  # type: ignore[method-assign]
     with (tmp_path / "copy").open("w+b", buffering=0) as raw:
         file = RemoteFile(blobs, "one", len(content), os.dup(raw.fileno()))
     page = PAGE_BYTES
@@ -188,7 +190,7 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
     assert reads[2:] == [(2 * page, 3 * page)]
 
 
-def test_a_dataset_reads_on_demand_and_shares_what_was_fetched(saved: str, fetched: list[int], tmp_path: Path) -> None:
+def test_a_dataset_reads_on_demand_and_shares_fetched_pages(saved: str, fetched: list[int], tmp_path: Path) -> None:
     """A spawned process reads the same rows, and the main process finds the pages that the child fetched."""
     total = sum(open_reader(saved).file_sizes().values())
     near = list(range(200, 220))
@@ -202,7 +204,7 @@ def test_a_dataset_reads_on_demand_and_shares_what_was_fetched(saved: str, fetch
         count = len(fetched)
         assert_same_bits(dataset[far], of_child)
         assert_same_bits(again, rows)
-        assert len(fetched) == count, "the child fetched these pages"
+        assert len(fetched) == count, "these pages were fetched by the child"
         with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
             expected = memory.gather(far)
         assert_same_bits(dataset.gather(far), expected)
@@ -211,7 +213,7 @@ def test_a_dataset_reads_on_demand_and_shares_what_was_fetched(saved: str, fetch
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_is_told_to_open_a_remote_dataset_itself(
+def test_a_forked_child_must_open_a_remote_dataset_itself(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

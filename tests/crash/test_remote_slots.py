@@ -1,4 +1,4 @@
-"""Journals of shards in a real S3 server: numbers are given once, a zombie is refused, and kill -9 loses nothing."""
+"""Journals of shards in a real S3 server: every slot is written once, and killed and overtaken shards lose nothing."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ ANN = b"a" * 16
 BEN = b"b" * 16
 
 
-def entry(writer: bytes, sequence: int) -> Entry:
+def make_entry(writer: bytes, sequence: int) -> Entry:
     return Entry(writer, sequence, bytes([sequence % 256]) * 100)
 
 
-def opened(url: str) -> tuple[Journal, list[Entry]]:
+def open_and_read(url: str) -> tuple[Journal, list[Entry]]:
     journal = open_journal(url, 0, ClusterTuning())
     return journal, [entry for page in journal.open() for entry in page.entries]
 
 
-def test_a_zombie_is_refused_and_all_else_is_found_again(url: str) -> None:
-    zombie, found = opened(url)
+def test_an_overtaken_shard_is_refused_and_all_other_entries_are_read_again(url: str) -> None:
+    zombie, found = open_and_read(url)
     assert (found, zombie.epoch) == ([], 0)
-    zombie.append([entry(ANN, 0), entry(BEN, 0)], 0)
-    owner, found = opened(url)
-    assert found == [entry(ANN, 0), entry(BEN, 0)]
+    zombie.append([make_entry(ANN, 0), make_entry(BEN, 0)], 0)
+    owner, found = open_and_read(url)
+    assert found == [make_entry(ANN, 0), make_entry(BEN, 0)]
     for _ in range(2):
         with pytest.raises(FencedError, match="another shard has opened"):
-            zombie.append([entry(ANN, 1)], 2)
+            zombie.append([make_entry(ANN, 1)], 2)
     for number in range(1, 80):
-        owner.append([entry(ANN, number)], 1 + number)
+        owner.append([make_entry(ANN, number)], 1 + number)
         owner.trim(1 + number)
     with pytest.raises(FencedError):
-        zombie.append([entry(ANN, 1)], 2)
-    again, found = opened(url)
+        zombie.append([make_entry(ANN, 1)], 2)
+    again, found = open_and_read(url)
     assert again.expected == {ANN: 80, BEN: 1}
-    assert found[-1] == entry(ANN, 79)
+    assert found[-1] == make_entry(ANN, 79)
     assert len(list(open_blobs(url).list("journal/00000/"))) < 60
 
 
-def test_journals_are_found(url: str) -> None:
+def test_list_journals_finds_the_journals_of_all_shards(url: str) -> None:
     assert list_journals(url) == []
     for shard in (0, 2, 11):
         list(open_journal(url, shard, ClusterTuning()).open())
@@ -66,7 +66,7 @@ def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     try:
         with pytest.raises(CheckpointError, match="conditional puts"):
-            opened("s3://runs/one")
+            open_and_read("s3://runs/one")
     finally:
         server.shutdown()
         server.server_close()
@@ -74,7 +74,7 @@ def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_kill_9_and_a_zombie_over_a_store_lose_and_double_nothing(weed: Weed, url: str) -> None:
+def test_killed_and_overtaken_shards_neither_lose_nor_repeat_steps(weed: Weed, url: str) -> None:
     pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
     script = Path(__file__).with_name("journals_over_a_store.py")
     environment = os.environ | weed.environment | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
@@ -83,9 +83,9 @@ def test_kill_9_and_a_zombie_over_a_store_lose_and_double_nothing(weed: Weed, ur
         [sys.executable, script, url], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2_000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["held"] == list(range(told["acknowledged"]))
-    assert told["again"] == told["held"]
-    assert told["kills"] == 3
-    assert "another shard has opened" in told["zombie"]
-    assert told["epochs"] == sorted(set(told["epochs"]))
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["held"] == list(range(results["acknowledged"]))
+    assert results["again"] == results["held"]
+    assert results["kills"] == 3
+    assert "another shard has opened" in results["zombie"]
+    assert results["epochs"] == sorted(set(results["epochs"]))

@@ -1,4 +1,4 @@
-"""Memories over shards: every shard saves like any memory, and one manifest above names them all."""
+"""Memories over shards: every shard saves like any memory, and one manifest names the checkpoints of all shards."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ LANES = 2
 TICKS = 12
 
 
-def observation(lane: int, tick: int) -> dict[str, Any]:
+def make_observation(lane: int, tick: int) -> dict[str, Any]:
     frames = [np.full((40, 40), (7 * lane + max(0, tick - back)) % 256, np.uint8) for back in (3, 2, 1, 0)]
     return {"image": np.stack(frames), "at": np.array([lane, tick], np.float32)}
 
 
 class ShardOfOneLane:
-    """A shard, as far as checkpoints are concerned: a memory of one lane, and which writer sent which rows."""
+    """The parts of a shard that matter for checkpoints: a memory of one lane, and the runs of rows of each writer."""
 
     def __init__(self, url: str | Path, number: int, capacity: int = 1000) -> None:
         self.memory = ReplayMemory(SPACE, ACTIONS, capacity, seed=number)
@@ -53,14 +53,14 @@ class ShardOfOneLane:
         self.runs: list[WriterRun] = []
 
     def insert(self, writer: int, first_tick: int, ticks: int) -> None:
-        """Take over ticks of a writer of two lanes. Writer and lane are the hundreds of `at`."""
+        """Add ticks of a writer with two lanes. `at` has the number of the writer's lane."""
         row = self.memory.next_id
         self.runs.append(WriterRun(f"w{writer}", first_tick, LANES, row, ticks * LANES))
         for tick in range(first_tick, first_tick + ticks):
             for lane in range(LANES):
                 stream = LANES * writer + lane
-                obs = observation(stream, tick)
-                after = observation(stream, tick + 1)
+                obs = make_observation(stream, tick)
+                after = make_observation(stream, tick + 1)
                 batched = [{key: value[None] for key, value in one.items()} for one in (obs, after)]
                 ended = np.array([tick % 7 == 6])
                 reward = np.array([1000 * stream + tick], np.float32)
@@ -86,7 +86,7 @@ class ShardOfOneLane:
 
 
 class MemoryOfShards:
-    """What a learner does to save."""
+    """Shards, and a learner that saves them."""
 
     def __init__(self, url: str | Path, shards: int, sampler: str = "Uniform") -> None:
         self.url = url
@@ -97,7 +97,7 @@ class MemoryOfShards:
     def save(self, keep: int = 3, wait: Callable[[Mapping[int, SaveHandle]], Any] | None = None) -> SaveHandle:
         handles = {number: shard.save() for number, shard in self.shards.items()}
 
-        def waited() -> dict[int, Checkpoint]:
+        def wait_for_shards() -> dict[int, Checkpoint]:
             if wait is not None:
                 wait(handles)
             return {number: handle.result() for number, handle in handles.items()}
@@ -107,7 +107,7 @@ class MemoryOfShards:
             "generator": get_generator_state(np.random.default_rng(5)),
             "sampler": {"kind": self._sampler, "settings": {}},
         }
-        snapshot = ShardsSnapshot(schema_to_json(schema), 500, state, waited)
+        snapshot = ShardsSnapshot(schema_to_json(schema), 500, state, wait_for_shards)
         return self.savers.save(lambda: snapshot, self.url, {"a": b"b"}, keep)
 
     def close(self) -> None:
@@ -116,8 +116,8 @@ class MemoryOfShards:
             shard.close()
 
 
-def filled(url: str | Path, shards: int = 3, sampler: str = "Uniform") -> MemoryOfShards:
-    """Two writers that send every few ticks to another shard."""
+def fill_shards(url: str | Path, shards: int = 3, sampler: str = "Uniform") -> MemoryOfShards:
+    """Return shards with the steps of two writers, which change the shard every few ticks."""
     memory = MemoryOfShards(url, shards, sampler)
     for first in range(0, 3 * TICKS, TICKS):
         for writer in range(2):
@@ -125,14 +125,14 @@ def filled(url: str | Path, shards: int = 3, sampler: str = "Uniform") -> Memory
     return memory
 
 
-def contents(memory: ReplayMemory) -> dict[int, int]:
-    """Check every transition. Return the id of each by its reward."""
+def check_rows(memory: ReplayMemory) -> dict[int, int]:
+    """Check every transition. Return a dictionary from rewards to ids."""
     ids = np.arange(memory.first_id, memory.next_id)
     ids = ids[memory.are_valid(ids)]
     batch = memory.gather(ids)
     for row, (stream, tick) in enumerate(batch.obs["at"].astype(int).tolist()):
-        expected = observation(stream, tick)
-        after = observation(stream, tick + 1)
+        expected = make_observation(stream, tick)
+        after = make_observation(stream, tick + 1)
         for key in SPACE:
             assert np.array_equal(batch.obs[key][row], expected[key])
             assert np.array_equal(batch.next_obs[key][row], after[key])
@@ -146,8 +146,8 @@ def contents(memory: ReplayMemory) -> dict[int, int]:
 
 @pytest.mark.parametrize("num_envs", [None, 1, 3, 5])
 def test_shards_load_as_one_memory(tmp_path: Path, num_envs: int | None) -> None:
-    """Each transition once. A writer's lane stays in order, in one lane where lanes are not cut."""
-    saved = filled(tmp_path)
+    """Every transition is loaded once. The steps of a writer's lane keep their order."""
+    saved = fill_shards(tmp_path)
     saved.save().result()
     saved.close()
     with ReplayMemory.load(tmp_path, num_envs=num_envs) as memory:
@@ -155,7 +155,7 @@ def test_shards_load_as_one_memory(tmp_path: Path, num_envs: int | None) -> None
         assert memory.num_envs == lanes
         assert memory.capacity >= 500 * LANES - lanes
         assert memory.attached["a"] == b"b"
-        ids = contents(memory)
+        ids = check_rows(memory)
         assert len(memory) == len(ids) == 2 * LANES * 3 * TICKS
         cuts = 0
         for stream in range(2 * LANES):
@@ -171,8 +171,8 @@ def test_shards_load_as_one_memory(tmp_path: Path, num_envs: int | None) -> None
 
 
 def test_returns_stay_within_a_writers_lane(tmp_path: Path) -> None:
-    """What follows in the new lane is the next step, or nothing."""
-    saved = filled(tmp_path)
+    """In the new lane, a step is followed by the next step of the same writer, or by an end."""
+    saved = fill_shards(tmp_path)
     saved.save().result()
     saved.close()
     with ReplayMemory.load(tmp_path, sampler=NStep(3, 1.0)) as memory:
@@ -184,19 +184,17 @@ def test_returns_stay_within_a_writers_lane(tmp_path: Path) -> None:
         assert ((last - first)[:, 1] >= 1).all()
 
 
-def test_the_newest_of_every_shard_are_kept_where_fewer_fit(tmp_path: Path) -> None:
-    """As in one memory."""
-    saved = filled(tmp_path, shards=1)
+def test_a_smaller_capacity_keeps_the_newest_rows_of_every_shard(tmp_path: Path) -> None:
+    saved = fill_shards(tmp_path, shards=1)
     saved.save().result()
     saved.close()
     with ReplayMemory.load(tmp_path, capacity=40) as memory:
         assert len(memory) == 40
-        assert min(reward % 1000 for reward in contents(memory)) >= 3 * TICKS - 12
+        assert min(reward % 1000 for reward in check_rows(memory)) >= 3 * TICKS - 12
 
 
-def test_a_sampler_with_state_has_to_be_given(tmp_path: Path) -> None:
-    """As for one memory."""
-    saved = filled(tmp_path, sampler="Prioritized")
+def test_a_sampler_with_state_must_be_passed_to_load(tmp_path: Path) -> None:
+    saved = fill_shards(tmp_path, sampler="Prioritized")
     saved.save().result()
     saved.close()
     with pytest.raises(ArgumentError, match="sampler was not given"):
@@ -206,8 +204,8 @@ def test_a_sampler_with_state_has_to_be_given(tmp_path: Path) -> None:
 
 
 def test_overlapping_saves_are_all_whole(tmp_path: Path) -> None:
-    """However many are under way, and in whatever order the shards are done."""
-    memory = filled(tmp_path)
+    """Several saves run at the same time."""
+    memory = fill_shards(tmp_path)
     handles = []
     for first in range(3 * TICKS, 8 * TICKS, TICKS):
         memory.shards[0].insert(0, first, TICKS)
@@ -220,12 +218,12 @@ def test_overlapping_saves_are_all_whole(tmp_path: Path) -> None:
     for number in reader.numbers():
         assert not find_damage(reader, reader.manifest(number))
     with ReplayMemory.load(tmp_path) as loaded:
-        contents(loaded)
+        check_rows(loaded)
 
 
-def test_shards_in_an_object_store(url: str) -> None:
-    """Saved one over another, cleaned up, and loaded."""
-    memory = filled(url)
+def test_shards_are_saved_to_an_object_store_and_loaded(url: str) -> None:
+    """The saves overlap, and old checkpoints are removed."""
+    memory = fill_shards(url)
     handles = []
     for first in range(3 * TICKS, 6 * TICKS, TICKS):
         memory.shards[0].insert(0, first, TICKS)
@@ -239,12 +237,12 @@ def test_shards_in_an_object_store(url: str) -> None:
     collect_all(reader, 1)
     assert open_reader(shard_url(url, 0)).numbers() == [3]
     with ReplayMemory.load(url) as loaded:
-        assert len(contents(loaded)) == LANES * 9 * TICKS
+        assert len(check_rows(loaded)) == LANES * 9 * TICKS
 
 
-def test_nothing_that_a_manifest_names_is_removed(tmp_path: Path) -> None:
-    """Not by the shard, and not by whoever cleans one shard up."""
-    memory = filled(tmp_path)
+def test_no_collection_removes_files_that_a_manifest_names(tmp_path: Path) -> None:
+    """The rule holds for a collection of one shard, too."""
+    memory = fill_shards(tmp_path)
     for first in range(3 * TICKS, 6 * TICKS, TICKS):
         memory.shards[1].insert(0, first, TICKS)
         memory.save().result()
@@ -256,13 +254,13 @@ def test_nothing_that_a_manifest_names_is_removed(tmp_path: Path) -> None:
     assert open_reader(tmp_path).numbers() == [3]
     assert open_reader(shard_url(tmp_path, 1)).numbers() == [3]
     with ReplayMemory.load(tmp_path) as loaded:
-        contents(loaded)
+        check_rows(loaded)
 
 
 @pytest.mark.parametrize("what", ["manifests/0000000000000002.json", "segments"])
-def test_an_older_checkpoint_is_loaded_where_a_shard_lacks_something(tmp_path: Path, what: str) -> None:
-    """The newest of which every shard is whole."""
-    memory = filled(tmp_path)
+def test_an_older_checkpoint_is_loaded_if_a_shard_lacks_a_file(tmp_path: Path, what: str) -> None:
+    """It is the newest checkpoint of which every shard is whole."""
+    memory = fill_shards(tmp_path)
     memory.save().result()
     before = set((tmp_path / "shards/00002/segments").iterdir())
     memory.shards[2].insert(0, 3 * TICKS, TICKS)
@@ -273,12 +271,12 @@ def test_an_older_checkpoint_is_loaded_where_a_shard_lacks_something(tmp_path: P
     for file in gone:
         file.unlink()
     with ReplayMemory.load(tmp_path) as loaded:
-        assert len(contents(loaded)) == 2 * LANES * 3 * TICKS
+        assert len(check_rows(loaded)) == 2 * LANES * 3 * TICKS
 
 
 def test_a_save_that_fails_in_a_shard_makes_no_checkpoint(tmp_path: Path) -> None:
-    """The one before stays the newest."""
-    memory = filled(tmp_path)
+    """The previous checkpoint stays the newest one."""
+    memory = fill_shards(tmp_path)
     memory.save().result()
 
     def fail(_handles: Mapping[int, SaveHandle]) -> None:
@@ -291,9 +289,8 @@ def test_a_save_that_fails_in_a_shard_makes_no_checkpoint(tmp_path: Path) -> Non
     assert open_reader(tmp_path).numbers() == [2, 1]
 
 
-def test_what_the_learner_saved_comes_back(tmp_path: Path) -> None:
-    """Its generator, and which sampler drew."""
-    memory = filled(tmp_path)
+def test_the_generator_and_sampler_of_the_learner_are_loaded(tmp_path: Path) -> None:
+    memory = fill_shards(tmp_path)
     memory.save().result()
     memory.close()
     reader = open_reader(tmp_path)
@@ -303,8 +300,8 @@ def test_what_the_learner_saved_comes_back(tmp_path: Path) -> None:
         assert np.array_equal(one.sample(9).ids, other.sample(9).ids)
 
 
-def test_rows_that_left_are_in_no_stream() -> None:
-    """A run of which some rows were evicted begins later, and nothing runs on into it."""
+def test_evicted_rows_are_in_no_stream() -> None:
+    """A run begins after its evicted rows, and no other run continues into it."""
     runs = [WriterRun("w", 0, 2, 10, 8), WriterRun("w", 4, 2, 18, 8), WriterRun("v", -1, 1, 26, 3)]
     streams = Streams.of_shards([(13, 29, runs_of(runs_state(runs)))])
     assert len(streams) == 16

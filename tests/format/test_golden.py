@@ -1,4 +1,4 @@
-"""Checkpoints of every version that was released can be read, and say what they said."""
+"""Golden checkpoints of every format version are read bit for bit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HERE = Path(__file__).parent
 VERSIONS = sorted(path.name for path in HERE.iterdir() if path.is_dir() and path.name.startswith("v"))
 
 
-def writer() -> Any:
+def load_writer() -> Any:
     spec = importlib.util.spec_from_file_location("write_golden", HERE / "write_golden.py")
     if spec is None or spec.loader is None:
-        raise ImportError("write_golden.py is not there")
+        raise ImportError("write_golden.py is missing")
     module = importlib.util.module_from_spec(spec)
     sys.modules["write_golden"] = module
     spec.loader.exec_module(module)
@@ -34,12 +34,12 @@ def writer() -> Any:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -> None:
-    """Every transition, the attached file, and the batches that are drawn next."""
-    golden = writer()
+    """The loaded memory has every transition, the attached file, and the generator's state."""
+    golden = load_writer()
     shutil.copytree(HERE / version, tmp_path / "run")
     oracle = OracleMemory(golden.CAPACITY_TICKS * golden.LANES, golden.LANES)
     for tick in range(golden.TICKS):
-        oracle.add(**golden.tick_arguments(tick, version))
+        oracle.add(**golden.make_tick(tick, version))
     oracle.update(golden.REWRITTEN, log_prob=np.ones((len(golden.REWRITTEN), 1), np.float16))
     with ReplayMemory.load(tmp_path / "run") as memory:
         assert (len(memory), memory.next_id) == (len(oracle), oracle.next_id)
@@ -49,7 +49,7 @@ def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -
         drawn = memory.sample(5).ids
         valid = np.isin(expected, oracle.ids)
         assert drawn[valid].tolist() == expected[valid].tolist()
-        tick = golden.tick_arguments(golden.TICKS, version)
+        tick = golden.make_tick(golden.TICKS, version)
         memory.add(**tick)
         oracle.add(**tick)
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
@@ -63,7 +63,7 @@ def list_records(version: str) -> list[Record]:
 
 
 def test_the_golden_checkpoint_has_every_kind_of_record() -> None:
-    """So that none of them changes unnoticed."""
+    """So a change of any kind of record breaks a test."""
     records = list_records("v1") + list_records("v1_changes")
     assert {record.kind for record in records} == {"segment", "block", "dictionary", "state", "file"}
     parts = [part for record in records if record.kind == "segment" for part in record.head["parts"]]
@@ -77,7 +77,7 @@ def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None
 
 
 def test_the_golden_checkpoint_of_changes_has_units_of_changes_and_places() -> None:
-    """With a dictionary, many slices per unit, and two bytes for the place of a slice."""
+    """It also has a dictionary, many slices per unit, and two bytes for the place of a slice."""
     blocks = [record for record in list_records("v1_changes") if record.kind == "block"]
     heads = [record.head for record in blocks]
     assert any(head["codec"]["group"] == 32 and head["codec"]["transform"] == Transform.CHANGES for head in heads)

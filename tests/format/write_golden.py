@@ -40,8 +40,8 @@ REWRITTEN = np.arange(71, 91, 2)
 """Transitions whose extras were rewritten to 1."""
 
 
-def observation(tick: int, name: str) -> dict[str, Any]:
-    """Return both lanes' observation at a tick: a frame stack, a sliding window, and numbers."""
+def make_observation(tick: int, name: str) -> dict[str, Any]:
+    """Return the observations of both lanes at a tick: a frame stack, a sliding window, and numbers."""
     lanes = np.arange(LANES).reshape(-1, 1, 1)
     pixels = np.arange(12 * 36).reshape(12, 36)
     frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]
@@ -60,7 +60,7 @@ def observation(tick: int, name: str) -> dict[str, Any]:
     }
 
 
-def extra_spaces(name: str) -> dict[str, spaces.Space[Any]]:
+def make_extra_spaces(name: str) -> dict[str, spaces.Space[Any]]:
     """Return the extras of a golden checkpoint."""
     extras: dict[str, spaces.Space[Any]] = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     if name == NARROW:
@@ -68,8 +68,8 @@ def extra_spaces(name: str) -> dict[str, spaces.Space[Any]]:
     return extras
 
 
-def extras_at(tick: int, name: str) -> dict[str, Any]:
-    """Return both lanes' extras at a tick."""
+def make_extras(tick: int, name: str) -> dict[str, Any]:
+    """Return the extras of both lanes at a tick."""
     log_prob = np.full((LANES, 1), -tick, np.float16)
     if name != NARROW:
         return {"log_prob": log_prob}
@@ -81,23 +81,23 @@ def extras_at(tick: int, name: str) -> dict[str, Any]:
     return {"bits": bits, "halves": halves, "log_prob": log_prob}
 
 
-def tick_arguments(tick: int, name: str) -> dict[str, Any]:
-    """Return what is added at a tick."""
+def make_tick(tick: int, name: str) -> dict[str, Any]:
+    """Return the arguments of `add` for a tick."""
     ended = np.array([tick % 29 == 28, tick % 41 == 40])
     return {
-        "obs": observation(tick, name),
+        "obs": make_observation(tick, name),
         "action": (np.array([tick % 4, 1]), np.full((LANES, 2), 1 / (1 + tick))),
         "reward": np.array([tick, -tick], np.float32),
-        "next_obs": observation(1000 + tick if ended.any() else tick + 1, name),
+        "next_obs": make_observation(1000 + tick if ended.any() else tick + 1, name),
         "terminated": ended,
         "truncated": ended[::-1] & ~ended,
-        "extras": extras_at(tick, name),
+        "extras": make_extras(tick, name),
         "valid": np.array([tick % 13 != 0, True]),
     }
 
 
 def compress_colours(block: Block) -> None:
-    """Number the colours of frames, which are taken for 3 x 4 x 36 pixels, column by column and with a dictionary."""
+    """Compress frames by their colours, column by column and with a dictionary. A frame counts as 3 x 4 x 36 values."""
     size = block.slice_bytes
     codec = Codec(size, Method.ZSTANDARD, 9)
     if size == 12 * 36:
@@ -136,17 +136,17 @@ def main(name: str) -> None:
     folder = HERE / name
     if folder.exists():
         sys.exit(f"{folder} exists. Delete it to write it in the present format.")
-    extras = extra_spaces(name)
-    # Blocks that a test compresses itself must not be compressed by the memory before.
+    extras = make_extra_spaces(name)
+    # The memory must not compress blocks that `COMPRESS` compresses.
     budget = "auto" if name in COMPRESS else None
     tuning = Tuning(block_bytes=2**14, max_segment_ticks=40, min_packed_rows=8)
     with ReplayMemory(
         SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=budget, seed=7, extras=extras, _tuning=tuning
     ) as memory:
         for tick in range(TICKS):
-            memory.add(**tick_arguments(tick, name))
+            memory.add(**make_tick(tick, name))
         memory.store.wait_idle()
-        blocks = {part.block for segment in memory.store.catalog.segments for part in segment.parts if part.block}
+        blocks = {part.block for segment in memory.host_store.catalog.segments for part in segment.parts if part.block}
         for block in blocks:
             if name in COMPRESS and not block.is_open:
                 COMPRESS[name](block)

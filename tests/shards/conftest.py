@@ -9,13 +9,13 @@ import pytest
 ray = pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 
-@pytest.fixture(scope="package")  # a cluster takes its share of a core while others are tested
+@pytest.fixture(scope="package")  # A cluster uses a part of a core as long as it exists.
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     token = tmp_path_factory.mktemp("token") / "auth_token"
     token.touch(0o600)
     token.write_text("a" * 40)
     source = str(Path(__file__).parents[2] / "src")
-    # Every process of Ray imports requests, and requests imports chardet if it is there: a tenth of its start.
+    # Every process of Ray imports requests, which imports chardet if it can. That takes a tenth of the start.
     hidden = tmp_path_factory.mktemp("hidden")
     (hidden / "chardet.py").write_text("raise ImportError")
     settings = {
@@ -24,9 +24,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "PYTHONPATH": os.pathsep.join([source, str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONWARNINGS": "ignore",
     }
-    before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}  # which ray.init sets by itself
+    before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}  # `ray.init` sets the last one.
     os.environ.update(settings)
-    ray.shutdown()  # of one that Ray started by itself when a test before called it
+    ray.shutdown()  # A test may have started a cluster by a call of Ray.
     ray.init(
         num_cpus=4,
         include_dashboard=False,

@@ -25,7 +25,7 @@ WRITER = b"w" * 16
 
 
 class Desk:
-    """A memory of one shard. What is added is sent as segments, and what is drawn is packed and read again."""
+    """A memory of one shard. Transitions are sent as segments, and batches as packed answers, as between processes."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Desk:
 
     def send(self) -> None:
         if self.builder.rows:
-            self.shard.accept(Entry(WRITER, 0, self.builder.close()))
+            self.shard.accept([Entry(WRITER, 0, self.builder.close())])
 
     def counters(self) -> ShardCounters:
-        return ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
+        return ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass)
 
     def sample(self, count: int) -> Batch:
         self.send()

@@ -1,7 +1,7 @@
-"""Machines of a Ray cluster, played by processes here, so that one can be lost, frozen or cut off.
+"""Ray clusters whose machines are processes on this machine, so that tests can kill, freeze or disconnect a machine.
 
-A node is `ray start --block` and all that it starts; with `apart=True` workers live in network namespaces of their own,
-behind a bridge, and their cables can be pulled (needs root and `ip`). Everything is ended by its process id.
+A node is the process `ray start --block` and its children. With `apart=True`, every worker is in a network namespace of
+its own behind a bridge, and its cable can be pulled. This needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _TUNED = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Ray notices that a node is lost after some 5 seconds, not after a minute."""
+"""Settings with which Ray gives up a lost node after about 5 seconds instead of a minute."""
 _TRIES = 3
 
 
-def settings(folder: Path) -> dict[str, str]:
-    """Return the environment that a process with nodes must be started in: Ray reads much of it when it is imported.
+def make_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a process that starts nodes. Ray reads it when it is imported.
 
     Args:
-        folder: Ray's own, short and empty, so that nobody else's ray.init finds this cluster.
+        folder: Empty folder with a short path for Ray, so that `ray.init` of other programs does not find this cluster.
     """
     token = folder / "token"
     token.touch(0o600)
@@ -47,7 +47,7 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 def can_be_apart() -> bool:
-    """Whether namespaces can be made here."""
+    """Return whether this process can make network namespaces."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and _ip("link", "show").returncode == 0
 
 
@@ -61,7 +61,7 @@ class Node:
         self._frozen: list[psutil.Process] = []
 
     def processes(self) -> list[psutil.Process]:
-        """Return everything that runs there."""
+        """Return all processes of the node."""
         try:
             root = psutil.Process(self._process.pid)
             return [root, *root.children(recursive=True)]
@@ -69,14 +69,14 @@ class Node:
             return []
 
     def kill(self) -> None:
-        """Lose the machine: all its processes at once."""
+        """Kill all processes of the node."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
 
     def freeze(self) -> None:
-        """Stop all processes where they are."""
+        """Stop all processes with SIGSTOP."""
         self._frozen = self.processes()
         for process in self._frozen:
             with suppress(psutil.NoSuchProcess):
@@ -102,7 +102,7 @@ class Nodes:
     """A head and some workers.
 
     Args:
-        apart: Whether each has a network of its own.
+        apart: Whether every worker has a network of its own.
     """
 
     def __init__(self, workers: int, apart: bool) -> None:
@@ -112,8 +112,8 @@ class Nodes:
         self.workers: list[Node] = []
         self._joined = workers
         try:
-            host = self._bridge() if apart else _own_address()
-            port = _free_port(host)
+            host = self._make_bridge() if apart else _find_own_address()
+            port = _find_free_port(host)
             self.address = f"{host}:{port}"
             self.head = self._start(host, None, "--head", f"--port={port}", "--include-dashboard=false")
             for number in range(workers):
@@ -131,7 +131,7 @@ class Nodes:
         self.end()
 
     def end(self) -> None:
-        """End all that was started here."""
+        """End all processes, and delete the networks."""
         for node in [*self.workers, *([self.head] if hasattr(self, "head") else [])]:
             node.thaw()
             node.kill()
@@ -140,8 +140,8 @@ class Nodes:
         if self._apart:
             _ip("link", "delete", f"hb{self._tag}")
 
-    def _bridge(self) -> str:
-        """Make a network that belongs to these nodes alone. Return the head's address in it."""
+    def _make_bridge(self) -> str:
+        """Make a network for these nodes. Return the head's address in it."""
         name = f"hb{self._tag}"
         host = f"10.231.{int(self._tag[:2], 16)}.1"
         _require(_ip("link", "add", name, "type", "bridge"))
@@ -179,19 +179,19 @@ class Nodes:
             "--disable-usage-stats",
         ]
         for _ in range(_TRIES):
-            # One after another: on a busy machine Ray gives nodes up that take long to start.
-            with tempfile.TemporaryFile() as said:
+            # Ray gives up nodes that start slowly, as on a busy machine, so a start is repeated.
+            with tempfile.TemporaryFile() as output:
                 process = subprocess.Popen(
-                    [*inside, *command, "start", *arguments, *common], stdout=said, stderr=subprocess.STDOUT
+                    [*inside, *command, "start", *arguments, *common], stdout=output, stderr=subprocess.STDOUT
                 )
                 node = Node(process, address, cable)
                 while process.poll() is None:
-                    if b"Ray runtime started" in _read(said):
+                    if b"Ray runtime started" in _read(output):
                         return node
                     time.sleep(0.1)
-                last_words = _read(said)[-2_000:].decode(errors="replace")
+                last_lines = _read(output)[-2_000:].decode(errors="replace")
             node.kill()
-        raise OSError(f"a node does not start: {last_words}")
+        raise OSError(f"a node does not start: {last_lines}")
 
 
 def _read(file: IO[bytes]) -> bytes:
@@ -207,11 +207,11 @@ def _require(done: subprocess.CompletedProcess[bytes]) -> None:
         raise OSError(f"{' '.join(done.args)}: {done.stderr.decode().strip()}")
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _free_port(host: str) -> int:
+def _find_free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,6 @@
-"""A memory over shards with the Ray that is imported: `python tests/shards/other_ray.py VERSION`.
+"""A memory over shards with another version of Ray: `python tests/shards/other_ray.py VERSION`.
 
-Steps are added by a writer in another process, a shard is killed, batches are drawn, and a checkpoint is loaded.
+A writer in another process adds steps, a shard is killed, batches are drawn, and a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from holdall.ray import ReplayMemory, Writer
 COUNT = 1_000
 
 
-def steps(first: int, end: int) -> tuple[Any, ...]:
-    """Return the arguments of `extend`: steps that tell by their reward which they are."""
+def make_steps(first: int, end: int) -> tuple[Any, ...]:
+    """Return the arguments of `extend`. The reward of a step is its number."""
     numbers = np.arange(first, end, dtype=np.float32)[:, None]
     frames = np.zeros((end - first, 1, 20, 20), np.uint8)
     no = np.zeros((end - first, 1), np.bool_)
@@ -32,11 +32,11 @@ def steps(first: int, end: int) -> tuple[Any, ...]:
 
 def feed(writer: Writer, first: int, end: int) -> None:
     """Add steps, and end without a flush."""
-    writer.extend(*steps(first, end))
+    writer.extend(*make_steps(first, end))
 
 
-def held(memory: Any) -> list[int]:
-    """Return the numbers of all steps that are held, if their frames are theirs."""
+def read_numbers(memory: Any) -> list[int]:
+    """Check the frames of all held steps, and return their numbers."""
     memory.flush()
     found: list[int] = []
     for shard, counters in memory._members.refresh().items():
@@ -47,7 +47,7 @@ def held(memory: Any) -> list[int]:
 
 
 def main() -> None:
-    """Play it from beginning to end."""
+    """Run all steps of the test."""
     assert ray.__version__ == sys.argv[1], ray.__version__
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20, _node_ip_address="127.0.0.1")
     space = spaces.Box(0, 255, (20, 20), np.uint8)
@@ -59,12 +59,12 @@ def main() -> None:
             ray.get(remote.remote(memory.writer(), 0, COUNT))
             shard = memory._members.handle(1)
             psutil.Process(ray.get(shard.__ray_call__.remote(lambda _: os.getpid()))).kill()
-            memory.extend(*steps(COUNT, 2 * COUNT))
+            memory.extend(*make_steps(COUNT, 2 * COUNT))
             memory.flush()
             memory.sample(256)
             while len(memory._members.refresh()) < 2:
                 pass
-            assert held(memory) == list(range(2 * COUNT))
+            assert read_numbers(memory) == list(range(2 * COUNT))
             memory.save(f"{folder}/saved").result()
         assert len(holdall.ReplayMemory.load(f"{folder}/saved")) == 2 * COUNT
     ray.shutdown()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
-from holdall.cluster.config import MemoryConfig
+from holdall.cluster.config import ClusterSettings, MemoryConfig
 from holdall.cluster.tuning import ClusterTuning
 from holdall.delivery import new_delivery
 from holdall.errors import ShardError
@@ -21,13 +22,13 @@ from holdall.sampling import Uniform, new_generator
 PATIENCE_S = 120.0
 
 
-def shard_config(words: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryConfig:
+def make_config(schema_json: dict[str, Any], rows: int, url: Path, **tuned: Any) -> MemoryConfig:
     """Return the settings of a memory with journals, for a shard in this process."""
-    tuning = ClusterTuning(**tuned)
-    return MemoryConfig(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0, tuning=tuning)
+    settings = ClusterSettings(durability="segment", url=str(url), tuning=ClusterTuning(**tuned))
+    return MemoryConfig(schema_json, "nobody", Uniform(), rows, 1, settings)
 
 
-def process_of(shard: Any) -> int:
+def find_process(shard: Any) -> int:
     """Return the id of the process that a shard's actor runs in."""
     return int(ray.get(shard.__ray_call__.remote(lambda _: os.getpid())))
 
@@ -54,18 +55,29 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
         time.sleep(0.05)
 
 
-def writer_with(memory: MemoryHandle, num_envs: int = 1, **changes: Any) -> Writer:
-    """Return a writer of a memory with some other settings, see `MemoryConfig`."""
-    return Writer(memory._config._replace(**changes), num_envs)
+def change_settings(memory: MemoryHandle, **changes: Any) -> MemoryConfig:
+    """Return the configuration of a memory with some other settings, see `ClusterSettings`."""
+    config = memory._config
+    return replace(config, settings=replace(config.settings, **changes))
 
 
-def handle_with(memory: MemoryHandle, **changes: Any) -> MemoryHandle:
-    """Return another handle of a memory, with some other settings, see `MemoryConfig`."""
-    config = memory._config._replace(**changes)
+def make_writer(memory: MemoryHandle, num_envs: int = 1, **changes: Any) -> Writer:
+    """Return a writer of a memory with some other settings, see `ClusterSettings`."""
+    return Writer(change_settings(memory, **changes), num_envs)
+
+
+def make_impatient_writer(memory: MemoryHandle) -> Writer:
+    """Return a writer that waits for a shard for a tenth of a second."""
+    return make_writer(memory, patience_s=None, tuning=ClusterTuning(writer_patience_s=0.1))
+
+
+def make_handle(memory: MemoryHandle, **changes: Any) -> MemoryHandle:
+    """Return another handle of a memory, with some other settings, see `ClusterSettings`."""
+    config = change_settings(memory, **changes)
     return MemoryHandle(config, memory.sampler, new_generator(0), None, new_delivery(memory.schema, None), seeds=True)
 
 
-def repeat(call: Callable[[], Any]) -> None:
+def repeat_until_accepted(call: Callable[[], Any]) -> None:
     """Repeat a call of a writer until the shards accept it."""
     until = time.monotonic() + PATIENCE_S
     while True:

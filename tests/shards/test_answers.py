@@ -1,4 +1,4 @@
-"""Answers: rows travel to the learner's machine and to others, and damage on the way is noticed."""
+"""Answers: shards send rows to learners on their machine and on others, and damaged answers are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTION = spaces.Box(0, 2, (), np.int32)  # JAX has no int64 by default.
 SCHEMA = Schema.of(SPACE, ACTION, {}, 1)
 
 
-def filled(seed: int, sampler: Sampler | None = None, **settings: Any) -> tuple[Desk, OracleMemory]:
+def fill_desk(seed: int, sampler: Sampler | None = None, **settings: Any) -> tuple[Desk, OracleMemory]:
     stream = Stream(SPACE, ACTION, 1, plans=[LeafPlan(axis=0, content="table"), LeafPlan()], seed=seed)
     desk = Desk(SCHEMA, sampler or Uniform(), 1_000, seed, **settings)
     oracle = OracleMemory(1_000)
@@ -43,14 +43,14 @@ def filled(seed: int, sampler: Sampler | None = None, **settings: Any) -> tuple[
 
 
 def test_an_answer_to_another_machine_has_the_transitions_that_were_added() -> None:
-    desk, oracle = filled(0)
+    desk, oracle = fill_desk(0)
     for _ in range(5):
         batch = desk.sample(64)
         assert_same_bits(batch, oracle.gather(batch.ids))
 
 
-def test_an_answer_takes_less_than_the_rows_that_it_has() -> None:
-    desk, _ = filled(0)
+def test_an_answer_to_another_machine_is_compressed() -> None:
+    desk, _ = fill_desk(0)
     drawn = desk.shard.draw(256, 0, None, is_near=False)
     payload = desk.shard.read(drawn, desk.counters(), is_near=False)
     assert isinstance(payload, bytes)
@@ -58,7 +58,7 @@ def test_an_answer_takes_less_than_the_rows_that_it_has() -> None:
 
 
 def test_a_damaged_answer_is_refused() -> None:
-    desk, _ = filled(0)
+    desk, _ = fill_desk(0)
     payload: Any = desk.shard.read(desk.shard.draw(8, 0, None, is_near=False), desk.counters(), is_near=False)
     for position in np.random.default_rng(0).integers(0, len(payload), 100).tolist():
         damaged = bytearray(payload)
@@ -68,8 +68,8 @@ def test_a_damaged_answer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_near", [False, True])
-def test_rows_of_several_shards_are_put_where_they_belong(is_near: bool) -> None:
-    desks = [filled(seed) for seed in (0, 1)]
+def test_rows_of_several_shards_get_their_positions_in_the_batch(is_near: bool) -> None:
+    desks = [fill_desk(seed) for seed in (0, 1)]
     maker = BatchMaker(SCHEMA, new_delivery(SCHEMA, None), ClusterTuning())
     generator = np.random.default_rng(0)
     answers: list[Answer] = []
@@ -98,7 +98,7 @@ DELIVERIES: dict[str, Callable[[Schema], Delivery]] = {
 
 def require_exact(delivery: Delivery) -> None:
     """Compare batches of a delivery with the transitions that were added."""
-    desk, oracle = filled(0, delivery=delivery)
+    desk, oracle = fill_desk(0, delivery=delivery)
     for count in (1, 64):
         batch = desk.sample(count)
         assert isinstance(batch.ids, np.ndarray)
@@ -112,15 +112,15 @@ def test_every_delivery_returns_the_transitions_that_were_added(name: str) -> No
 
 
 @pytest.mark.parametrize("sampler", [Sequence(4), NStep(3, 0.9)], ids=["sequences", "n-step"])
-def test_a_device_gets_what_samplers_of_episodes_draw(sampler: Sampler) -> None:
-    desks = [filled(0, sampler=sampler, delivery=delivery)[0] for delivery in (None, DeviceDelivery(SCHEMA, "cpu"))]
+def test_a_device_gets_the_draws_of_samplers_that_follow_episodes(sampler: Sampler) -> None:
+    desks = [fill_desk(0, sampler=sampler, delivery=delivery)[0] for delivery in (None, DeviceDelivery(SCHEMA, "cpu"))]
     expected, batch = (desk.sample(16) for desk in desks)
     assert_same_bits(batch, expected)
 
 
 def test_an_answer_without_observations_is_refused() -> None:
-    desk, _ = filled(0, is_near=True)
+    desk, _ = fill_desk(0, is_near=True)
     answer: Any = desk.shard.read(desk.shard.draw(8, 0, None, is_near=True), desk.counters(), is_near=True)
-    answer.rows.obs = []
+    incomplete = answer._replace(rows=answer.rows._replace(obs=[]))
     with pytest.raises(DamageError, match="lacks observations"):
-        desk.maker.prepare([answer], [np.arange(8)], [0], np.ones(8, np.float32))
+        desk.maker.prepare([incomplete], [np.arange(8)], [0], np.ones(8, np.float32))

@@ -1,6 +1,6 @@
-"""The example with actors and shards, at toy size, in a cluster that is there already.
+"""The example with actors and shards, with few updates, in the cluster of the tests.
 
-By night it has a cluster of its own (tests/integration/test_examples.py), and continues after kill -9 (chaos/).
+tests/integration/test_examples.py runs it with a cluster of its own. chaos/test_examples_after_kills.py kills it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 APE_X = Path(__file__).parents[2] / "examples" / "ape_x.py"
 
 
-@pytest.mark.nightly  # in make test, actors and shards are tested by themselves
-@pytest.mark.timeout(900)  # on a busy machine, the actors take their time to start
+@pytest.mark.nightly  # In make test, other tests cover actors and shards.
+@pytest.mark.timeout(900)  # On a busy machine, actors start slowly.
 def test_actors_and_shards_train_an_agent(
     cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""Several learners over one memory: each has a handle, and draws with generators of its own."""
+"""Several learners of one memory, each with a handle and a generator of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from holdall.ray import MemoryHandle, ReplayMemory
 from holdall.testing import assert_same_bits
 
 from .chaos.chi_square import chi_square_p
-from .test_priorities import add, drawn
+from .test_priorities import add, count_draws
 
 pytestmark = pytest.mark.usefixtures("cluster")
-# Workers have no tests to import.
+# Workers cannot import the tests.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SPACE = spaces.Box(-1, 1, (2,), np.float32)
@@ -36,7 +36,7 @@ def learn(name: str, rank: int, batches: int) -> list[Any]:
 
 @ray.remote(num_cpus=0)
 def use(memory: MemoryHandle) -> tuple[int, int]:
-    """Add, draw and tell priorities over a handle that came with the call."""
+    """Add, draw and set priorities with a handle that was an argument of a call."""
     with memory:
         row = np.zeros((40, 1, 2), np.float32)
         no = np.zeros((40, 1), np.bool_)
@@ -46,7 +46,7 @@ def use(memory: MemoryHandle) -> tuple[int, int]:
         return len(memory), memory.num_shards
 
 
-def test_learners_attach_by_name_and_draw_rows_of_their_own() -> None:
+def test_learners_attach_by_name_and_draw_different_rows() -> None:
     settings: dict[str, Any] = {"sampler": Prioritized(), "seed": 2, "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 9_000, shards=2, name="several learners", **settings) as memory:
         add(memory, 0, 3_000)
@@ -55,7 +55,7 @@ def test_learners_attach_by_name_and_draw_rows_of_their_own() -> None:
         first, second = ray.get([learn.remote(memory.name, rank, 4) for rank in (0, 1)])
         again = ray.get(learn.remote(memory.name, 0, 4))
         for one, other, same in zip(first, second, again, strict=True):
-            assert_same_bits(same, one)  # the same rank, seed and memory draw the same rows
+            assert_same_bits(same, one)  # One rank and seed draw the same rows.
             assert np.intersect1d(one.ids, other.ids).size < 12
         assert len({batch.ids.tobytes() for batch in first}) == 4
         assert ray.get(use.remote(memory)) == (3_040, 2)
@@ -63,19 +63,19 @@ def test_learners_attach_by_name_and_draw_rows_of_their_own() -> None:
         copy = pickle.loads(pickle.dumps(memory))
         assert type(copy) is MemoryHandle
         copy.close()
-        assert len(memory) == 3_040  # a handle ends nothing
+        assert len(memory) == 3_040  # Closing a handle does not end the memory.
         assert not hasattr(copy, "add_shard")
     with pytest.raises(ShardError, match="no memory named"):
         holdall.ray.attach("several learners")
 
 
 @pytest.mark.nightly
-def test_every_learner_draws_all_rows_alike() -> None:
+def test_every_learner_draws_all_rows_with_the_same_probability() -> None:
     with ReplayMemory(SPACE, ACTION, 9_000, shards=3, seed=2, patience_s=60.0) as memory:
         add(memory, 0, 2_000)
         for rank in range(2):
             with holdall.ray.attach(memory.name, rank=rank, seed=7) as learner:
-                assert chi_square_p(drawn(learner, 200_000, 2_000), np.ones(2_000)) > 0.001
+                assert chi_square_p(count_draws(learner, 200_000, 2_000), np.ones(2_000)) > 0.001
 
 
 PROGRAM = """
@@ -87,7 +87,7 @@ with holdall.ray.attach(sys.argv[1], address=sys.argv[2]) as memory:
 
 
 @pytest.mark.nightly
-def test_a_program_of_its_own_attaches_too() -> None:
+def test_a_program_outside_of_the_cluster_can_attach() -> None:
     with ReplayMemory(SPACE, ACTION, 2_000, shards=1, seed=2, patience_s=60.0) as memory:
         add(memory, 0, 300)
         head = ray.get_runtime_context().gcs_address

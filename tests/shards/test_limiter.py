@@ -1,4 +1,4 @@
-"""The limiter: never out of bounds, never stuck, whoever dies with a grant."""
+"""The limiter: the error stays within its bounds, and nobody waits for a process that died with a grant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdall.ray import RateLimit, ReplayMemory, Writer
 
 from .processes import wait_until
 
-# Workers have no tests to import.
+# Workers cannot import the tests.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 STEPS = st.lists(
@@ -34,7 +34,7 @@ STEPS = st.lists(
     slack=st.floats(0, 500),
     steps=STEPS,
 )
-def test_the_error_stays_within_bounds_whatever_is_granted_and_whoever_dies(
+def test_the_error_stays_within_its_bounds_and_expired_grants_block_nobody(
     ratio: float, min_size: int, slack: float, steps: list[tuple[str, int]]
 ) -> None:
     block = 128
@@ -68,7 +68,7 @@ def test_the_error_stays_within_bounds_whatever_is_granted_and_whoever_dies(
         elif what == "wait":
             now += 10 * who
         require_bounds()
-    # All that were granted and not used have ended: somebody can go on.
+    # When all grants have expired, an insert or a draw is possible.
     for _ in range(5):
         now += 100
         lease = limiter.lease_insert(block, now)
@@ -80,7 +80,7 @@ def test_the_error_stays_within_bounds_whatever_is_granted_and_whoever_dies(
         require_bounds()
 
 
-def test_nothing_is_drawn_before_there_is_enough() -> None:
+def test_nothing_is_drawn_before_min_size_is_reached() -> None:
     limiter = Limiter(RateLimit(2.0, 100, 300))
     limiter.observe(99)
     assert not limiter.take_samples(1)
@@ -90,12 +90,12 @@ def test_nothing_is_drawn_before_there_is_enough() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0.0, 1, 1.0), (1.0, 0, 1.0), (1.0, 1, -1.0)])
-def test_limits_that_make_no_sense_are_refused(wrong: tuple[float, int, float]) -> None:
+def test_wrong_limits_are_refused(wrong: tuple[float, int, float]) -> None:
     with pytest.raises(ArgumentError):
         RateLimit(*wrong)
 
 
-def test_what_could_never_be_granted_is_refused() -> None:
+def test_a_call_that_could_never_be_granted_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"tolerance \(100\) must be at least 1024, a segment of 128 rows"):
         RateLimit(8.0, 100, 100).require("add", 128)
     with pytest.raises(ArgumentError, match=r"tolerance \(100\) must be at least 256, the number of rows of a batch"):
@@ -119,19 +119,19 @@ def add(memory: Any, count: int) -> None:
         memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
 
 
-def counted(memory: ReplayMemory) -> tuple[float, float, float]:
-    """Return what the limiter counts, once it has heard of all that the shards hold."""
+def read_counts(memory: ReplayMemory) -> tuple[float, float, float]:
+    """Return the limiter's counts of inserts and samples and its error, with the present counters of all shards."""
     roster = memory._fleet.roster
     known = memory._members.refresh()
     ray.get(roster.__ray_call__.remote(lambda it: [it._record(*each) for each in known.items()] and None))
-    words = ray.get(roster.limiter.remote())
-    return words["inserted"], words["sampled"], words["error"]
+    figures = ray.get(roster.limiter.remote())
+    return figures["inserted"], figures["sampled"], figures["error"]
 
 
-@pytest.mark.nightly  # in make test, chaos/test_limiter_model.py has the rule
+@pytest.mark.nightly  # In make test, chaos/test_limiter_model.py has the rule.
 @pytest.mark.usefixtures("cluster")
-def test_only_what_is_added_counts_as_added(tmp_path: Path) -> None:
-    """Not what shards held before, whichever of them reports first, nor a checkpoint's rows."""
+def test_transitions_from_before_the_start_do_not_count_as_inserts(tmp_path: Path) -> None:
+    """Neither those that shards held already, nor those of a checkpoint."""
     space = spaces.Box(-1, 1, (3,), np.float32)
     settings: dict[str, Any] = {"limit": RateLimit(1.0, 1, 4_000), "patience_s": 60.0}
     with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, **settings) as memory:
@@ -139,10 +139,10 @@ def test_only_what_is_added_counts_as_added(tmp_path: Path) -> None:
         assert not ray.get(roster.__ray_call__.remote(lambda it: it._must_recentre))
         add(memory, 1_000)
         memory.flush()
-        assert counted(memory) == (1_000, 0, 1_000)
+        assert read_counts(memory) == (1_000, 0, 1_000)
         memory.save(tmp_path).result()
     with ReplayMemory.load(tmp_path, shards=1, **settings) as memory:
-        assert (len(memory), counted(memory)) == (1_000, (1_000, 999, 1))
+        assert (len(memory), read_counts(memory)) == (1_000, (1_000, 999, 1))
 
 
 @pytest.mark.nightly
@@ -154,7 +154,7 @@ def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
     with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, **settings) as memory:
         fed = [feed.remote(memory.writer(), 1_024) for _ in range(2)]
         drawn = 0
-        while drawn < 3_600:  # Then everything that will be added is granted.
+        while drawn < 3_600:  # Then all inserts are granted.
             memory.sample(100)
             drawn += 100
             counters = ray.get(memory._fleet.roster.limiter.remote())
@@ -162,7 +162,7 @@ def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
             assert len(memory) * 2.0 - drawn <= limit.highest
         ray.get(fed, timeout=60)
         assert len(memory) == 2_048
-        # The same of two threads of one process, over one handle: who waits in `add` keeps nobody from drawing.
+        # Two threads use one handle. A thread that waits in `add` does not stop the other one from drawing.
         added = threading.Event()
         errors = []
 
@@ -179,7 +179,7 @@ def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
             memory.update_priorities(memory.sample(100).ids, np.ones(100))
         adding.join()
         assert (len(memory), errors) == (3_548, [])
-        # Nor from saving and closing, when nobody draws any more.
+        # Nor from saving and closing.
         adding = threading.Thread(target=feed_here, args=(10**9,))
         adding.start()
         wait_until(lambda: memory._is_waiting)

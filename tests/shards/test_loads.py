@@ -1,17 +1,19 @@
-"""Shards that are killed while they load a checkpoint: every row is there once.
+"""Loading a checkpoint into shards, also if they are killed meanwhile: every transition is held once.
 
-Slots of a journal are only ever added, each whole or not at all. So a kill -9 leaves the first slots of a journal, and
-a copy of so many of them shows every moment at which it may come.
+A slot of a journal is written completely or not at all. So kill -9 leaves the first slots of a journal, and a copy of
+the first `count` slots is the journal after a kill at some moment.
 """
 
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from gymnasium import spaces
 
 import holdall.checkpoint
@@ -19,87 +21,87 @@ from holdall import ArgumentError, ShardError
 from holdall.checkpoint import open_reader, read_saved_state
 from holdall.cluster.ids import first_row_of_life
 from holdall.cluster.journal import open_journal
-from holdall.cluster.shard import Shard
+from holdall.cluster.shard import SavedShard, Shard
 from holdall.cluster.tuning import ClusterTuning
 from holdall.errors import CheckpointError
-from holdall.ray import ReplayMemory
+from holdall.ray import ReplayMemory, attach
 from holdall.sampling import Uniform
 from holdall.schema import Schema
 
 from . import test_losses
 from .desk import Desk
-from .processes import kill, process_of, shard_config, wait_until
-from .test_losses import ACTION, held
+from .processes import find_process, kill, make_config, wait_until
+from .test_losses import ACTION, read_numbers
 
 pytestmark = pytest.mark.usefixtures("cluster")
 SPACE = spaces.Box(-np.inf, np.inf, (80,), np.float32)
 
 
-def numbered(memory: Any, first: int, end: int) -> None:
-    test_losses.numbered(memory, first, end, *SPACE.shape)
+def add_numbered(memory: Any, first: int, end: int) -> None:
+    test_losses.add_numbered(memory, first, end, *SPACE.shape)
 
 
-def slots_of(folder: Path) -> list[Path]:
+def list_slots(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.slot"))
 
 
-def first_slots(source: Path, count: int, target: Path) -> Path:
-    """Copy the first slots of a journal, as a kill would have left them."""
+def copy_first_slots(source: Path, count: int, target: Path) -> Path:
+    """Copy the first `count` slots of a journal, as a kill would have left them."""
     target.mkdir(parents=True)
-    for slot in slots_of(source)[:count]:
+    for slot in list_slots(source)[:count]:
         shutil.copy(slot, target)
     return target
 
 
 @pytest.fixture(scope="module")
 def checkpoint(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of one shard that holds the transitions 500 to 1,499."""
+    """A checkpoint of one shard with the transitions 500 to 1,499."""
     place = tmp_path_factory.mktemp("checkpoint")
     with ReplayMemory(SPACE, ACTION, 1_000, shards=1, seed=1) as memory:
-        numbered(memory, 0, 1_500)
+        add_numbered(memory, 0, 1_500)
         memory.save(place).result()
     return place
 
 
-def loaded(place: Path, journal: Path) -> Shard:
+def load_shard(place: Path, journal: Path) -> Shard:
     """Start a shard in this process, as its actor would."""
     reader = open_reader(place)
     manifest = reader.manifest(reader.numbers()[0])
     (shard,) = manifest.shards
-    saved = (f"{reader.url}/{shard.folder}", shard.number)
+    saved = SavedShard(f"{reader.url}/{shard.folder}", shard.number)
     rows = read_saved_state(manifest, reader)["shard_rows"]
-    return Shard(0, shard_config(manifest.schema, rows, journal, slot_bytes=500), None, saved=saved)
+    return Shard(0, make_config(manifest.schema, rows, journal, slot_bytes=500), None, saved=saved)
 
 
-def rewards(shard: Shard) -> list[int]:
+def read_rewards(shard: Shard) -> list[int]:
     view = shard._data.store.view()
     return [int(reward) for reward in view.rewards(np.arange(view.first_id, view.next_id))]
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(checkpoint: Path, tmp_path: Path) -> None:
-    assert rewards(loaded(checkpoint, tmp_path / "whole")) == list(range(500, 1_500))
+def test_an_interrupted_load_is_completed_at_the_next_start(checkpoint: Path, tmp_path: Path) -> None:
+    assert read_rewards(load_shard(checkpoint, tmp_path / "whole")) == list(range(500, 1_500))
     whole = tmp_path / "whole" / "journal" / "00000"
-    count = len(slots_of(whole))
+    count = len(list_slots(whole))
     assert count > 4
     for kept in range(count + 1):
         journal = tmp_path / f"cut-{kept}"
-        first_slots(whole, kept, journal / "journal" / "00000")
-        for _ in range(2):  # also if it is restarted once more
-            shard = loaded(checkpoint, journal)
-            assert rewards(shard) == list(range(500, 1_500))
+        copy_first_slots(whole, kept, journal / "journal" / "00000")
+        for _ in range(2):  # The second start finds a complete journal.
+            shard = load_shard(checkpoint, journal)
+            assert read_rewards(shard) == list(range(500, 1_500))
             assert shard._journal is not None
             assert shard._journal.state.loading == ""
 
 
-def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(checkpoint: Path, tmp_path: Path) -> None:
-    loaded(checkpoint, tmp_path / "whole")
+def test_a_part_of_a_checkpoint_is_not_used_as_a_journal(checkpoint: Path, tmp_path: Path) -> None:
+    load_shard(checkpoint, tmp_path / "whole")
     half = tmp_path / "half"
-    first_slots(tmp_path / "whole" / "journal" / "00000", 3, half / "journal" / "00000")
+    copy_first_slots(tmp_path / "whole" / "journal" / "00000", 3, half / "journal" / "00000")
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     with pytest.raises(CheckpointError, match="contains a partially loaded checkpoint"):
-        loaded(other, half)
+        load_shard(other, half)
     with pytest.raises(ShardError, match="contains a partially loaded checkpoint"):
         ReplayMemory(SPACE, ACTION, 1_000, shards=1, durability="segment", url=half)
 
@@ -124,12 +126,12 @@ def test_a_restarted_shard_counts_transitions_without_the_number_of_their_life(t
 
 
 @pytest.mark.nightly
-def test_what_came_after_a_checkpoint_is_there_after_a_kill(checkpoint: Path, tmp_path: Path) -> None:
+def test_transitions_added_after_a_load_outlive_a_kill(checkpoint: Path, tmp_path: Path) -> None:
     with ReplayMemory.load(checkpoint, durability="segment", journal_url=tmp_path) as memory:
-        numbered(memory, 1_500, 1_700)
+        add_numbered(memory, 1_500, 1_700)
         memory.flush()
-        kill(process_of(memory._members.handle(0)))
-        assert all_held(memory) == list(range(700, 1_700))
+        kill(find_process(memory._members.handle(0)))
+        assert wait_and_read_numbers(memory) == list(range(700, 1_700))
 
 
 @pytest.mark.nightly
@@ -138,37 +140,85 @@ def test_a_checkpoint_that_is_removed_while_shards_start_is_replaced_by_a_newer_
 ) -> None:
     read = read_saved_state
     with ReplayMemory(SPACE, ACTION, 2_000, shards=1) as memory:
-        numbered(memory, 0, 300)
+        add_numbered(memory, 0, 300)
         memory.save(tmp_path, keep=1).result()
 
         def replace_and_read(*arguments: Any) -> dict[str, Any]:
             monkeypatch.undo()
             state = read(*arguments)
             for first in (300, 600):  # Shards keep one checkpoint more than the memory.
-                numbered(memory, first, first + 300)
+                add_numbered(memory, first, first + 300)
                 memory.save(tmp_path, keep=1).result()
             return state
 
         monkeypatch.setattr(holdall.checkpoint, "read_saved_state", replace_and_read)
         with ReplayMemory.load(tmp_path) as loaded:
-            assert held(loaded) == list(range(900))
+            assert read_numbers(loaded) == list(range(900))
 
 
-def all_held(memory: ReplayMemory) -> list[int]:
-    """Return which transitions are held, once all shards answer."""
+@pytest.mark.parametrize(
+    ("keep", "transitions"),
+    [
+        pytest.param(3, 100, id="the checkpoint stays"),
+        pytest.param(1, 200, id="the save removes the checkpoint"),
+    ],
+)
+def test_a_save_during_a_load_into_other_shards_does_not_mix_two_checkpoints(
+    keep: int, transitions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = read_saved_state
+    with holdall.ReplayMemory(SPACE, ACTION, 1_000) as memory:
+        add_numbered(memory, 0, 100)
+        memory.save(tmp_path).result()
+
+        def read_and_save(*arguments: Any) -> dict[str, Any]:
+            monkeypatch.undo()
+            state = read(*arguments)
+            add_numbered(memory, 100, 200)
+            memory.save(tmp_path, keep=keep).result()
+            return state
+
+        monkeypatch.setattr(holdall.checkpoint, "read_saved_state", read_and_save)
+        with ReplayMemory.load(tmp_path, shards=1) as loaded:
+            assert read_numbers(loaded) == list(range(transitions))
+
+
+def test_a_checkpoint_is_not_added_to_journals_a_second_time(tmp_path: Path) -> None:
+    journals: dict[str, Any] = {"durability": "segment", "patience_s": 60.0}
+    with holdall.ReplayMemory(SPACE, ACTION, 1_000) as memory:
+        add_numbered(memory, 0, 100)
+        memory.save(tmp_path / "saved").result()
+    load = partial(ReplayMemory.load, tmp_path / "saved", shards=1, journal_url=tmp_path / "journals", **journals)
+    with load() as loaded:
+        assert read_numbers(loaded) == list(range(100))
+    with pytest.raises(ArgumentError, match=r"^journal_url .* has journals already"):
+        load()
+    with ReplayMemory(SPACE, ACTION, 1_000, shards=1, url=tmp_path / "journals", **journals) as again:
+        assert read_numbers(again) == list(range(100))
+
+
+def test_a_loaded_memory_has_its_name_and_reserves_its_resources(checkpoint: Path) -> None:
+    settings: dict[str, Any] = {"name": "loaded", "placement": "pack", "resources": {"num_cpus": 1.0}}
+    with ReplayMemory.load(checkpoint, **settings), attach("loaded") as handle:
+        assert len(handle) == 1_000
+        wait_until(lambda: ray.available_resources().get("CPU", 0.0) == ray.cluster_resources()["CPU"] - 1.0)
+
+
+def wait_and_read_numbers(memory: ReplayMemory) -> list[int]:
+    """Return the numbers of all held transitions, once all shards answer."""
     wait_until(lambda: len(memory._members.refresh()) == memory.num_shards)
-    return held(memory)
+    return read_numbers(memory)
 
 
 @pytest.mark.nightly
-def test_journals_of_more_shards_are_not_left_out_unnoticed(tmp_path: Path) -> None:
+def test_a_memory_with_fewer_shards_than_journals_is_refused(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"durability": "segment", "url": tmp_path, "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 40_000, shards=2, **settings) as memory:
         added = memory.add_shard()
-        numbered(memory, 0, 2_000)
+        add_numbered(memory, 0, 2_000)
         memory.flush()
-        assert all_held(memory) == list(range(2_000))
+        assert wait_and_read_numbers(memory) == list(range(2_000))
     with pytest.raises(ArgumentError, match=rf"leaves out shards \[{added}\].*shards=3"):
         ReplayMemory(SPACE, ACTION, 40_000, shards=2, **settings)
     with ReplayMemory(SPACE, ACTION, 60_000, shards=3, **settings) as memory:
-        assert all_held(memory) == list(range(2_000))
+        assert wait_and_read_numbers(memory) == list(range(2_000))

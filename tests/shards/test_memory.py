@@ -22,7 +22,7 @@ from holdall.batch import Batch, Draw
 from holdall.cluster.calls import actor_state
 from holdall.cluster.ids import shards_of_ids
 from holdall.delivery.device import DeviceDelivery
-from holdall.delivery.host import DrawnRows
+from holdall.delivery.drawn_rows import DrawnRows
 from holdall.ray import MemoryHandle, ReplayMemory, Writer
 from holdall.sampling import Sampler, new_generator
 from holdall.schema import Schema
@@ -31,7 +31,7 @@ from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same
 from .processes import forget_all, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
-# Workers have no tests to import.
+# Workers cannot import the tests.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 OBSERVATION = spaces.Dict(
@@ -44,12 +44,12 @@ EXTRAS = {"log_prob": spaces.Box(-9, 0, (), np.float32)}
 PLANS = [LeafPlan(axis=0, content="table"), LeafPlan(), LeafPlan(axis=0)]
 
 
-def stream(lanes: int = 1, seed: int = 0, ends: float = 0.05) -> Stream:
+def make_stream(lanes: int = 1, seed: int = 0, ends: float = 0.05) -> Stream:
     mishaps = Mishaps(ends, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
     return Stream(OBSERVATION, ACTION, lanes, plans=PLANS, mishaps=mishaps, extras=EXTRAS, seed=seed)
 
 
-def arguments(source: Stream) -> tuple[Any, ...]:
+def make_tick(source: Stream) -> tuple[Any, ...]:
     step = source.tick()
     return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras
 
@@ -62,7 +62,7 @@ def four(cluster: None) -> Iterator[ReplayMemory]:
 
 @pytest.fixture(scope="module")
 def pair(cluster: None) -> Iterator[ReplayMemory]:
-    """Two shards, for writers of two lanes."""
+    """A memory of two shards and two lanes."""
     with ReplayMemory(OBSERVATION, ACTION, 6_000, 2, shards=2, extras=EXTRAS, seed=4) as memory:
         yield memory
 
@@ -72,13 +72,13 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool, monkey
     def sampler() -> Sampler | None:
         return Prioritized(alpha=0.7, beta=0.5) if prioritized else None
 
-    source = stream(lanes=2)
+    source = make_stream(lanes=2)
     generator = np.random.default_rng(5)
     settings: dict[str, Any] = {"capacity": 300, "num_envs": 2, "extras": EXTRAS, "seed": 11}
     local = holdall.ReplayMemory(OBSERVATION, ACTION, **settings, sampler=sampler())
     with ReplayMemory(OBSERVATION, ACTION, **settings, sampler=sampler(), shards=1) as sharded:
         for count in range(400):
-            step = (*arguments(source), None if count % 7 else np.array([True, count % 2 == 0]))
+            step = (*make_tick(source), None if count % 7 else np.array([True, count % 2 == 0]))
             local.add(*step)
             sharded.add(*step)
             if count % 40 == 20:
@@ -104,9 +104,9 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool, monkey
                 assert_same_bits(next(ahead), next(expected))
 
 
-def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
+def test_wrong_arguments_change_nothing(four: ReplayMemory) -> None:
     forget_all(four)
-    step = arguments(stream())
+    step = make_tick(make_stream())
     with pytest.raises(ArgumentError, match="reward"):
         four.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
     assert len(four.gather([])) == 0
@@ -124,19 +124,19 @@ def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
         four.update_priorities([0], [1.0])
 
 
-def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
-    source = stream(ends=0.2)
+def test_four_shards_return_the_transitions_that_were_added(four: ReplayMemory) -> None:
+    source = make_stream(ends=0.2)
     before = len(four)
-    # By chance, one in some hundred times a shard got too few.
+    # With a random seed, one run in hundreds gives a shard fewer than 64 rows.
     four._streams._generator = np.random.default_rng(0)
     added: dict[float, tuple[Any, ...]] = {}
     for _ in range(1_500):
-        step = arguments(source)
-        step[-1]["log_prob"][:] = -np.float32(len(added)) - 1  # so that a row tells which one it is
+        step = make_tick(source)
+        step[-1]["log_prob"][:] = -np.float32(len(added)) - 1  # Identifies the transition.
         added[float(step[-1]["log_prob"][0])] = step
         four.add(*step)
     assert len(four) == before + 1_500
-    batch = four.gather(np.concatenate([np.arange(end - 64, end) for end in ends_of(four)]))
+    batch = four.gather(np.concatenate([np.arange(end - 64, end) for end in read_next_ids(four)]))
     assert set(shards_of_ids(batch.ids).tolist()) == {0, 1, 2, 3}
     drawn = four.sample(256)
     assert_same_bits(four.gather(drawn.ids), drawn)
@@ -150,17 +150,17 @@ def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> No
 
 
 @pytest.mark.parametrize("prefetch", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_a_loader_gives_the_batches_that_asking_gives(tmp_path: Path, prefetch: int) -> None:
+def test_a_loader_returns_the_batches_of_sample(tmp_path: Path, prefetch: int) -> None:
     sampler = Prioritized(alpha=0.7, beta=0.5)
     with ReplayMemory(OBSERVATION, ACTION, 4_000, shards=2, extras=EXTRAS, seed=3, sampler=sampler) as memory:
-        source = stream()
+        source = make_stream()
         writer = memory.writer()
         for _ in range(1_000):
-            writer.add(*arguments(source))
+            writer.add(*make_tick(source))
         writer.flush()
         memory.update_priorities(memory.sample(400).ids, np.random.default_rng(1).random(400))
         memory.save(tmp_path).result()
-        # Its copy holds the same rows under the same ids, whichever shards a writer chose, and draws on from here.
+        # The loaded copy has the same rows and ids, and continues to draw from here.
         with ReplayMemory.load(tmp_path) as ahead:
             assert len(memory) == len(ahead) == 1_000
             with ahead.loader(64, prefetch) as loader:
@@ -170,40 +170,40 @@ def test_a_loader_gives_the_batches_that_asking_gives(tmp_path: Path, prefetch: 
 
 @ray.remote(num_cpus=0)
 def feed(writer: Writer, seed: int, ticks: int) -> int:
-    source = stream(lanes=2, seed=seed)
+    source = make_stream(lanes=2, seed=seed)
     for _ in range(ticks):
-        writer.add(*arguments(source))
+        writer.add(*make_tick(source))
     writer.flush()
     return 2 * ticks
 
 
-def test_writers_in_other_processes_feed_the_memory(four: ReplayMemory) -> None:
+def test_transitions_of_writers_in_other_processes_are_held(four: ReplayMemory) -> None:
     writers = [four.writer(num_envs=2, spread=2) for _ in range(2)]
-    before = ends_of(four)
+    before = read_next_ids(four)
     assert sum(ray.get([feed.remote(writer, seed, 150) for seed, writer in enumerate(writers)])) == 600
     oracles = []
     for seed in range(2):
         oracle = OracleMemory(300, 2)
-        source = stream(lanes=2, seed=seed)
+        source = make_stream(lanes=2, seed=seed)
         for _ in range(150):
-            oracle.add(*arguments(source))
+            oracle.add(*make_tick(source))
         oracles.append(oracle.gather(np.arange(300)))
     expected = sorted(row.tobytes() for each in oracles for row in each.obs["image"])
-    stretches = zip(before, ends_of(four), strict=True)
-    everything = [four.gather(np.arange(start, end)) for start, end in stretches]
+    added = zip(before, read_next_ids(four), strict=True)
+    everything = [four.gather(np.arange(start, end)) for start, end in added]
     assert sorted(row.tobytes() for batch in everything for row in batch.obs["image"]) == expected
 
 
-def ends_of(memory: ReplayMemory) -> list[int]:
+def read_next_ids(memory: ReplayMemory) -> list[int]:
     """Return the next id of every shard."""
     memory.flush()
     counters_by_shard = memory._members.refresh()
     return [(shard << 48) + counters_by_shard[shard].next_row for shard in sorted(counters_by_shard)]
 
 
-def test_a_writer_travels_only_when_nothing_waits_in_it(four: ReplayMemory) -> None:
+def test_a_writer_with_waiting_rows_cannot_be_pickled(four: ReplayMemory) -> None:
     writer = four.writer()
-    writer.add(*arguments(stream()))
+    writer.add(*make_tick(make_stream()))
     with pytest.raises(holdall.HoldallError, match="flush"):
         pickle.dumps(writer)
 
@@ -212,25 +212,23 @@ def test_a_writer_travels_only_when_nothing_waits_in_it(four: ReplayMemory) -> N
     "wrong",
     [
         {"shards": 0},
-        {"durability": "disk"},
-        {"on_shard_loss": "ignore"},
         {"capacity": 2},
         {"sampler": type("Own", (holdall.Uniform,), {})()},
     ],
 )
-def test_a_memory_that_cannot_be_made_is_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_of_a_memory_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         ReplayMemory(OBSERVATION, ACTION, **wrong)
 
 
-def test_a_device_that_is_missing_is_refused_and_the_name_stays_free() -> None:
+def test_a_missing_device_is_refused_and_the_name_stays_free() -> None:
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"^device \(cuda:77\)"):
             ReplayMemory(OBSERVATION, ACTION, 100, shards=1, name="refused", device="cuda:77")
 
 
 class RecordedDelivery(DeviceDelivery):
-    """A delivery to a device, played by the CPU, that records which thread calls what."""
+    """A delivery to a device, which is the CPU. It records which thread calls which method."""
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema, "cpu")
@@ -245,11 +243,11 @@ class RecordedDelivery(DeviceDelivery):
         return super().receive(prepared)
 
 
-def test_a_device_receives_a_batch_in_the_thread_that_uses_it(four: ReplayMemory) -> None:
-    """Its stream must wait for the copies, also if a loader made the batch in another thread."""
-    source = stream()
+def test_a_device_receives_a_batch_in_the_thread_that_uses_the_batch(four: ReplayMemory) -> None:
+    """The stream of that thread must wait for the copies, also if a loader made the batch in another thread."""
+    source = make_stream()
     for _ in range(40):
-        four.add(*arguments(source))
+        four.add(*make_tick(source))
     delivery = RecordedDelivery(four.schema)
     handle = MemoryHandle(four._config, four.sampler, new_generator(0), None, delivery, seeds=True)
     with handle:
@@ -263,7 +261,7 @@ def test_a_device_receives_a_batch_in_the_thread_that_uses_it(four: ReplayMemory
         assert set(delivery.calls) == {("prepare", False), ("receive", True)}
 
 
-def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) -> None:
+def test_every_shard_reports_its_machine_its_process_and_its_memory(four: ReplayMemory) -> None:
     statuses = four.shards()
     assert [status.number for status in statuses] == [0, 1, 2, 3]
     assert len({status.pid for status in statuses}) == 4
@@ -271,8 +269,8 @@ def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) ->
     assert sum(status.counters.transitions for status in statuses if status.counters is not None) == len(four)
 
 
-def test_a_closed_memory_says_so_and_leaves_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if an interrupt comes while it waits for its shards to end."""
+def test_closing_a_memory_ends_its_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an interrupt ends the wait for the shards."""
     memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS, patience_s=60.0)
     actors = [memory._fleet.roster, memory._members.handle(0)]
     memory._has_saved = True
@@ -282,19 +280,19 @@ def test_a_closed_memory_says_so_and_leaves_no_actor(monkeypatch: pytest.MonkeyP
             memory.close()
     memory.close()
     with pytest.raises(ClosedError):
-        memory.add(*arguments(stream()))
+        memory.add(*make_tick(make_stream()))
     wait_until(lambda: all(actor_state(actor) == "gone" for actor in actors))
 
 
-def test_extras_of_shards_are_not_rewritten(four: ReplayMemory) -> None:
+def test_rewriting_extras_of_shards_is_refused(four: ReplayMemory) -> None:
     with pytest.raises(ArgumentError, match=r"^update of \['log_prob'\]: .*Use a holdall.ReplayMemory"):
         four.update([0], log_prob=np.zeros(1, np.float32))
 
 
 def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
-    source = stream(ends=0.2)
+    source = make_stream(ends=0.2)
     for _ in range(600):
-        four.add(*arguments(source))
+        four.add(*make_tick(source))
     report = four.report()
     assert report.transitions == len(four)
     assert {field.name for field in report.fields} >= {"obs.image", "obs.position", "reward", "extras.log_prob"}
@@ -302,20 +300,20 @@ def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(3, marks=pytest.mark.nightly)])
-def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path) -> None:
-    """With the sampler that it had, its settings and priorities."""
-    source = stream(ends=0.2)
+def test_a_loaded_memory_continues_where_it_was_saved(shards: int, tmp_path: Path) -> None:
+    """With its sampler, the settings of the sampler and the priorities."""
+    source = make_stream(ends=0.2)
     sampler = Prioritized(0.7, 0.3)
     settings: dict[str, Any] = {"extras": EXTRAS, "seed": 4}
     with ReplayMemory(OBSERVATION, ACTION, 900, shards=shards, sampler=sampler, **settings) as memory:
         for count in range(1_300):
-            memory.add(*arguments(source))
+            memory.add(*make_tick(source))
             if count % 200 == 150:
                 batch = memory.sample(32)
                 memory.update_priorities(batch.ids, np.linspace(0, 2, 32))
         first = memory.save(tmp_path).result()
         for _ in range(40):
-            memory.add(*arguments(source))
+            memory.add(*make_tick(source))
         second = memory.save(tmp_path).result()
         assert (second.number, second.transitions) == (first.number + 1, len(memory))
         assert first.bytes_written == first.bytes_total
@@ -326,7 +324,7 @@ def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path)
             assert (again.sampler.alpha, again.sampler.beta) == (0.7, 0.3)
             for _ in range(3):
                 assert_same_bits(again.sample(64), memory.sample(64))
-            for step in (arguments(source) for _ in range(200)):
+            for step in (make_tick(source) for _ in range(200)):
                 again.add(*step)
             assert len(again) <= 900
             drawn = again.sample(128)
@@ -335,42 +333,42 @@ def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path)
         ReplayMemory.load(tmp_path / "elsewhere")
 
 
-def marked(source: Stream, count: int) -> list[tuple[Any, ...]]:
-    """Return ticks whose transitions tell which ones they are."""
-    ticks = [arguments(source) for _ in range(count)]
+def make_marked_ticks(source: Stream, count: int) -> list[tuple[Any, ...]]:
+    """Return ticks with a different `log_prob` in every transition."""
+    ticks = [make_tick(source) for _ in range(count)]
     for tick, step in enumerate(ticks):
         step[-1]["log_prob"][:] = -np.arange(tick * 2, tick * 2 + 2, dtype=np.float32) - 1
     return ticks
 
 
-def by_mark(batch: Any) -> list[tuple[bytes, ...]]:
-    """Return every transition as bytes, in the order of their marks, without the flag of lanes that were cut."""
+def sort_by_mark(batch: Any) -> list[tuple[bytes, ...]]:
+    """Return every transition as bytes, in the order of `log_prob`. Truncation depends on where lanes are cut."""
     order = np.argsort(-batch.extras["log_prob"])
     fields = (*batch.obs.values(), *batch.next_obs.values(), *batch.action, batch.reward, batch.terminated)
     return [tuple(field[row].tobytes() for field in (*fields, batch.extras["log_prob"])) for row in order.tolist()]
 
 
-def test_what_was_saved_over_shards_loads_locally(pair: ReplayMemory, tmp_path: Path) -> None:
+def test_a_checkpoint_of_shards_is_loaded_into_a_local_memory(pair: ReplayMemory, tmp_path: Path) -> None:
     forget_all(pair)
-    ticks = marked(stream(lanes=2, ends=0.1), 700)
+    ticks = make_marked_ticks(make_stream(lanes=2, ends=0.1), 700)
     for step in ticks:
         pair.add(*step)
     pair.save(tmp_path).result()
-    ids = np.concatenate([np.arange(end - counters, end) for end, counters in held_by(pair)])
+    ids = np.concatenate([np.arange(end - counters, end) for end, counters in read_ends(pair)])
     expected = pair.gather(ids)
     with holdall.ReplayMemory.load(tmp_path) as local:
         assert len(local) == 1_400
         found = np.arange(local.first_id, local.next_id)
         found = found[local.are_valid(found)]
-        assert by_mark(local.gather(found)) == by_mark(expected)
+        assert sort_by_mark(local.gather(found)) == sort_by_mark(expected)
         local.add(*ticks[0])
         local.save(tmp_path / "again").result()
     with holdall.ReplayMemory.load(tmp_path / "again") as again:
         assert len(again) == 1_402
 
 
-def test_what_was_saved_locally_loads_over_shards(tmp_path: Path) -> None:
-    ticks = marked(stream(lanes=2, ends=0.1), 700)
+def test_a_local_checkpoint_is_loaded_into_shards(tmp_path: Path) -> None:
+    ticks = make_marked_ticks(make_stream(lanes=2, ends=0.1), 700)
     with holdall.ReplayMemory(OBSERVATION, ACTION, 1_200, 2, extras=EXTRAS) as local:
         for count, step in enumerate(ticks):
             local.add(*(*step, None if count % 35 else np.array([True, count % 2 == 0])))
@@ -379,9 +377,9 @@ def test_what_was_saved_locally_loads_over_shards(tmp_path: Path) -> None:
         expected = local.gather(ids[local.are_valid(ids)])
     with ReplayMemory.load(tmp_path, shards=2) as memory:
         assert (memory.num_envs, memory.num_shards, len(memory)) == (2, 2, len(expected))
-        ids = np.concatenate([np.arange(end - counters, end) for end, counters in held_by(memory)])
-        found = memory.gather(held_of(memory, ids))
-        assert by_mark(found) == by_mark(expected)
+        ids = np.concatenate([np.arange(end - counters, end) for end, counters in read_ends(memory)])
+        found = memory.gather(keep_transitions(memory, ids))
+        assert sort_by_mark(found) == sort_by_mark(expected)
         assert sorted(zip(found.extras["log_prob"], found.truncated, strict=True)) == sorted(
             zip(expected.extras["log_prob"], expected.truncated, strict=True)
         )
@@ -389,29 +387,31 @@ def test_what_was_saved_locally_loads_over_shards(tmp_path: Path) -> None:
         assert len(memory) == len(expected) + 2
 
 
-def held_by(memory: ReplayMemory) -> list[tuple[int, int]]:
-    """Return the next id of every shard, and how many rows it holds."""
+def read_ends(memory: ReplayMemory) -> list[tuple[int, int]]:
+    """Return the next id of every shard, and the number of its rows."""
     found = memory._members.refresh()
     return [((shard << 48) + each.next_row, each.next_row - each.first_row) for shard, each in sorted(found.items())]
 
 
-def held_of(memory: ReplayMemory, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ids that are transitions. Bisection keeps the number of calls small."""
+def keep_transitions(memory: ReplayMemory, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the `ids` that are transitions. Bisection needs few calls."""
     try:
         memory.gather(ids)
     except TransitionIdError:
-        return np.concatenate([held_of(memory, half) for half in np.array_split(ids, 2)]) if len(ids) > 1 else ids[:0]
+        if len(ids) == 1:
+            return ids[:0]
+        return np.concatenate([keep_transitions(memory, half) for half in np.array_split(ids, 2)])
     return ids
 
 
-def test_saves_may_overlap(pair: ReplayMemory, tmp_path: Path) -> None:
+def test_overlapping_saves_are_all_complete(pair: ReplayMemory, tmp_path: Path) -> None:
     forget_all(pair)
-    source = stream(lanes=2)
+    source = make_stream(lanes=2)
     for _ in range(300):
-        pair.add(*arguments(source))
+        pair.add(*make_tick(source))
     handles = []
     for _ in range(4):
-        pair.add(*arguments(source))
+        pair.add(*make_tick(source))
         handles.append(pair.save(tmp_path, keep=1))
     assert [handle.result().number for handle in handles] == [1, 2, 3, 4]
     with ReplayMemory.load(tmp_path) as again:
@@ -423,7 +423,7 @@ def test_saves_may_overlap(pair: ReplayMemory, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [holdall.Uniform, holdall.Prioritized])
 def test_a_sampler_that_draws_by_a_users_own_is_refused(kind: Any) -> None:
-    """Its draws would be weighted as if they were those of holdall's own sampler."""
+    """Its draws would get the weights of holdall's own sampler."""
     by = type("Own", (kind,), {})()
     with pytest.raises(ArgumentError, match=r"NStep.*draws by Own.*by=Uniform\(\) or by=Prioritized\(\)"):
         ReplayMemory(OBSERVATION, ACTION, sampler=holdall.NStep(3, 0.9, by=by))

@@ -1,4 +1,4 @@
-"""What shards, learners and the limiter say of themselves reaches whoever scrapes Ray's metrics."""
+"""Ray's metrics have the figures of shards, learners and the limiter."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .processes import wait_until
 _SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
 
 
-def scraped(memory: str) -> dict[tuple[str, str, str], float]:
-    """Return what the nodes' pages say of one memory, by name, shard and call."""
+def read_metrics(memory: str) -> dict[tuple[str, str, str], float]:
+    """Return the metrics of one memory on the pages of all nodes, by name, shard and call."""
     nodes: Any = ray.nodes
     found = {}
     for node in nodes():
@@ -31,7 +31,7 @@ def scraped(memory: str) -> dict[tuple[str, str, str], float]:
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 text = answer.read().decode()
-        except OSError:  # the agent is not up yet
+        except OSError:  # The agent has not started yet.
             continue
         for line in text.splitlines():
             sample = _SAMPLE.fullmatch(line)
@@ -45,7 +45,7 @@ def scraped(memory: str) -> dict[tuple[str, str, str], float]:
 
 
 class Figures:
-    """A shard whose figures cost `cpu_s` seconds of CPU."""
+    """Figures that cost `cpu_s` seconds of CPU, and a clock."""
 
     def __init__(self, cpu_s: float) -> None:
         self.cpu_s = cpu_s
@@ -61,19 +61,19 @@ class Figures:
 
 
 @pytest.mark.parametrize(("cpu_s", "pause_s"), [(0.0, 1.0), (0.01, 1.0), (0.2, 10.0)])
-def test_figures_that_take_long_are_told_less_often(
+def test_figures_that_need_much_cpu_are_reported_less_often(
     cpu_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each is set that has a gauge."""
+    """Figures without a gauge are ignored."""
     figures = Figures(cpu_s)
-    told = list[float]()
+    values = list[float]()
     clock = SimpleNamespace(thread_time=lambda: figures.clock, sleep=figures.pause)
     monkeypatch.setattr(metrics, "time", clock)
     gauges = object.__new__(Gauges)
-    gauges._gauges = {"coverage": SimpleNamespace(set=told.append)}
+    gauges._gauges = {"coverage": SimpleNamespace(set=values.append)}
     turns = iter([figures.measured, figures.measured, None])
-    gauges._follow(lambda: next(turns))  # type: ignore[arg-type]  # stands for a weak method
-    assert told == [0.5, 0.5]
+    gauges._follow(lambda: next(turns))  # type: ignore[arg-type]  # In place of a weak method.
+    assert values == [0.5, 0.5]
     assert figures.paused == pytest.approx([pause_s] * 2)
 
 
@@ -83,7 +83,7 @@ def test_figures_that_take_long_are_told_less_often(
     any(importlib.util.find_spec(name) is None for name in ("opencensus", "aiohttp_cors", "opentelemetry")),
     reason="Ray exports metrics only with its extra: pip install 'ray[default]'",
 )
-def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
+def test_prometheus_gets_the_figures_of_shards_learners_and_the_limiter() -> None:
     row = np.zeros((1, 3), np.float32)
     no = np.zeros(1, np.bool_)
     space = spaces.Box(-1, 1, (3,), np.float32)
@@ -93,13 +93,13 @@ def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
             memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
         seen: dict[tuple[str, str, str], float] = {}
 
-        def is_told() -> bool:
+        def is_complete() -> bool:
             memory.sample(32)
-            seen.update(scraped(memory.name))
-            told = [seen.get(("ray_holdall_shard_transitions", shard, ""), 0.0) for shard in "01"]
-            return sum(told) == 600 and ("ray_holdall_limiter_error", "", "") in seen
+            seen.update(read_metrics(memory.name))
+            values = [seen.get(("ray_holdall_shard_transitions", shard, ""), 0.0) for shard in "01"]
+            return sum(values) == 600 and ("ray_holdall_limiter_error", "", "") in seen
 
-        wait_until(is_told, patience_s=90)
+        wait_until(is_complete, patience_s=90)
         statuses = memory.shards()
         for status in statuses:
             shard = str(status.number)

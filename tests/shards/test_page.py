@@ -1,4 +1,4 @@
-"""The programs of docs/scale.md run as they are, and docs/benchmarks.md has the figures that were measured."""
+"""The programs of docs/scale.md run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAGE = ROOT / "docs" / "scale.md"
 
 
 @pytest.mark.usefixtures("cluster")
-def test_programs() -> None:
-    """The names that stand for the reader's own are here."""
+def test_the_programs_of_the_page_run() -> None:
+    """`names` has the values that a reader's program has."""
     obs = np.zeros((1, 4), np.float32)
     never = np.zeros(1, bool)
     names: dict[str, Any] = {

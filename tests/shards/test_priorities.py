@@ -1,4 +1,4 @@
-"""Priorities over shards: one highest for all, and what of them a restart keeps."""
+"""Priorities over shards: new rows get the highest priority of all shards, and restarts keep priorities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdall.cluster.tuning import ClusterTuning
 from holdall.ray import ReplayMemory, attach
 
 from .chaos.chi_square import chi_square_p
-from .processes import kill, process_of, wait_until
+from .processes import find_process, kill, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -30,7 +30,7 @@ ACTION = spaces.Discrete(2)
 
 
 def add(memory: Any, first: int, end: int) -> None:
-    """Add transitions whose reward tells which one they are."""
+    """Add transitions whose rewards are their numbers."""
     count = end - first
     row = np.zeros((count, 1, 2), np.float32)
     no = np.zeros((count, 1), np.bool_)
@@ -39,8 +39,8 @@ def add(memory: Any, first: int, end: int) -> None:
     memory.flush()
 
 
-def held(memory: ReplayMemory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids of everything held, and which transitions these are."""
+def read_held(memory: ReplayMemory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the ids of all held transitions, and their numbers."""
     counters = memory._members.refresh()
     ids = np.concatenate(
         [make_ids(n, np.arange(each.first_row, each.next_row)) for n, each in sorted(counters.items())]
@@ -48,8 +48,8 @@ def held(memory: ReplayMemory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return ids, memory.gather(ids).reward.astype(np.int64)
 
 
-def drawn(memory: Any, draws: int, most: int) -> NDArray[np.int64]:
-    """Count how often each transition is drawn."""
+def count_draws(memory: Any, draws: int, most: int) -> NDArray[np.int64]:
+    """Draw, and return how often each transition was drawn."""
     counts = np.zeros(most, np.int64)
     size = len(memory)
     for _ in range(-(-draws // size)):
@@ -62,41 +62,42 @@ def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
     settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0, floor=1e-6), "seed": 2, "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 9_000, shards=3, **settings) as memory:
         add(memory, 0, 600)
-        ids, numbers = held(memory)
+        ids, numbers = read_held(memory)
         priorities = np.append(np.full(600, 1.0), np.full(600, 50.0))
         priorities[numbers[0]] = 50.0
-        memory.update_priorities(ids[:1], np.array([50.0]))  # on one shard alone
+        memory.update_priorities(ids[:1], np.array([50.0]))  # On one shard only.
         add(memory, 600, 1_200)
         number = memory.add_shard()
-        kill(process_of(memory._members.handle(1)))
+        kill(find_process(memory._members.handle(1)))
         memory.sample(32)
         wait_until(lambda: memory._members.refresh().get(1) is not None)
         end = 1_200
-        while {0, 1, 2, number} != set((ids >> 48).tolist()):  # also on one that is new, and one that began again
+        while {0, 1, 2, number} != set((ids >> 48).tolist()):  # Also on the new shard and the restarted one.
             add(memory, end, end + 600)
             end += 600
             priorities = np.append(priorities, np.full(600, 50.0))
-            ids, numbers = held(memory)
-        counts = drawn(memory, 200_000, end)
-        few = np.setdiff1d(numbers[numbers < 600], numbers[priorities[numbers] > 1])  # are drawn too seldom for a test
+            ids, numbers = read_held(memory)
+        counts = count_draws(memory, 200_000, end)
+        # These rows are drawn too rarely to test them one by one.
+        few = np.setdiff1d(numbers[numbers < 600], numbers[priorities[numbers] > 1])
         many = np.setdiff1d(numbers, few)
         chances = np.append(priorities[many], priorities[few].sum())
         assert chi_square_p(np.append(counts[many], counts[few].sum()), chances + 1e-6) > 0.001
 
 
 @pytest.mark.nightly
-def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_another() -> None:
+def test_a_new_row_gets_a_priority_that_was_set_on_another_shard() -> None:
     settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0, floor=1e-6), "seed": 2, "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 9_000, shards=2, **settings) as memory:
         add(memory, 0, 256)
-        ids, _ = held(memory)
+        ids, _ = read_held(memory)
         before = sum(memory._members.masses().values())
         memory.update_priorities(ids[:1], np.array([50.0]))
         add(memory, 256, 512)
-        assert set((held(memory)[0] >> 48).tolist()) == {0, 1}
+        assert set((read_held(memory)[0] >> 48).tolist()) == {0, 1}
         after = before + 49.0 + 256 * 50.0
         assert np.isclose(sum(memory._members.masses().values()), after, atol=0.01)
-        # Those of another life of the shard are lost, whatever its number.
+        # Ids of another life of the shard name lost rows.
         memory.update_priorities(ids[:1] + np.int64(first_row_of_life(7)), np.array([9.0]))
         assert len(memory) == 512
         assert np.isclose(sum(memory._members.masses().values()), after, atol=0.01)
@@ -105,7 +106,7 @@ def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_anothe
 
 
 @pytest.mark.nightly
-def test_a_learner_can_set_priorities_on_a_shard_that_was_added_after_it_began() -> None:
+def test_a_learner_can_set_priorities_on_a_shard_that_was_added_later() -> None:
     settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0, floor=1e-6), "seed": 2, "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 9_000, shards=1, **settings) as memory:
         add(memory, 0, 256)
@@ -114,7 +115,7 @@ def test_a_learner_can_set_priorities_on_a_shard_that_was_added_after_it_began()
             with memory.writer() as writer:  # A writer that begins now knows the new shard, and fills the emptier one.
                 add(writer, 256, 512)
                 add(writer, 512, 768)
-            ids, _ = held(memory)
+            ids, _ = read_held(memory)
             there = ids[ids >> 48 == number]
             before = sum(memory._members.masses().values())
             learner.update_priorities(there[:1], np.array([0.5]))
@@ -123,8 +124,8 @@ def test_a_learner_can_set_priorities_on_a_shard_that_was_added_after_it_began()
         assert np.isclose(sum(memory._members.masses().values()), before - 0.5, atol=0.01)
 
 
-def written_priorities(url: Path, shard: int) -> int:
-    """Count the different priorities that the journal of a shard has, in a copy of it."""
+def count_written_priorities(url: Path, shard: int) -> int:
+    """Return the number of different priorities in a copy of a shard's journal."""
     with tempfile.TemporaryDirectory() as copy, suppress(shutil.Error, FileNotFoundError):
         shutil.copytree(url, copy, dirs_exist_ok=True)
         journal = open_journal(copy, shard, ClusterTuning())
@@ -136,7 +137,7 @@ def written_priorities(url: Path, shard: int) -> int:
 
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_priorities_survive_with_the_journals(is_killed: bool, tmp_path: Path) -> None:
-    """Those of a memory that was closed, and of one whose processes were all killed. New rows get the highest."""
+    """After the memory was closed, and after all its processes were killed. New rows get the highest priority."""
     settings: dict[str, Any] = {"durability": "segment", "url": tmp_path, "shards": 2, "patience_s": 60.0}
 
     def sampler() -> Prioritized:
@@ -145,11 +146,11 @@ def test_priorities_survive_with_the_journals(is_killed: bool, tmp_path: Path) -
     priorities = np.random.default_rng(4).uniform(0.5, 4.0, 900)
     memory = ReplayMemory(SPACE, ACTION, 9_000, sampler=sampler(), seed=2, **settings)
     add(memory, 0, 600)
-    ids, numbers = held(memory)
+    ids, numbers = read_held(memory)
     memory.update_priorities(ids, priorities[numbers])
-    len(memory)  # by now the shards have them
+    len(memory)  # Waits until the shards have the priorities.
     if is_killed:
-        wait_until(lambda: sum(written_priorities(tmp_path, shard) for shard in (0, 1)) >= 600)
+        wait_until(lambda: sum(count_written_priorities(tmp_path, shard) for shard in (0, 1)) >= 600)
         for actor in (*[memory._members.handle(number) for number in memory._members.numbers], memory._fleet.roster):
             ray.kill(actor)
     else:
@@ -158,4 +159,4 @@ def test_priorities_survive_with_the_journals(is_killed: bool, tmp_path: Path) -
         assert len(again) == 600
         add(again, 600, 900)
         chances = np.append(priorities[:600], np.full(300, priorities[:600].max())) + 1e-6
-        assert chi_square_p(drawn(again, 200_000 if is_killed else 120_000, 900), chances) > 0.001
+        assert chi_square_p(count_draws(again, 200_000 if is_killed else 120_000, 900), chances) > 0.001

@@ -1,4 +1,4 @@
-"""Blocks that a shard keeps uncompressed: as many as fit, and compressed again for checkpoints and when rows leave."""
+"""Uncompressed blocks of a shard: the newest ones that fit. Checkpoints have their compressed forms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def list_raw(segments: list[Segment]) -> list[bool]:
 
 
 def fill(store: ShardStore, count: int) -> list[Segment]:
-    """Adopt segments of noise, which shares nothing."""
+    """Adopt segments of noise, whose frames have nothing in common."""
     generator = np.random.default_rng(0)
     builder = SegmentBuilder(SCHEMA, ROWS, "balanced", TUNING)
     adopted = []
@@ -60,7 +60,7 @@ def read_all(store: ShardStore) -> bytes:
     return obs.tobytes()
 
 
-def test_the_newest_blocks_are_kept_as_far_as_they_fit() -> None:
+def test_the_newest_blocks_that_fit_are_kept_uncompressed() -> None:
     store = ShardStore(SCHEMA, 1_000, 0, 1, Tuning(), max_raw_bytes=3 * BLOCK_BYTES)
     plain = ShardStore(SCHEMA, 1_000, 0, 1, Tuning())
     assert list_raw(fill(store, 5)) == [False, False, True, True, True]
@@ -68,7 +68,7 @@ def test_the_newest_blocks_are_kept_as_far_as_they_fit() -> None:
     assert read_all(store) == read_all(plain)
 
 
-def test_a_checkpoint_contains_what_writers_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_has_the_forms_that_writers_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompressed blocks are not compressed again. They stay uncompressed, so draws are as fast as before."""
     monkeypatch.setattr(BlockEncoder, "encode", None)
     config = ClusterTuning(store=TUNING)
@@ -87,6 +87,6 @@ def test_a_checkpoint_contains_what_writers_compressed(tmp_path: Path, monkeypat
         assert obs.tobytes() == before
 
 
-def test_blocks_of_evicted_rows_are_not_kept() -> None:
+def test_blocks_of_evicted_rows_are_not_kept_uncompressed() -> None:
     store = ShardStore(SCHEMA, 2 * ROWS, 0, 1, Tuning(), max_raw_bytes=2**20)
     assert list_raw(fill(store, 5)) == [False, False, False, True, True]

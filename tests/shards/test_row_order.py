@@ -1,4 +1,4 @@
-"""Which rows of a shard follow each other, against lists of every writer's steps."""
+"""The order in time of a shard's rows, compared with dictionaries of every writer's steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from holdall.sampling import PLACES_PER_LANE, RowOrder, WriterRun
 
 
 class Shard:
-    """Rows of some writers that come and go, and by hand what follows each."""
+    """Rows of some writers, and the model: a dictionary of the steps of every lane."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
         self.order = RowOrder()
-        self.first = self.next = 0
-        self.steps: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # writer and lane: tick to row
+        self.first = 0
+        self.next = 0
+        self.steps: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # Rows by tick, by writer and lane.
         self.names: dict[int, tuple[tuple[str, int], int]] = {}
         self.ticks: dict[str, int] = defaultdict(int)
 
     def add(self, writer: str, lanes: int) -> None:
         if self.generator.random() < 0.2:
-            self.ticks[writer] += int(self.generator.integers(1, 9))  # was on another shard meanwhile
+            self.ticks[writer] += int(self.generator.integers(1, 9))  # The writer sent these ticks to another shard.
         ticks = int(self.generator.integers(1, 6))
         begin = self.ticks[writer]
         self.ticks[writer] += ticks
@@ -74,5 +75,5 @@ def test_rows_follow_each_other_as_their_writers_stepped(seed: int) -> None:
             for row in range(shard.first, new_from)
             if before <= shard.steps[shard.names[row][0]].get(shard.names[row][1] - 1, -1) < shard.first
         }
-        asked = shard.order.find_ids_without_past(before)
-        assert lost <= set(asked.tolist()) <= set(rows.tolist())
+        found_rows = shard.order.find_ids_without_past(before)
+        assert lost <= set(found_rows.tolist()) <= set(rows.tolist())

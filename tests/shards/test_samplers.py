@@ -1,4 +1,4 @@
-"""Samplers that follow episodes, over shards: as a local memory draws, and from all shards alike."""
+"""Samplers that follow episodes, over shards: they draw as in a local memory, and from all shards alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.cluster.answer import Answer
 from holdall.cluster.ids import shards_of_ids
 from holdall.cluster.learner import assign_rows, compute_weights
-from holdall.delivery.host import DrawnRows
+from holdall.delivery.drawn_rows import DrawnRows
 from holdall.ray import ReplayMemory
 from holdall.sampling import Sampler
 from holdall.schema import Schema
@@ -49,19 +49,19 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-def arguments(source: Stream) -> tuple[Any, ...]:
+def make_tick(source: Stream) -> tuple[Any, ...]:
     step = source.tick()
     return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras
 
 
-def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ticks: int) -> None:
-    """Give both the same ticks, and have both draw the same batches."""
+def compare_with_local_memory(name: str, sharded: Any, settings: dict[str, Any], ticks: int) -> None:
+    """Add the same ticks to a memory over shards and to a local one, and compare their batches."""
     mishaps = Mishaps(0.1, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
     source = Stream(GOALS, ACTION, 2, plans=PLANS, mishaps=mishaps, extras=EXTRAS, seed=3)
     generator = np.random.default_rng(5)
     local = holdall.ReplayMemory(GOALS, ACTION, **settings, extras=EXTRAS, sampler=SAMPLERS[name]())
     for count in range(ticks):
-        step = (*arguments(source), None if count % 7 else np.array([True, count % 2 == 0]))
+        step = (*make_tick(source), None if count % 7 else np.array([True, count % 2 == 0]))
         local.add(*step)
         sharded.add(*step)
         if count % 20 == 15:
@@ -76,7 +76,7 @@ def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ti
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_shard_draws_what_a_local_memory_draws(name: str) -> None:
     settings = {"capacity": 300, "num_envs": 2, "seed": 11}
-    against_a_local_memory(
+    compare_with_local_memory(
         name, Desk(Schema.of(GOALS, ACTION, EXTRAS, 2), SAMPLERS[name](), 300, seed=11), settings, 400
     )
 
@@ -87,7 +87,7 @@ def test_a_shard_draws_what_a_local_memory_draws(name: str) -> None:
 def test_one_shard_gives_the_batches_of_a_local_memory(name: str) -> None:
     settings: dict[str, Any] = {"capacity": 300, "num_envs": 2, "seed": 11}
     with ReplayMemory(GOALS, ACTION, **settings, extras=EXTRAS, sampler=SAMPLERS[name](), shards=1) as memory:
-        against_a_local_memory(name, memory, settings, 260)
+        compare_with_local_memory(name, memory, settings, 260)
 
 
 BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -109,11 +109,11 @@ def add_episodes(memory: Any, lanes: int, ticks: int, first: int = 0) -> None:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 7])
-def test_episodes_stay_together_over_shards(lanes: int) -> None:
-    """Returns and sequences are as long as their episodes allow, whichever shard these are on."""
+def test_an_episode_stays_on_one_shard(lanes: int) -> None:
+    """So n-step returns are only shorter at the end of an episode."""
     with ReplayMemory(BOX, ACTION, 40_000, lanes, shards=3, seed=1, sampler=NStep(4, 1.0)) as memory:
         for _ in range(12):
-            with memory.writer() as writer:  # Every writer begins on a shard of its own choice.
+            with memory.writer() as writer:  # Every writer chooses the shard of its first segment.
                 add_episodes(writer, lanes, 700 // lanes)
         drawn = [memory.sample(512) for _ in range(8)]
         assert len(np.unique(np.concatenate([shards_of_ids(batch.ids) for batch in drawn]))) > 1
@@ -133,8 +133,8 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_shards_with_no_row_to_begin_with_are_refused_as_by_a_local_memory() -> None:
-    """The start of the only episode was evicted, and the stride is longer than what is held."""
+def test_a_draw_without_allowed_starts_raises_the_error_of_a_local_memory() -> None:
+    """The start of the only episode was evicted, and the stride is longer than the rest."""
     row = np.zeros((700, 1, 2), np.float32)
     no = np.zeros((700, 1), np.bool_)
     settings: dict[str, Any] = {"capacity": 200, "seed": 1}
@@ -150,11 +150,11 @@ def test_shards_with_no_row_to_begin_with_are_refused_as_by_a_local_memory() -> 
 
 
 class Lane:
-    """A shard with one writer of one lane, and episodes of some lengths. Rewards tell the transition."""
+    """A shard with one writer of one lane, and episodes of given lengths. Rewards are numbers of transitions."""
 
     def __init__(self, number: int, lengths: list[int], sampler: Sampler, first: int) -> None:
         self.desk = Desk(Schema.of(BOX, ACTION, None, 1), sampler, 4_000, 7 + number, segment_rows=64)
-        self.starts: list[int] = []  # transitions that a sequence may begin with, by hand
+        self.starts: list[int] = []  # Transitions that a sequence may begin with.
         self.numbers = np.arange(first, first + sum(lengths))
         nothing = np.zeros((1, 2), np.float32)
         no = np.zeros(1, np.bool_)
@@ -170,8 +170,8 @@ class Lane:
 
 @pytest.mark.parametrize("by", ["uniform", "priority"])
 @pytest.mark.parametrize("kind", ["n-step", "sequences, every third"])
-def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> None:
-    """Every transition for n-step returns, every start for sequences. Weights say by how much it was not so."""
+def test_starts_are_drawn_in_proportion_to_their_masses_over_unequal_shards(kind: str, by: str) -> None:
+    """Starts are all transitions for n-step returns. Weights are in inverse proportion to the masses."""
     generator = np.random.default_rng(3)
 
     def sampler() -> Any:
@@ -190,7 +190,7 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
         if by == "priority":
             chances[allowed] = generator.uniform(0.5, 4.0, len(allowed))
             lane.desk.shard.update_priorities(allowed - lane.numbers[0], chances[allowed] - 1e-6)
-    masses = {number: lane.desk.shard.mass() for number, lane in enumerate(lanes)}
+    masses = {number: lane.desk.shard.mass for number, lane in enumerate(lanes)}
     assert np.allclose(sum(masses.values()), chances.sum())
     counts = np.zeros(first, np.int64)
     sums = np.zeros(first)
@@ -211,5 +211,5 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
     assert counts[chances == 0].sum() == 0
     kept = chances > 0
     assert chi_square_p(counts[kept], chances[kept]) > 0.001
-    worth = sums[kept] / counts[kept] * chances[kept]
-    assert np.allclose(worth, worth[0], rtol=1e-5)
+    weighted = sums[kept] / counts[kept] * chances[kept]
+    assert np.allclose(weighted, weighted[0], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""A memory is not started where strangers could reach it."""
+"""A memory is not started in a cluster that strangers can use."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdall.ray import ReplayMemory
 
 
 @pytest.mark.parametrize("address", ["10.0.0.3", "192.0.2.2", "2001:db8::1", "worker-3.internal"])
-def test_beyond_this_machine_a_token_is_needed(address: str) -> None:
+def test_a_cluster_of_several_machines_needs_a_token(address: str) -> None:
     for environment in ({}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a" * 40}):
         with pytest.raises(ShardError, match="RAY_AUTH_MODE=token"):
             require_token(["127.0.0.1", address], environment)
     require_token([address], {"RAY_AUTH_MODE": "token"})
 
 
-def test_on_this_machine_alone_none_is_needed() -> None:
+def test_a_cluster_on_this_machine_needs_no_token() -> None:
     require_token(["127.0.0.1", "::1", "localhost"], {})
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660])
-def test_a_token_that_others_can_read_is_closed_to_them(
+def test_a_token_that_other_users_can_read_becomes_private(
     mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     token = tmp_path / "auth_token"
@@ -42,7 +42,7 @@ def test_a_token_that_others_can_read_is_closed_to_them(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_memory_asks_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_checks_the_cluster_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"NodeManagerAddress": "10.0.0.3", "Alive": True}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -1,4 +1,4 @@
-"""Segments: what a writer was given is what a shard holds, and damaged or forged bytes are refused."""
+"""Segments: a shard holds the transitions that a writer was given, and refuses damaged or forged bytes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .desk import Desk
 FRAMES = spaces.Box(0, 255, (4, 24, 24), np.uint8)
 
 
-def schema_of(stream: Stream, lanes: int | None = None) -> Schema:
+def make_schema(stream: Stream, lanes: int | None = None) -> Schema:
     lanes = stream.num_envs if lanes is None else lanes
     return Schema.of(stream.observation_space, stream.action_space, stream.extras, lanes)
 
 
-def arguments(stream: Stream) -> tuple[Any, ...]:
+def make_tick(stream: Stream) -> tuple[Any, ...]:
     step = stream.tick()
     return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras
 
@@ -49,7 +49,7 @@ def arguments(stream: Stream) -> tuple[Any, ...]:
     is_near=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_what_was_added_is_what_is_held(
+def test_a_shard_holds_the_transitions_that_were_added(
     stream: Stream,
     ticks: int,
     capacity: int,
@@ -59,19 +59,21 @@ def test_what_was_added_is_what_is_held(
     is_near: bool,
     seed: int,
 ) -> None:
-    """Whatever is shared, sliced or stored whole, in however many lanes, and however the answer travels."""
+    """With any layout, any number of lanes, and both kinds of answers."""
     tuning = Tuning(
         block_bytes=block_bytes,
         small_field_bytes=small_field_bytes,
         tiny_field_bytes=min(16, small_field_bytes),
         detector_min_pairs=2,
     )
-    desk = Desk(schema_of(stream), Uniform(), capacity * stream.num_envs, 0, segment_rows=segment_rows, is_near=is_near)
-    desk.builder = SegmentBuilder(schema_of(stream), segment_rows, "memory", tuning)
+    desk = Desk(
+        make_schema(stream), Uniform(), capacity * stream.num_envs, 0, segment_rows=segment_rows, is_near=is_near
+    )
+    desk.builder = SegmentBuilder(make_schema(stream), segment_rows, "memory", tuning)
     oracle: Any = OracleMemory(capacity * stream.num_envs, stream.num_envs)
     generator = np.random.default_rng(seed)
     for tick in range(ticks):
-        step = arguments(stream)
+        step = make_tick(stream)
         valid = generator.random(stream.num_envs) < 0.8 if tick % 3 == 2 else None
         oracle.add(*step, valid=valid)
         desk.add(*step, valid)
@@ -87,8 +89,8 @@ def test_what_was_added_is_what_is_held(
 
 @settings(max_examples=40, deadline=None)
 @given(stream=streams(), segment_rows=st.integers(1, 60), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4))
-def test_trajectories_become_the_rows_of_their_ticks(stream: Stream, segment_rows: int, lengths: list[int]) -> None:
-    schema = schema_of(stream)
+def test_extend_adds_the_rows_that_add_would(stream: Stream, segment_rows: int, lengths: list[int]) -> None:
+    schema = make_schema(stream)
     desk = Desk(schema, Uniform(), 10_000, 0, segment_rows=segment_rows)
     oracle = OracleMemory(10_000 * stream.num_envs, stream.num_envs)
     for length in lengths:
@@ -104,10 +106,10 @@ def test_trajectories_become_the_rows_of_their_ticks(stream: Stream, segment_row
         )
         oracle.extend(*given_steps)
         checked = desk.builder.check((length, stream.num_envs), (*given_steps, None))
-        taken = 0
-        while taken < length:
-            count = desk.builder.extend(checked, taken)
-            taken += count
+        added = 0
+        while added < length:
+            count = desk.builder.extend(checked, added)
+            added += count
             if count == 0:
                 desk.send()
     desk.send()
@@ -118,10 +120,10 @@ def test_windows_and_codecs_may_change_between_segments() -> None:
     """A codec is chosen in the background, and is used from some segment on."""
     turning = LeafPlan(axis=0, content="table", later=LeafPlan(), later_from=150)
     stream = Stream(FRAMES, spaces.Discrete(3), 2, plans=[turning], mishaps=Mishaps(ends=0.1))
-    desk = Desk(schema_of(stream), Uniform(), 2_000, 0)
+    desk = Desk(make_schema(stream), Uniform(), 2_000, 0)
     oracle = OracleMemory(2_000, 2)
     for _ in range(600):
-        step = arguments(stream)
+        step = make_tick(stream)
         oracle.add(*step)
         desk.add(*step)
     desk.send()
@@ -130,26 +132,26 @@ def test_windows_and_codecs_may_change_between_segments() -> None:
 
 def test_a_stack_of_frames_is_sent_once_per_frame() -> None:
     stream = Stream(FRAMES, spaces.Discrete(3), 1, plans=[LeafPlan(axis=0)])
-    builder = SegmentBuilder(schema_of(stream), 128, "balanced", Tuning(small_field_bytes=256))
+    builder = SegmentBuilder(make_schema(stream), 128, "balanced", Tuning(small_field_bytes=256))
     sizes = []
     for _ in range(512):
-        step = (*arguments(stream), None)
+        step = (*make_tick(stream), None)
         if not builder.append(step):
             sizes.append(len(builder.close()))
             builder.append(step)
-    assert sizes[-1] < 1.2 * 128 * 24 * 24  # noise, so that only what repeats is saved
+    assert sizes[-1] < 1.2 * 128 * 24 * 24  # Frames of noise: only repetitions can be saved.
 
 
-def packed(lanes: int = 2) -> tuple[bytes, Columns]:
+def pack_ticks(lanes: int = 2) -> tuple[bytes, Columns]:
     stream = Stream(FRAMES, spaces.Discrete(3), lanes, plans=[LeafPlan(axis=0, content="table")])
-    builder = SegmentBuilder(schema_of(stream), 64, "balanced", Tuning(small_field_bytes=256))
+    builder = SegmentBuilder(make_schema(stream), 64, "balanced", Tuning(small_field_bytes=256))
     for _ in range(20):
-        builder.append((*arguments(stream), None))
-    return builder.close(), Columns(schema_of(stream, 1))
+        builder.append((*make_tick(stream), None))
+    return builder.close(), Columns(make_schema(stream, 1))
 
 
 def test_damaged_bytes_are_refused() -> None:
-    payload, columns = packed()
+    payload, columns = pack_ticks()
     unpack_payload(payload, columns)
     generator = np.random.default_rng(0)
     for _ in range(300):
@@ -165,7 +167,7 @@ def test_damaged_bytes_are_refused() -> None:
 
 
 def test_a_segment_of_another_memory_is_refused() -> None:
-    payload, _ = packed()
+    payload, _ = pack_ticks()
     other = Schema.of(spaces.Box(0, 255, (4, 24, 25), np.uint8), spaces.Discrete(3), {}, 1)
     with pytest.raises(DamageError):
         unpack_payload(payload, Columns(other))
@@ -190,9 +192,9 @@ def test_rewards_of_another_dtype_are_refused() -> None:
 
 def test_rows_that_the_capacity_evicts_take_no_memory() -> None:
     stream = Stream(FRAMES, spaces.Discrete(3), 1, plans=[LeafPlan()])
-    desk = Desk(schema_of(stream), Uniform(), 100, 0, segment_rows=16)
+    desk = Desk(make_schema(stream), Uniform(), 100, 0, segment_rows=16)
     for _ in range(1_000):
-        desk.add(*arguments(stream))
+        desk.add(*make_tick(stream))
     desk.send()
     assert len(desk.shard.store) == 100
     assert desk.shard.store.segments <= 100 // 16 + 2

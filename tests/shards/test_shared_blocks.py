@@ -1,4 +1,4 @@
-"""Batches that shards write to memory that they share with a learner: the caller's own, as those that were copied."""
+"""Batches in memory that shards and a learner share. They belong to the caller, like copied batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPACE = spaces.Dict(image=spaces.Box(0, 255, (48, 48, 3), np.uint8), state=space
 FRAMES = np.random.default_rng(0).integers(0, 256, (400, 1, 48, 48, 3), dtype=np.uint8)
 LEAVES = [Leaf("", (48, 48, 3), np.dtype(np.uint8))]
 MIN_BYTES = ClusterTuning().min_shared_bytes
-needs_sharing = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared so on Linux alone")
+needs_sharing = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs memfd_create of Linux")
 
 
 def require_right(batch: Batch) -> None:
@@ -55,12 +55,12 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
         first = memory.sample(64)
         second = memory.sample(64)
         assert is_shared(first) == is_shared(second) == hasattr(os, "memfd_create")
-        assert is_shared(first, "state") == is_shared(first)  # so that answers stay small
+        assert is_shared(first, "state") == is_shared(first)  # Keeps answers small.
         require_right(first)
         first.obs["image"][:] = 7
         first.next_obs["image"][:] = 9
         require_right(second)
-        kept = [memory.sample(64) for _ in range(12)]  # as many as a caller likes
+        kept = [memory.sample(64) for _ in range(12)]  # A caller may keep any number of batches.
         for batch in kept:
             require_right(batch)
         del kept, first
@@ -71,19 +71,19 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
         require_right(second)
         with monkeypatch.context() as far:
             far.setattr("holdall.cluster.learner.get_machine_id", lambda: b"other")
-            with attach(memory.name) as elsewhere:  # as from another machine
+            with attach(memory.name) as elsewhere:  # As on another machine.
                 require_right(elsewhere.sample(64))
                 with elsewhere.loader(64, prefetch=3) as loader:
                     for _ in range(9):
                         require_right(next(loader))
-        few = memory.sample(2)  # too few for a block
+        few = memory.sample(2)  # Too few rows for a block.
         assert not is_shared(few)
         require_right(few)
-    require_right(second)  # also when the shards are gone
+    require_right(second)  # Also after the shards have ended.
 
 
 @needs_sharing
-def test_a_block_is_used_again_when_its_batch_is_gone_and_nobody_writes_to_it() -> None:
+def test_a_block_is_reused_after_its_batch_was_freed_and_its_answers_were_received() -> None:
     blocks = BatchBlocks(LEAVES, MIN_BYTES)
     taken: Any = blocks.take(64)
     arrays = taken.arrays()
@@ -91,7 +91,7 @@ def test_a_block_is_used_again_when_its_batch_is_gone_and_nobody_writes_to_it() 
     blocks.release(taken)
     del taken
     other: Any = blocks.take(64)
-    assert other.block.place.name != name  # its arrays are in use
+    assert other.block.place.name != name  # Its arrays are in use.
     arrays = other.arrays()
     again: Any = blocks.take(64)
     assert again.block.place.name == name
@@ -99,15 +99,15 @@ def test_a_block_is_used_again_when_its_batch_is_gone_and_nobody_writes_to_it() 
     del other, arrays
     gc.collect()
     newest: Any = blocks.take(64)
-    assert newest.block.place.name not in {name, unanswered}  # a shard may still write to it
+    assert newest.block.place.name not in {name, unanswered}  # A shard may still write to it.
 
 
-def opened(shard: OpenedBlocks, place: BlockRows) -> Any:
+def open_block(shard: OpenedBlocks, place: BlockRows) -> Any:
     return shard.open(place.place, block_bytes(LEAVES, place.rows))
 
 
 class TwoShards:
-    """Shard 1 is lost when it is asked for rows, and stays so. It may still write to a block that it was given."""
+    """Two shards. Shard 1 is lost when it is asked for rows. It may still write to the block of that request."""
 
     patience_s = 1.0
     transitions = 1_000
@@ -138,7 +138,7 @@ class TwoShards:
 
 
 @needs_sharing
-def test_what_a_shard_writes_late_does_not_reach_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_writes_of_a_lost_shard_do_not_reach_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     members: Any = TwoShards()
     made: list[Any] = []
     blocks = BatchBlocks(LEAVES, MIN_BYTES)
@@ -161,7 +161,7 @@ def test_what_a_shard_writes_late_does_not_reach_the_batch(monkeypatch: pytest.M
     drawing.finish(request)
     ((_, positions, shards, _, _, block),) = made
     assert [shard for shard, _ in members.requests] == [0, 1, 0]
-    assert (shards, sorted(positions[0])) == ([0], list(range(64)))  # all rows are drawn again
+    assert (shards, sorted(positions[0])) == ([0], list(range(64)))  # All rows are drawn again.
     assert block is None
     assert members.requests[-1][1].block is None
     names = {sent.block.place.name for _, sent in members.requests if sent.block is not None}
@@ -172,43 +172,43 @@ def test_what_a_shard_writes_late_does_not_reach_the_batch(monkeypatch: pytest.M
 
 
 @needs_sharing
-def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
+def test_nothing_is_written_to_another_file_with_the_descriptor_of_a_block() -> None:
     blocks = BatchBlocks(LEAVES, MIN_BYTES)
     taken: Any = blocks.take(64)
     place = taken.describe_rows(np.arange(64))
     shard = OpenedBlocks()
-    assert opened(shard, place._replace(place=place.place._replace(name="holdall-another"))) is None
-    assert opened(shard, place._replace(rows=65)) is None  # of another size
-    assert opened(shard, place._replace(place=place.place._replace(descriptor=9_999))) is None
-    assert opened(shard, place) is not None
+    assert open_block(shard, place._replace(place=place.place._replace(name="holdall-another"))) is None
+    assert open_block(shard, place._replace(rows=65)) is None  # Another size.
+    assert open_block(shard, place._replace(place=place.place._replace(descriptor=9_999))) is None
+    assert open_block(shard, place) is not None
     del taken
     gc.collect()
     other: Any = blocks.take(80)
-    assert opened(shard, other.describe_rows(np.arange(80))) is not None
+    assert open_block(shard, other.describe_rows(np.arange(80))) is not None
     names = [block.name for block in shard._opened]
-    assert names == [other.block.place.name]  # that of a learner that gave it up takes no more memory
-    assert opened(shard, place) is None
+    assert names == [other.block.place.name]  # The block that the learner freed is closed.
+    assert open_block(shard, place) is None
 
 
 @needs_sharing
-def test_blocks_of_a_learner_that_ended_are_let_go_though_no_other_is_opened() -> None:
+def test_blocks_of_a_learner_that_ended_are_closed() -> None:
     ended = BatchBlocks(LEAVES, MIN_BYTES)
-    going_on = BatchBlocks(LEAVES, MIN_BYTES)
+    continuing = BatchBlocks(LEAVES, MIN_BYTES)
     shard = OpenedBlocks()
     lost: Any = ended.take(64)
-    kept: Any = going_on.take(64)
+    kept: Any = continuing.take(64)
     place = kept.describe_rows(np.arange(64))
-    assert opened(shard, lost.describe_rows(np.arange(64))) is not None
-    assert opened(shard, place) is not None
+    assert open_block(shard, lost.describe_rows(np.arange(64))) is not None
+    assert open_block(shard, place) is not None
     del lost, ended
     gc.collect()
-    for _ in range(300):  # the shard looks now and then
-        assert opened(shard, place) is not None
+    for _ in range(300):  # The shard checks its blocks from time to time.
+        assert open_block(shard, place) is not None
     assert [block.name for block in shard._opened] == [kept.block.place.name]
 
 
 @needs_sharing
-def test_who_keeps_many_batches_keeps_few_files_open() -> None:
+def test_many_kept_batches_need_few_open_files() -> None:
     blocks = BatchBlocks(LEAVES, MIN_BYTES)
     before = psutil.Process().num_fds()
     kept = []

@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 
 from holdall._native import FLAG_INVALID, Block, Coded, Dictionary, Part, Segment, decode
 from holdall.checkpoint.load import RecordFiles, Restored
-from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry, require_files
-from holdall.checkpoint.reader import CheckpointReader, Losses, read_shard_manifest
+from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry, ShardEntry, require_files
+from holdall.checkpoint.reader import CheckpointReader, Loss, read_shard_manifest, try_read
 from holdall.checks import refuse_malformed
 from holdall.errors import CheckpointError, DamageError
 from holdall.store.format import BLOCK, NEXT_FOLLOWS, find_damaged_slices, mark_invalid, read_block
+from holdall.store.layouts import PAIRED, find_sliced_layout
 from holdall.store.records import MAX_RECORD_BYTES, Record
 from holdall.store.windows import Window
 
@@ -52,24 +54,27 @@ def find_damage(
     checker = _RecordChecker(RecordFiles(reader, manifest.files), manifest)
     found = []
     for ref in dict.fromkeys(manifest.refs):
-        with Losses() as lost, refuse_malformed(f"The record at byte {ref.start} of {ref.file}"):
-            checker.check(ref)
-        found += [Damage(ref.file, ref.start, str(error)) for error in lost]
+        checked = try_read(partial(checker.check, ref))
+        if isinstance(checked, Loss):
+            found.append(Damage(ref.file, ref.start, str(checked.error)))
         progress(ref.nbytes)
     for shard in manifest.shards:
-        shard_reader = reader.open_shard(shard.folder)
-        of_shard: list[Damage] = []
-        with Losses() as lost:
-            of_shard = find_damage(shard_reader, read_shard_manifest(shard_reader, shard), progress)
-        of_shard += [Damage("", 0, str(error)) for error in lost]
+        of_shard = try_read(partial(_find_shard_damage, reader.open_shard(shard.folder), shard, progress))
+        if isinstance(of_shard, Loss):
+            of_shard = [Damage("", 0, str(of_shard.error))]
         found += [replace(damage, file=f"{shard.folder}/{damage.file}") for damage in of_shard]
     return found
+
+
+def _find_shard_damage(reader: CheckpointReader, shard: ShardEntry, progress: Callable[[int], None]) -> list[Damage]:
+    return find_damage(reader, read_shard_manifest(reader, shard), progress)
 
 
 class _LostTransitions(NamedTuple):
     """Transitions of one segment that are lost."""
 
     transitions: int
+    is_exact: bool  # False: `transitions` is an upper bound, because some of the entries may not be transitions.
     first_tick: int
     last_tick: int
     reason: str
@@ -82,11 +87,16 @@ class _RecordChecker:
         self._files = files
         self._dictionaries: dict[str, Dictionary] = {}
         for name, ref in manifest.dictionaries.items():
-            with Losses():
-                self._dictionaries[name] = files.read_dictionary(name, ref)
+            dictionary = try_read(partial(files.read_dictionary, name, ref))
+            if not isinstance(dictionary, Loss):
+                self._dictionaries[name] = dictionary
 
     def check(self, ref: Ref) -> None:
         """Raise DamageError if a record is damaged."""
+        with refuse_malformed(f"The record at byte {ref.start} of {ref.file}"):
+            self._check(ref)
+
+    def _check(self, ref: Ref) -> None:
         record, ahead = self._files.read_record(ref)
         if record.kind == BLOCK:
             read_block(record, ahead.read, self._dictionaries)
@@ -104,6 +114,8 @@ class Salvage(Restored):
         self._damaged: dict[int, NDArray[np.bool_]] = {}  # By number of a block: which slices are damaged.
         self._reasons: dict[int, str] = {}
         self._losses: list[_LostTransitions] = []
+        entries = (manifest.next_tick - manifest.first_tick) * self.schema.num_envs
+        self._has_only_transitions = manifest.transitions == entries
 
     def read(self) -> None:
         """Read everything that is readable."""
@@ -113,37 +125,47 @@ class Salvage(Restored):
 
     def open_attached(self) -> None:
         """Open the attached files that exist."""
-        with Losses():
-            super().open_attached()
+        try_read(super().open_attached)
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary, or its copy in another checkpoint.
 
         If no copy is readable, the blocks that need the dictionary count as damaged.
         """
-        with Losses():
-            super().read_dictionary(name, ref)
+        if not isinstance(try_read(partial(super().read_dictionary, name, ref)), Loss):
             return
         for number in self._reader.numbers():
-            with Losses():
-                other = self._reader.manifest(number)
-                if name in other.dictionaries:
-                    files = RecordFiles(self._reader, other.files)
-                    self.dictionaries[name] = files.read_dictionary(name, other.dictionaries[name])
-                    return
+            copy = try_read(partial(self._read_copy, name, number))
+            if isinstance(copy, Dictionary):
+                self.dictionaries[name] = copy
+                return
+
+    def _read_copy(self, name: str, number: int) -> Dictionary | None:
+        """Read a dictionary as checkpoint `number` has it. Return None if that checkpoint does not need it."""
+        manifest = self._reader.manifest(number)
+        if name not in manifest.dictionaries:
+            return None
+        return RecordFiles(self._reader, manifest.files).read_dictionary(name, manifest.dictionaries[name])
 
     def read_segment(self, entry: SegmentEntry) -> Segment:
-        """Read a segment. Mark transitions that need damaged slices as invalid, or all if it is unreadable."""
-        with Losses() as lost:
-            segment = super().read_segment(entry)
-            is_lost = self._find_lost(entry, segment)
-            if not is_lost.any():
-                return segment
-            reasons = [self._reasons[number] for number in entry.blocks if number in self._reasons]
-            self._record_loss(entry, is_lost, reasons[0])
-            return mark_invalid(segment, is_lost)
-        self._record_loss(entry, np.ones(entry.ticks * self.schema.num_envs, np.bool_), str(lost[0]))
+        """Read a segment, or return a blank one if it is unreadable."""
+        segment = try_read(partial(self._read_marked, entry))
+        if not isinstance(segment, Loss):
+            return segment
+        is_lost = np.ones(entry.ticks * self.schema.num_envs, np.bool_)
+        self._record_loss(entry, is_lost, str(segment.error), is_exact=self._has_only_transitions)
         return self._make_blank(entry)
+
+    def _read_marked(self, entry: SegmentEntry) -> Segment:
+        """Read a segment. Mark transitions that need damaged slices as invalid."""
+        segment = super().read_segment(entry)
+        is_lost = self._find_lost(entry, segment)
+        if not is_lost.any():
+            return segment
+        marked = mark_invalid(segment, is_lost)
+        reasons = [self._reasons[number] for number in entry.blocks if number in self._reasons]
+        self._record_loss(entry, is_lost, reasons[0], is_exact=True)
+        return marked
 
     def read_block(self, number: int) -> Block:
         """Read a block completely. Damaged slices are replaced by zeros."""
@@ -165,14 +187,16 @@ class Salvage(Restored):
         return self.blocks[number]
 
     def _find_lost(self, entry: SegmentEntry, segment: Segment) -> NDArray[np.bool_]:
-        """Return which transitions of a segment need a damaged slice, numbered by tick and lane."""
+        """Return which entries of a segment are transitions that need a damaged slice, numbered by tick and lane."""
         is_lost = np.zeros(segment.ticks * segment.lanes, np.bool_)
         numbers = {self.blocks[number].serial: number for number in entry.blocks}
         for part in segment.parts:
             number = None if part.block is None else numbers[part.block.serial]
             if number is not None and number in self._damaged:
                 is_lost |= _find_dependent(part, self._damaged[number], segment.lanes)
-        return is_lost
+        flags = segment.parts[self.columns.flags].arrays()["rows"]
+        is_transition: NDArray[np.bool_] = flags & FLAG_INVALID == 0
+        return is_lost & is_transition
 
     def _make_blank(self, entry: SegmentEntry) -> Segment:
         """Return a segment of the same ticks without any valid transition."""
@@ -182,35 +206,36 @@ class Salvage(Restored):
         for leaf in self.schema.observation.leaves:
             if leaf.nbytes == 0:
                 empty = {"rows": np.zeros(0, np.uint8)}
-                parts.append(Part.restore("paired", ticks, lanes, 0, empty, ("paired",), None))
+                parts.append(Part.restore("paired", ticks, lanes, 0, empty, PAIRED, None))
                 continue
             block = Block(leaf.nbytes, 1, bytes(leaf.nbytes))
             arrays = {"cursors": np.zeros(ticks * lanes, np.uint32), "log": np.zeros(2 * lanes, np.uint16)}
             layout = Window.whole(leaf).layout()
             parts.append(Part.restore("sliced", ticks, lanes, leaf.nbytes, arrays, layout, block))
         for column in range(self.columns.observations, self.columns.flags + 1):
-            row_bytes = self.columns.leaf_bytes(column, self.reward_dtype) or 0
+            row_bytes = self.columns.count_row_bytes(column, self.reward_dtype) or 0
             rows = np.zeros(ticks * lanes * row_bytes, np.uint8)
             if column == self.columns.flags:
                 rows[:] = FLAG_INVALID
             parts.append(Part.restore("rows", ticks, lanes, row_bytes, {"rows": rows}, None, None))
         return Segment(entry.first_tick, ticks, lanes, parts)
 
-    def _record_loss(self, entry: SegmentEntry, is_lost: NDArray[np.bool_], reason: str) -> None:
-        """Record which transitions of a segment are lost. Ticks before `first_tick` do not count: they were evicted."""
+    def _record_loss(self, entry: SegmentEntry, is_lost: NDArray[np.bool_], reason: str, *, is_exact: bool) -> None:
+        """Record which entries of a segment are lost. Ticks before `first_tick` do not count: they were evicted."""
         ticks = np.flatnonzero(is_lost) // self.schema.num_envs + entry.first_tick
         ticks = ticks[ticks >= self.first_tick]
         if len(ticks) > 0:
-            self._losses.append(_LostTransitions(len(ticks), int(ticks[0]), int(ticks[-1]), reason))
+            self._losses.append(_LostTransitions(len(ticks), is_exact, int(ticks[0]), int(ticks[-1]), reason))
 
     def _log_losses(self) -> None:
         """Log which ticks have lost transitions. Consecutive losses with the same reason are logged together."""
-        for reason, losses in itertools.groupby(self._losses, attrgetter("reason")):
+        for (reason, is_exact), losses in itertools.groupby(self._losses, attrgetter("reason", "is_exact")):
             group = list(losses)
             _LOG.warning(
-                "%s, checkpoint %d: %d transitions of ticks %d to %d are lost: %s",
+                "%s, checkpoint %d: %s%d transitions of ticks %d to %d are lost: %s",
                 self.url,
                 self.manifest.number,
+                "" if is_exact else "at most ",
                 sum(loss.transitions for loss in group),
                 group[0].first_tick,
                 group[-1].last_tick,
@@ -220,9 +245,8 @@ class Salvage(Restored):
 
 def _find_damaged(record: Record, read: Any, coded: Coded) -> NDArray[np.bool_]:
     """Return which slices of a block are damaged. All slices count as damaged if their units are unreadable."""
-    with Losses():
-        return find_damaged_slices(record, read, coded)
-    return np.ones(coded.slice_count, np.bool_)
+    is_damaged = try_read(partial(find_damaged_slices, record, read, coded))
+    return np.ones(coded.slice_count, np.bool_) if isinstance(is_damaged, Loss) else is_damaged
 
 
 def _replace_damaged(coded: Coded, is_damaged: NDArray[np.bool_]) -> Block:
@@ -239,17 +263,15 @@ def _replace_damaged(coded: Coded, is_damaged: NDArray[np.bool_]) -> Block:
 def _find_dependent(part: Part, is_damaged: NDArray[np.bool_], lanes: int) -> NDArray[np.bool_]:
     """Return which transitions of a sliced part use a damaged slice."""
     arrays = part.arrays()
-    layout = part.layout
-    assert layout is not None
-    assert len(layout) == 5  # Only sliced parts have blocks.
-    _, window, _, _, shift = layout
+    layout = find_sliced_layout(part)
+    window = layout.slice_count
     log = arrays["log"].reshape(-1, lanes)
     # counts[e, lane] is the number of damaged entries before entry e.
     counts = np.zeros((len(log) + 1, lanes), np.int64)
     np.cumsum(is_damaged[log], axis=0, out=counts[1:])
     cursors = arrays["cursors"]
     starts = (cursors & ~NEXT_FOLLOWS).astype(np.int64)
-    next_starts = starts + np.where(cursors & NEXT_FOLLOWS, window, shift)
+    next_starts = starts + np.where(cursors & NEXT_FOLLOWS, window, layout.shift)
     lane = np.arange(len(cursors)) % lanes
     dependent: NDArray[np.bool_] = counts[starts + window, lane] > counts[starts, lane]
     return dependent | (counts[next_starts + window, lane] > counts[next_starts, lane])

@@ -21,6 +21,7 @@ from holdall.checkpoint.data_file import DataFile, Demand, fetch_ranges
 from holdall.checkpoint.waiting import Waiting
 from holdall.errors import HoldallError
 from holdall.store.format import NEXT_FOLLOWS
+from holdall.store.layouts import find_sliced_layout
 
 _FETCH_BYTES = 4 * 2**20
 _STOP_S = 5.0
@@ -199,7 +200,4 @@ def _find_file(part: Part) -> DataFile | None:
 
 def _read_log(part: Part, lanes: int) -> _Log:
     arrays = part.arrays()
-    layout = part.layout
-    assert layout is not None
-    assert len(layout) == 5  # Only sliced parts have blocks.
-    return _Log(arrays["cursors"], arrays["log"].reshape(-1, lanes), layout[1])
+    return _Log(arrays["cursors"], arrays["log"].reshape(-1, lanes), find_sliced_layout(part).slice_count)

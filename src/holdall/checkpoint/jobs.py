@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 from holdall.background import JOBS
 from holdall.checkpoint.waiting import Waiting
@@ -23,75 +23,106 @@ _CHECK_S = 1.0
 _YIELD_S = 0.001
 """Pause of a thread that was woken. Without the pause, it would take the GIL from the thread that woke it."""
 
+_J = TypeVar("_J")
 
-class JobThread:
+
+class JobThread(Generic[_J]):
     """Does jobs in the order in which they were put. The thread starts with the first job.
 
-    Attributes:
-        lock: Lock that guards the other attributes. Use `lock`, and not `changed`, in a `with` statement: an interrupt
-            inside of `Condition.__enter__`, which is Python code, would leave the lock taken for ever.
-        changed: Condition of `lock`. Notified when a job is queued or done.
+    All methods may be called from any thread.
+
+    Args:
         waiting: Progress of the current job, and the way to cancel it.
-        jobs: Queued jobs.
-        current: The job that is being done, or None.
-        has_given_up: Whether `end` stopped waiting. The remaining jobs then fail.
+        work: Does a job and raises nothing.
     """
 
-    def __init__(self, name: str, waiting: Waiting, work: Callable[[Any], None]) -> None:
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.waiting = waiting
-        self.jobs: deque[Any] = deque()
-        self.current: Any = None
-        self.has_given_up = False
+    def __init__(self, name: str, waiting: Waiting, work: Callable[[_J], None]) -> None:
+        # Guards the other attributes. Use `_lock`, and not `_changed`, in a `with` statement: an interrupt inside of
+        # `Condition.__enter__`, which is Python code, would leave the lock taken for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # Notified when a job is queued or done.
+        self._waiting = waiting
+        self._jobs: deque[_J] = deque()  # Queued jobs.
+        self._current: _J | None = None  # The job that is being done.
+        self._has_given_up = False  # Whether `end` stopped waiting. The remaining jobs then fail.
         self._is_ending = False
         self._name = name
-        self._work = work  # Does a job and raises nothing.
+        self._work = work
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is being done or queued. False in a forked child."""
-        return self._process == os.getpid() and (self.current is not None or bool(self.jobs))
+        return self._process == os.getpid() and (self._current is not None or bool(self._jobs))
 
-    def put(self, job: Any) -> None:
-        """Queue a job. Callers hold `lock`. Raise RuntimeError if no thread can be started."""
+    def put(self, make_job: Callable[[], _J]) -> None:
+        """Queue the job that `make_job` returns. Raise RuntimeError if no thread can be started.
+
+        `make_job` is called while the queue is locked, so jobs are queued in the order in which they were made.
+        """
+        with self._lock:
+            self._queue(make_job())
+
+    def replace(self, job: _J) -> None:
+        """Queue a job in place of those that are queued. Raise RuntimeError if no thread can be started."""
+        with self._lock:
+            self._jobs.clear()
+            self._queue(job)
+
+    def cancel(self, is_meant: Callable[[_J], bool]) -> list[_J]:
+        """Remove the queued jobs that are meant and return them. Cancel the current job if it is meant."""
+        with self._lock:
+            removed = [job for job in self._jobs if is_meant(job)]
+            for job in removed:
+                self._jobs.remove(job)
+            if self._current is not None and is_meant(self._current):
+                self._waiting.cancel()
+        return removed
+
+    def list_jobs(self) -> list[_J]:
+        """Return the jobs that are queued and the one that is being done."""
+        with self._lock:
+            current = [] if self._current is None else [self._current]
+            return [*current, *self._jobs]
+
+    def _queue(self, job: _J) -> None:
+        """Start the thread if it does not run, and queue a job. The caller holds the lock."""
         if self._process != os.getpid():
             # A forked child has a copy of the queue, but not the thread.
             self._thread = None
-            self.current = None
+            self._current = None
             self._process = os.getpid()
-            self.jobs.clear()
+            self._jobs.clear()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             JOBS.add(self)
-        self.jobs.append(job)
-        self.changed.notify_all()
+        self._jobs.append(job)
+        self._changed.notify_all()
 
     def end(self, timeout: float, began: float) -> None:
         """Wait until all jobs are done. Raise CheckpointError if there is no progress for `timeout` seconds.
 
         `began` is the time at which the caller began to wait for this thread, or for another thread before it.
         """
-        with self.lock:
+        with self._lock:
             self._is_ending = True
-            self.changed.notify_all()
-        waiting = self.waiting
+            self._changed.notify_all()
+        waiting = self._waiting
         since = time.monotonic()
         reason = ""
         while self.is_busy:
             waited = time.monotonic() - waiting.last_progress_after(began)
             if waited >= _GIVE_UP_SHARE * timeout and not reason:
                 reason = waiting.reason or "there is no progress"
-                self.has_given_up = True
+                self._has_given_up = True
                 waiting.cancel()
             if waited >= timeout:
                 break
             waiting.remind(since, f"{waiting.url} is being saved: {waiting.reason or 'it makes progress'}.")
-            with self.lock:
-                self.changed.wait_for(lambda: not self.is_busy, _POLL_S)
+            with self._lock:
+                self._changed.wait_for(lambda: not self.is_busy, _POLL_S)
         if reason:
             raise CheckpointError(
                 f"{waiting.url} was not saved: {reason}. close() waits at most {timeout:g} s for progress. Check the "
@@ -100,23 +131,23 @@ class JobThread:
 
     def _run(self) -> None:
         while True:
-            with self.lock:
+            with self._lock:
                 idle_since = time.monotonic()
-                while not self._is_ending and not self.jobs and time.monotonic() - idle_since < _IDLE_S:
-                    self.changed.wait(_CHECK_S)
-                if not self.jobs:
+                while not self._is_ending and not self._jobs and time.monotonic() - idle_since < _IDLE_S:
+                    self._changed.wait(_CHECK_S)
+                if not self._jobs:
                     self._thread = None  # Under the lock, so that the next `put` starts another thread.
                     return
             time.sleep(_YIELD_S)
-            with self.lock:
-                if not self.jobs:
+            with self._lock:
+                if not self._jobs:
                     continue  # All jobs were cancelled.
-                self.current = self.jobs.popleft()
-                if not self.has_given_up:
-                    self.waiting.begin()
+                self._current = self._jobs.popleft()
+                if not self._has_given_up:
+                    self._waiting.begin()
             try:
-                self._work(self.current)
+                self._work(self._current)
             finally:
-                with self.lock:
-                    self.current = None
-                    self.changed.notify_all()
+                with self._lock:
+                    self._current = None
+                    self._changed.notify_all()

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from holdall.checkpoint.attached import Attached
 from holdall.checkpoint.data_file import DataFile, Demand, allow_open_files, fetch_ranges
 from holdall.checkpoint.fetch import BackgroundFetch, fetch_all, fetch_on_demand, start_fetch
 from holdall.checkpoint.manifest import Manifest, Ref, SegmentEntry
-from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Losses, open_reader, require_whole
+from holdall.checkpoint.reader import LOAD_S, CheckpointReader, Loss, open_reader, require_whole, try_read
 from holdall.checkpoint.save import SavedBlock, SavedRecords, SavedSegment
 from holdall.checks import refuse_malformed, require_count, require_flag, require_number
 from holdall.errors import BlobMissingError, CheckpointError, DamageError
@@ -41,6 +42,7 @@ from holdall.store.format import (
     read_dictionary,
     read_parts,
 )
+from holdall.store.layouts import Layout, RowLayout
 from holdall.store.records import Record, read_record
 from holdall.store.snapshot import StoreState
 from holdall.store.states import read_state
@@ -279,16 +281,16 @@ class Restored:
         if last is None or last.first_tick + last.ticks != next_tick or self.entries[0].first_tick > self.first_tick:
             raise DamageError(f"The segments do not have all ticks from {self.first_tick} to {next_tick - 1}.")
 
-    def _read_layouts(self, description: Any) -> tuple[tuple[Window, ...], tuple[Any, ...]]:
+    def _read_layouts(self, description: Any) -> tuple[tuple[Window, ...], tuple[Layout, ...]]:
         leaves = self.schema.observation.leaves
         windows = tuple(Window.from_json(each, leaf) for each, leaf in zip(description["windows"], leaves, strict=True))
-        layouts: list[Any] = []
+        layouts: list[Layout] = []
         for layout, window in zip(description["layouts"], windows, strict=True):
-            kind = layout[0]
+            kind, *_ = layout
             if kind == "sliced":
                 layouts.append(window.layout())
             elif kind in ("shared", "paired"):
-                layouts.append((kind,))
+                layouts.append(RowLayout(kind))
             else:
                 raise DamageError(f"Corrupt layout {layout!r}.")
         return windows, tuple(layouts)
@@ -339,25 +341,17 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, al
     """
     for _ in range(_MAX_RESTARTS):
         numbers = reader.numbers()
-        sizes = reader.file_sizes()  # After the manifests, because a manifest is created after its files.
+        # After the manifests, because a manifest is created after its files.
+        sizes = None if allows_missing_files else reader.file_sizes()
         refused: dict[str, OSError] = {}  # Errors of the newer checkpoints, by their texts.
         for number in numbers:
-            with Losses() as lost:
-                manifest = reader.manifest(number)
-                if not allows_missing_files:
-                    require_whole(manifest, reader, sizes)
-                built = build(manifest)
-                for reason in refused:
-                    _LOG.warning(
-                        "%s: a newer checkpoint is not complete, so checkpoint %d was loaded. %s",
-                        reader.url,
-                        number,
-                        reason,
-                    )
+            built = try_read(partial(_build_numbered, build, reader, number, sizes))
+            if not isinstance(built, Loss):
+                _log_refused(reader.url, refused, number)
                 return built
             if number not in reader.numbers():
                 break  # A writer removed the checkpoint, so there is a newer one.
-            refused.setdefault(str(lost[0]), lost[0])
+            refused.setdefault(str(built.error), built.error)
         else:
             cause = next(iter(refused.values()), None)
             raise _explain_refused(reader.url, refused, is_recovering=allows_missing_files) from cause
@@ -365,6 +359,25 @@ def load_newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, al
         f"Each of {_MAX_RESTARTS} checkpoints in {reader.url} was removed while it was read. Save less often, or pass "
         "a larger keep."
     )
+
+
+def _build_numbered(
+    build: Callable[[Manifest], _T], reader: CheckpointReader, number: int, sizes: dict[str, int] | None
+) -> _T:
+    """Return `build(manifest)` for one checkpoint.
+
+    Args:
+        sizes: Sizes of all files, to check that those of the checkpoint exist. None: files may be missing.
+    """
+    manifest = reader.manifest(number)
+    if sizes is not None:
+        require_whole(manifest, reader, sizes)
+    return build(manifest)
+
+
+def _log_refused(url: str, reasons: Iterable[str], number: int) -> None:
+    for reason in reasons:
+        _LOG.warning("%s: a newer checkpoint is not complete, so checkpoint %d was loaded. %s", url, number, reason)
 
 
 def _explain_refused(url: str, reasons: Iterable[str], *, is_recovering: bool) -> CheckpointError:
@@ -398,8 +411,31 @@ class Loading(Generic[_M]):
             require_count("num_envs", self.num_envs, 1)
         require_flag("recover", self.recover)
         reader = open_reader(url, self.settings["spill_dir"], timeout)
-        memory = load_newest(reader, lambda manifest: self._load(manifest, reader), allows_missing_files=self.recover)
+        memory = load_newest(
+            reader, lambda manifest: self.load_manifest(manifest, reader), allows_missing_files=self.recover
+        )
         reader.waiting.limit_s = math.inf  # Sampling waits until the store answers or the memory is closed.
+        return memory
+
+    def load_manifest(self, manifest: Manifest, reader: CheckpointReader) -> _M:
+        """Load the checkpoint of a manifest."""
+        with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
+            schema = schema_from_json(manifest.schema)
+        lanes = schema.num_envs if self.num_envs is None else self.num_envs
+        if self.capacity is not None:
+            require_count("capacity", self.capacity, lanes, " (num_envs: it counts transitions over all lanes)")
+        if lanes == schema.num_envs and not manifest.shards:
+            memory = self.load_as_saved(manifest, reader, self.capacity, is_final=True)
+        else:
+            from holdall.checkpoint.streams import convert  # noqa: PLC0415  only for other lanes and shards
+
+            memory = convert(self, manifest, reader, schema, lanes)
+        if self.recover:
+            try:
+                _require_recovered(memory, manifest, reader)
+            except BaseException:
+                memory.close()
+                raise
         return memory
 
     def load_as_saved(
@@ -438,31 +474,10 @@ class Loading(Generic[_M]):
             memory.close()
             raise
 
-    def _load(self, manifest: Manifest, reader: CheckpointReader) -> _M:
-        with refuse_malformed(f"Checkpoint {manifest.number} of {reader.url}"):
-            schema = schema_from_json(manifest.schema)
-        lanes = schema.num_envs if self.num_envs is None else self.num_envs
-        if self.capacity is not None:
-            require_count("capacity", self.capacity, lanes, " (num_envs: it counts transitions over all lanes)")
-        if lanes == schema.num_envs and not manifest.shards:
-            memory = self.load_as_saved(manifest, reader, self.capacity, is_final=True)
-        else:
-            from holdall.checkpoint.streams import convert  # noqa: PLC0415  only for other lanes and shards
-
-            memory = convert(self, manifest, reader, schema, lanes)
-        if self.recover:
-            try:
-                _require_recovered(memory, manifest, reader)
-            except BaseException:
-                memory.close()
-                raise
-        return memory
-
 
 def _require_recovered(memory: LoadedMemory, manifest: Manifest, reader: CheckpointReader) -> None:
     """Raise an error if no transition was readable, or if a writer removed the checkpoint while it was read."""
     if manifest.number not in reader.numbers():
         raise BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed while it was read.")
-    had_transitions = manifest.next_tick > manifest.first_tick or any(shard.transitions for shard in manifest.shards)
-    if had_transitions and len(memory) == 0:
+    if manifest.transitions > 0 and len(memory) == 0:
         raise DamageError("No transition is readable.")

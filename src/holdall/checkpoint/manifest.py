@@ -86,6 +86,7 @@ class Manifest:
     first_tick: int
     next_tick: int
     capacity_ticks: int
+    transitions: int  # Those of its shards included. Entries that were added with `valid=False` do not count.
     schema: dict[str, Any]
     files: dict[str, int]  # Bytes by name of every file that has a record of the checkpoint.
     state: Ref
@@ -127,6 +128,7 @@ def encode(manifest: Manifest) -> bytes:
         "first_tick": manifest.first_tick,
         "next_tick": manifest.next_tick,
         "capacity_ticks": manifest.capacity_ticks,
+        "transitions": manifest.transitions,
         "schema": manifest.schema,
         "files": [[name, nbytes] for name, nbytes in manifest.files.items()],
         "state": pack_ref(manifest.state),
@@ -227,6 +229,7 @@ def _build_manifest(words: Any) -> Manifest:
         first_tick=read_count(words["first_tick"]),
         next_tick=read_count(words["next_tick"]),
         capacity_ticks=capacity_ticks,
+        transitions=read_count(words["transitions"]),
         schema=words["schema"],
         files=files,
         state=unpack_ref(words["state"]),

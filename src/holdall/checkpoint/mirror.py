@@ -7,6 +7,7 @@ Guarantee: a checkpoint is safe in its directory before it is copied. An error o
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,31 +59,30 @@ class CheckpointMirror:
         self._source = open_blobs(source)
         self._place = CheckpointPlace(url, self._waiting)
         self._thread = JobThread("holdall-mirror", self._waiting, self._work)
-        self._changed = self._thread.changed
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # Notified when one of the attributes below changes.
         self._copied_number = 0  # Number of the newest checkpoint that was copied.
         self._error: BaseException | None = None
 
     def send(self, manifest: Manifest, keep: int) -> None:
         """Queue a checkpoint."""
-        with self._thread.lock:
-            self._thread.jobs.clear()  # Only the newest checkpoint is needed.
+        with self._lock:
+            self._error = None
             try:
-                self._thread.put(_MirrorJob(manifest, keep))
-                self._error = None
+                self._thread.replace(_MirrorJob(manifest, keep))  # Only the newest checkpoint is needed.
             except RuntimeError as error:  # `wait` raises it.
                 self._error = CheckpointError(
                     f"Checkpoint {manifest.number} could not be copied to {self._url}: {error}."
                 )
+                self._changed.notify_all()
 
     def list_pinned(self) -> set[str]:
         """Return the names of files that were not copied yet, so that they are not removed."""
-        with self._thread.lock:
-            jobs = filter(None, (*self._thread.jobs, self._thread.current))
-            return {name for job in jobs for name in job.manifest.files}
+        return {name for job in self._thread.list_jobs() for name in job.manifest.files}
 
     def wait(self, number: int, timeout: float | None) -> None:
         """Wait until checkpoint `number`, or a newer one, is in the store. Raise the error of a copy that failed."""
-        with self._thread.lock:
+        with self._lock:
             if not self._changed.wait_for(lambda: self._copied_number >= number or self._error is not None, timeout):
                 raise TimeoutError(
                     f"Checkpoint {number} was not in {self._url} after {timeout:.3g} s. The copy is still running. "
@@ -93,11 +93,9 @@ class CheckpointMirror:
 
     def cancel(self) -> None:
         """Give up all copies that are queued or in progress."""
-        with self._thread.lock:
-            self._thread.jobs.clear()
-            if self._thread.current is not None:
-                self._waiting.cancel()
-            else:
+        with self._lock:
+            self._thread.cancel(lambda _: True)
+            if not self._thread.is_busy:
                 self._error = self._error or CheckpointError(f"The copy to {self._url} was cancelled.")
             self._changed.notify_all()
 
@@ -116,7 +114,7 @@ class CheckpointMirror:
         except BaseException as caught:  # `wait` raises it.
             error = caught
             _LOG.warning("Checkpoint %d could not be mirrored to %s: %s", job.manifest.number, self._url, caught)
-        with self._thread.lock:
+        with self._lock:
             self._error = error
             if error is None:
                 self._copied_number = max(self._copied_number, job.manifest.number)

@@ -6,7 +6,10 @@ import contextlib
 import errno
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from holdall.checkpoint.blobs import BlobStore, open_blobs
 from holdall.checkpoint.data_file import DataFile, open_data_file
@@ -34,26 +37,33 @@ MANIFESTS = "manifests/"
 _MAX_CACHED_MANIFESTS = 64
 
 
-class Losses(list[OSError]):
-    """A list of errors about damaged or missing data. As a context manager, it catches such an error and appends it.
+_T = TypeVar("_T")
 
-        with Losses() as lost:
-            return read()
-        report(lost[0])  # Reached only if `read` raised such an error.
 
-    Other errors are raised, because the data could be read with other permissions, more open files, or a newer holdall.
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Data of a checkpoint that is damaged or missing."""
+
+    error: OSError  # The error of reading it.
+
+
+def try_read(read: Callable[[], _T]) -> _T | Loss:
+    """Return `read()`, or the loss if the data that it reads is damaged or missing.
+
+    Raise all other errors, because the data could be read with other permissions, more open files, or a newer holdall.
     """
+    try:
+        return read()
+    except (DamageError, CheckpointError) as error:
+        if not _is_loss(error):
+            raise
+        return Loss(error.with_traceback(None))  # A traceback would keep the data alive that was read.
 
-    def __enter__(self) -> Losses:
-        return self
 
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> bool:
-        if isinstance(error, NewerFormatError | FencedError) or not isinstance(error, DamageError | CheckpointError):
-            return False
-        if isinstance(error, CheckpointError) and error.errno not in (None, errno.ENOENT):
-            return False
-        self.append(error.with_traceback(None))  # A traceback would keep the data alive that was read.
-        return True
+def _is_loss(error: DamageError | CheckpointError) -> bool:
+    if isinstance(error, NewerFormatError | FencedError):
+        return False
+    return isinstance(error, DamageError) or error.errno in (None, errno.ENOENT)
 
 
 class CheckpointReader:
@@ -124,8 +134,9 @@ class CheckpointReader:
     def find_newest(self) -> Manifest | None:
         """Return the newest manifest that is not damaged, or None. Its files may be missing."""
         for number in self.numbers():
-            with Losses():
-                return self.manifest(number)
+            manifest = try_read(partial(self.manifest, number))
+            if not isinstance(manifest, Loss):
+                return manifest
         return None
 
     def require_checkpoint(self) -> None:

@@ -6,10 +6,11 @@ Guarantee: a file is removed only if no checkpoint names it. Manifests are remov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from holdall.checkpoint.blobs import Lease, describe_process
 from holdall.checkpoint.manifest import Manifest, manifest_name
-from holdall.checkpoint.reader import MANIFESTS, SEGMENTS, CheckpointReader, Losses, require_whole
+from holdall.checkpoint.reader import MANIFESTS, SEGMENTS, CheckpointReader, Loss, require_whole, try_read
 from holdall.errors import BlobMissingError, DamageError, NewerFormatError
 
 OnProgress = Callable[[int, int], None]
@@ -128,7 +129,4 @@ def _read_or_none(reader: CheckpointReader, number: int, nbytes: int | None = No
 
 
 def _is_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> bool:
-    with Losses():
-        require_whole(manifest, reader, sizes)
-        return True
-    return False
+    return not isinstance(try_read(partial(require_whole, manifest, reader, sizes)), Loss)

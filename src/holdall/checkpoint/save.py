@@ -45,6 +45,7 @@ from holdall.store.format import (
     pack_dictionary,
     pack_parts,
 )
+from holdall.store.layouts import SlicedLayout, find_sliced_layout
 from holdall.store.records import Buffer
 from holdall.store.snapshot import StoreState
 from holdall.store.states import pack_state
@@ -68,10 +69,6 @@ class Snapshot(Protocol):
     capacity_ticks: int
     attach: Mapping[str, Path | bytes]
 
-    @property
-    def transitions(self) -> int:
-        """Number of transitions, without those of shards."""
-
     def write(self, writer: SnapshotWriter) -> Content:
         """Write everything but the attached files and the state."""
 
@@ -89,7 +86,7 @@ class BlockSource(Protocol):
 
     prefer: str
 
-    def find_chosen_codec(self, leaf: int, layout: Any, /) -> Codec | None:
+    def find_chosen_codec(self, leaf: int, layout: SlicedLayout, /) -> Codec | None:
         """Return the codec of an observation leaf, or None if none was chosen yet."""
 
     def offer_form(self, block: Block, coded: Coded, /) -> None:
@@ -108,18 +105,19 @@ class MemorySnapshot:
     coded_forms: Mapping[int, Coded] = field(default_factory=dict)
     """Compressed forms of uncompressed blocks that were compressed before, by serial number of the block."""
     attach: Mapping[str, Path | bytes] = field(default_factory=dict)
-    transitions: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        state = _require_unsaved(self.store)
-        entries = (state.next_tick - state.first_tick) * int(self.schema["num_envs"])
-        self.transitions = entries - sum(_count_invalid(segment, state.first_tick) for segment in state.segments)
 
     def write(self, writer: SnapshotWriter) -> Content:
-        """Write the content of the memory."""
-        state = _require_unsaved(self.store)
+        """Write the content of the memory. May be called once."""
+        state = self.store
+        if state is None:
+            raise CheckpointError("A snapshot was saved twice. Please report this.")
         self.store = None
         return writer.write_store(state, schema_from_json(self.schema), self.state, self.source, self.coded_forms)
+
+
+def _count_transitions(state: StoreState, lanes: int) -> int:
+    entries = (state.next_tick - state.first_tick) * lanes
+    return entries - sum(_count_invalid(segment, state.first_tick) for segment in state.segments)
 
 
 def _count_invalid(segment: Segment, first_tick: int) -> int:
@@ -129,13 +127,6 @@ def _count_invalid(segment: Segment, first_tick: int) -> int:
     flags = segment.parts[-1].arrays()["rows"]
     held_flags = flags[(first_tick - segment.first_tick) * segment.lanes :]
     return int(np.count_nonzero(held_flags & FLAG_INVALID))
-
-
-def _require_unsaved(state: StoreState | None) -> StoreState:
-    """Return the state of a snapshot, which may be written once."""
-    if state is None:
-        raise CheckpointError("A snapshot was saved twice. Please report this.")
-    return state
 
 
 class BlobWriter:
@@ -220,9 +211,9 @@ class BlockEncoder:
     """
 
     def __init__(self) -> None:
-        self._chosen: dict[tuple[int, Any], FieldCodec] = {}  # By column and layout.
+        self._chosen: dict[tuple[int, SlicedLayout], FieldCodec] = {}  # By column and layout.
 
-    def encode(self, source: BlockSource | None, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
+    def encode(self, source: BlockSource | None, leaf: Leaf, layout: SlicedLayout, column: int, block: Block) -> Coded:
         """Return the slices of an uncompressed block of a leaf, compressed. Releases the GIL."""
         codec = None if source is None else source.find_chosen_codec(column, layout)
         if codec is not None:
@@ -313,6 +304,7 @@ class SnapshotWriter:
         description = _describe_store(state)
         first_tick = state.first_tick
         next_tick = state.next_tick
+        transitions = _count_transitions(state, schema.num_envs)
         segments = deque(state.segments)
         del state  # The caller dropped the snapshot, too, so every segment is freed when it is written.
         entries: list[SegmentEntry] = []
@@ -333,6 +325,7 @@ class SnapshotWriter:
             fields={
                 "first_tick": first_tick,
                 "next_tick": next_tick,
+                "transitions": transitions,
                 "segments": tuple(entries),
                 "blocks": tuple(blocks),
                 "dictionaries": self._write_dictionaries(),
@@ -358,7 +351,8 @@ class SnapshotWriter:
         # block that is closed at this moment has all of its slices.
         is_open = block.is_open
         column = next(column for column, part in enumerate(segment.parts) if part.block is block)
-        encode_raw = functools.partial(self._encode, source, leaves[column], segment.parts[column].layout)
+        layout = find_sliced_layout(segment.parts[column])
+        encode_raw = functools.partial(self._encode, source, leaves[column], layout)
         coded = code_form(column, block, encode_raw)
         if source is not None and not is_open:
             source.offer_form(block, coded)
@@ -370,7 +364,7 @@ class SnapshotWriter:
             self.saved.blocks[block.serial] = SavedBlock(entry, coded.codec.dictionary)
         return entry
 
-    def _encode(self, source: BlockSource | None, leaf: Leaf, layout: Any, column: int, block: Block) -> Coded:
+    def _encode(self, source: BlockSource | None, leaf: Leaf, layout: SlicedLayout, column: int, block: Block) -> Coded:
         """Return the compressed form of a block. After compressing it, pause so that training has its cores."""
         known = self._coded_forms.get(block.serial)
         if known is not None:

@@ -277,28 +277,24 @@ class Saver:
         """Take a snapshot and queue it.
 
         Args:
-            take_snapshot: Called while the queue is locked, so that snapshots are queued in the order of their moments.
+            take_snapshot: Called while the queue is locked, so that snapshots are saved in the order of their moments.
             keep: Number of checkpoints to keep. None, for shards: see `retention.collect`.
         """
         handle = SaveHandle(self)
-        with self._thread.lock:
+
+        def make_job() -> _SaveJob:
             if mirror is not None:
                 from holdall.checkpoint.mirror import find_mirror  # noqa: PLC0415  imports this module
 
                 handle.mirror = find_mirror(self, mirror)
-            self._thread.put(_SaveJob(take_snapshot(), handle, keep, progress))
+            return _SaveJob(take_snapshot(), handle, keep, progress)
+
+        self._thread.put(make_job)
         return handle
 
     def cancel(self, handle: SaveHandle) -> None:
         """Cancel the save of a handle, whether it is queued or being written."""
-        with self._thread.lock:
-            queued = [job for job in self._thread.jobs if job.handle is handle]
-            for job in queued:
-                self._thread.jobs.remove(job)
-            current = self._thread.current
-            if current is not None and current.handle is handle:
-                self.waiting.cancel()
-        if queued:
+        if self._thread.cancel(lambda job: job.handle is handle):
             handle.end(CheckpointError(f"The save to {self.url} was cancelled before it started."))
 
     def close(self, timeout: float = CLOSE_S, began: float | None = None) -> None:
@@ -330,7 +326,6 @@ class Saver:
 
     def _write(self, job: _SaveJob) -> Checkpoint:
         began = time.perf_counter()
-        transitions = job.snapshot.transitions
         place = self._open()
         writing = SnapshotWriter(
             place.reader,
@@ -351,7 +346,7 @@ class Saver:
             number=manifest.number,
             bytes_written=writing.bytes_written,
             bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
-            transitions=transitions + sum(shard.transitions for shard in manifest.shards),
+            transitions=manifest.transitions,
             seconds=time.perf_counter() - began,
         )
 

@@ -305,7 +305,6 @@ class ShardsSnapshot:
     wait: Callable[[], Mapping[int, Checkpoint]]
     """Function that waits for the saves of all shards and returns their checkpoints by shard number."""
     attach: Mapping[str, Path | bytes] = field(default_factory=dict)
-    transitions: int = 0  # Without those of shards.
 
     def write(self, writer: SnapshotWriter) -> Content:
         """Wait for the checkpoints of all shards, and name them in the manifest."""
@@ -316,7 +315,9 @@ class ShardsSnapshot:
             folder = shard_folder(shard)
             commit = writer.reader.open_shard(folder).manifest(saved.number).commit
             shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
-        return Content(self.state, {"first_tick": 0, "next_tick": 0, "shards": tuple(shards)})
+        transitions = sum(shard.transitions for shard in shards)
+        fields = {"first_tick": 0, "next_tick": 0, "transitions": transitions, "shards": tuple(shards)}
+        return Content(self.state, fields)
 
 
 def shard_folder(shard: int) -> str:

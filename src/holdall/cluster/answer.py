@@ -23,7 +23,7 @@ from holdall.cluster.messages import ShardCounters
 from holdall.cluster.shared_block import BatchBlock, BatchBlocks
 from holdall.cluster.tuning import ClusterTuning
 from holdall.delivery import Delivery
-from holdall.delivery.host import DrawnRows
+from holdall.delivery.drawn_rows import DrawnRows
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Schema
@@ -181,7 +181,7 @@ def merge_rows(parts: Sequence[NDArray[Any]], positions: Sequence[Ids]) -> NDArr
     return merged
 
 
-def _merge_leaves(parts: Sequence[list[Array]], positions: Sequence[Ids]) -> list[Array]:
+def _merge_leaves(parts: Sequence[Sequence[Array]], positions: Sequence[Ids]) -> list[Array]:
     return [merge_rows(leaves, positions) for leaves in zip(*parts, strict=True)]
 
 

@@ -1,12 +1,14 @@
-"""MemoryConfig, the settings that all processes of a memory over shards have, and the checks of these settings."""
+"""The settings of a memory over shards, and the checks of these settings."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from holdall.checkpoint import normalized_url
 from holdall.checks import require_choice, require_number
 from holdall.cluster.limiter import RateLimit
 from holdall.cluster.tuning import ClusterTuning
@@ -19,35 +21,62 @@ NAMESPACE = "holdall"
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 """Ray's scheduling strategy of every `placement`."""
 
-LEARNER_PATIENCE_S = 10.0
-"""Seconds after which a learner counts a silent shard as lost."""
-WRITER_PATIENCE_S = 90.0
-"""Seconds that a writer waits for a shard. By default Ray needs 70 to give up a frozen machine."""
 _STAY_DIVISOR = 4
 """While episodes continue, a writer fills at most a quarter of a shard. Then it cuts them and goes to another shard."""
-_CHOICES: dict[str, Collection[str]] = {
-    "durability": ("memory", "segment"),
-    "on_shard_loss": ("degrade", "block", "raise"),
-    "prefer": PREFERENCES,
-    "placement": PLACEMENTS,
-}
 
 
-class MemoryConfig(NamedTuple):
-    """The settings that every process of a memory has. See `holdall.ray.ReplayMemory`."""
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """The settings that `holdall.ray.ReplayMemory` and its method `load` both accept, and that every process gets.
+
+    The docstring of `holdall.ray.ReplayMemory` describes them. Raises ArgumentError for settings that are wrong or
+    contradict each other.
+    """
+
+    durability: str = "memory"
+    url: str | None = None  # Place of the journals, see `normalize_journal_url`. None: there are no journals.
+    on_shard_loss: str = "degrade"
+    prefer: str = "balanced"
+    limit: RateLimit | None = None
+    placement: str = "spread"
+    resources: Mapping[str, float] = field(default_factory=dict)
+    patience_s: float | None = None
+    tuning: ClusterTuning = field(default_factory=ClusterTuning)
+
+    def __post_init__(self) -> None:
+        require_choice("durability", self.durability, ("memory", "segment"))
+        require_choice("on_shard_loss", self.on_shard_loss, ("degrade", "block", "raise"))
+        require_choice("prefer", self.prefer, PREFERENCES)
+        require_choice("placement", self.placement, PLACEMENTS)
+        if self.patience_s is not None:
+            require_number("patience_s", self.patience_s, 0.1)
+        if (self.url is None) == (self.durability == "segment"):
+            raise ArgumentError(
+                f"url ({self.url!r}) does not fit durability={self.durability!r}. Pass the place of the journals for "
+                "durability='segment', and no url for 'memory'."
+            )
+
+    @property
+    def learner_patience_s(self) -> float:
+        """Seconds after which a learner counts a silent shard as lost."""
+        return self.tuning.learner_patience_s if self.patience_s is None else self.patience_s
+
+    @property
+    def writer_patience_s(self) -> float:
+        """Seconds that a writer waits for a shard."""
+        return self.tuning.writer_patience_s if self.patience_s is None else self.patience_s
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """The facts about a memory that all of its processes need."""
 
     schema_json: dict[str, Any]  # The memory's schema, see `schema_to_json`.
     name: str  # Name of the roster. A restarted actor finds the roster by it.
     sampler: Sampler
     shard_rows: int  # Rows that a shard holds at most.
-    url: str | None  # Place of the journals. None: no journals, and a lost shard loses its rows.
-    prefer: str
-    on_shard_loss: str
-    patience_s: float  # Seconds that a process waits for an answer.
-    writer_patience_s: float  # Seconds that a writer waits for a shard.
-    limit: RateLimit | None = None
-    shards: int = 1  # Number of shards at the start.
-    tuning: ClusterTuning = ClusterTuning()
+    shards: int  # Number of shards at the start.
+    settings: ClusterSettings
 
     @property
     def stay_rows(self) -> int:
@@ -60,17 +89,9 @@ class MemoryConfig(NamedTuple):
         return max(1, self.shard_rows // _STAY_DIVISOR)
 
 
-def require_settings(url: str | os.PathLike[str] | None, patience_s: float | None, **chosen: str) -> None:
-    """Raise ArgumentError for settings that are wrong or contradict each other, see `holdall.ray.ReplayMemory`."""
-    for argument, value in chosen.items():
-        require_choice(argument, value, _CHOICES[argument])
-    if patience_s is not None:
-        require_number("patience_s", patience_s, 0.1)
-    if (url is None) == (chosen["durability"] == "segment"):
-        raise ArgumentError(
-            f"url ({url!r}) does not fit durability={chosen['durability']!r}. Pass the place of the journals for "
-            "durability='segment', and no url for 'memory'."
-        )
+def normalize_journal_url(url: str | os.PathLike[str] | None) -> str | None:
+    """Return the place of the journals so that it means the same in every process."""
+    return None if url is None else normalized_url(url)
 
 
 def require_sampler(sampler: Sampler | None) -> Sampler:

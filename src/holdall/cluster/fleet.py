@@ -15,7 +15,7 @@ from holdall.cluster.config import NAMESPACE, PLACEMENTS, MemoryConfig
 from holdall.cluster.ids import MAX_SHARDS
 from holdall.cluster.messages import GoneError, ShardCounters
 from holdall.cluster.roster import Roster
-from holdall.cluster.shard import THREADS, Shard
+from holdall.cluster.shard import THREADS, SavedShard, Shard
 from holdall.errors import ArgumentError, ShardError
 
 _ROSTER = "The memory's roster"
@@ -25,22 +25,20 @@ class Fleet:
     """The actors of one memory. Owned by the process that made the memory.
 
     Args:
-        placement: See `holdall.ray.ReplayMemory`.
-        resources: See `holdall.ray.ReplayMemory`.
+        seed: Seed of the shards' generators. None: a different one every time.
 
     Attributes:
         roster: The memory's roster.
         actors: Shards by number.
     """
 
-    def __init__(
-        self, config: MemoryConfig, seed: int | None, placement: str, resources: Mapping[str, float] | None
-    ) -> None:
+    def __init__(self, config: MemoryConfig, seed: int | None) -> None:
+        settings = config.settings
         self.actors: dict[int, Any] = {}
         # In this Ray namespace, the name of a shard is its number.
         self._shard_namespace = f"{NAMESPACE}-{secrets.token_hex(8)}"
         self._config = config
-        self._patience_s = config.patience_s
+        self._patience_s = settings.learner_patience_s
         self._next_number = 0
         self._lock = threading.RLock()
         remote: Any = ray.remote
@@ -55,18 +53,18 @@ class Fleet:
         # Ray restarts a lost shard, but never repeats a call that changes one.
         shard = remote(max_restarts=-1, max_task_retries=0, enable_task_events=False, **THREADS)
         self._shard = shard(Shard)
-        self._options = _actor_options(placement, resources or {})
+        self._options = _actor_options(settings.placement, settings.resources)
         machines = 1
-        if placement == "spread":
+        if settings.placement == "spread":
             machines = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
         shards_per_machine = -(-config.shards // machines)  # Rounded up.
         self._arguments = (config, seed, shards_per_machine)
 
-    def start(self, number: int, saved: tuple[str, int] | None = None) -> None:
+    def start(self, number: int, saved: SavedShard | None = None) -> None:
         """Start a shard.
 
         Args:
-            saved: Place and number of a checkpoint of the shard to start with.
+            saved: Checkpoint to start with. None: the shard starts empty.
         """
         with self._lock:
             self.actors[number] = self._create_actor(number, saved)
@@ -92,14 +90,13 @@ class Fleet:
             return number
 
     def wait_until_up(self) -> None:
-        """Wait until the shards run. Raise ShardError, and end all actors, if one cannot be started."""
+        """Wait until the shards run. Raise ShardError if one cannot be started."""
         # A shard may have a long journal to read.
-        patience_s = self._patience_s if self._config.url is None else math.inf
+        patience_s = self._patience_s if self._config.settings.url is None else math.inf
         for number, actor in self.actors.items():
             try:
                 ask(actor.trouble.remote, f"Shard {number}", patience_s, self._patience_s)
             except GoneError as error:
-                self.end()
                 reason = read_last_line(error.__cause__)  # The error of the shard's constructor.
                 raise ShardError(f"Shard {number} could not be started: {reason}") from error
             except ShardError:
@@ -114,14 +111,14 @@ class Fleet:
         if not ray.is_initialized():  # The actors have ended with Ray.
             return
         try:
-            if has_saved or self._config.url is not None:
+            if has_saved or self._config.settings.url is not None:
                 ending = [actor.end_saves.remote() for actor in self.actors.values()]
                 ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
         finally:  # Also if an interrupt ends the wait.
             for actor in (*self.actors.values(), self.roster):
                 ray.kill(actor)
 
-    def _create_actor(self, number: int, saved: tuple[str, int] | None = None) -> Any:
+    def _create_actor(self, number: int, saved: SavedShard | None = None) -> Any:
         if number >= MAX_SHARDS:
             raise ArgumentError(f"A memory can have at most {MAX_SHARDS} shards. Make a new one.")
         self._next_number = max(self._next_number, number + 1)

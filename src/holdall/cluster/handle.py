@@ -21,7 +21,6 @@ from holdall.cluster.answer import BatchMaker
 from holdall.cluster.calls import ask
 from holdall.cluster.config import NAMESPACE, MemoryConfig
 from holdall.cluster.learner import BatchRequest, Learner
-from holdall.cluster.limiter import wait_for_grant
 from holdall.cluster.messages import ShardCounters, ShardStatus
 from holdall.cluster.metrics import Gauges
 from holdall.cluster.roster import find_roster
@@ -69,9 +68,10 @@ class MemoryHandle(Writer):
         super().__init__(config, self.num_envs)
         self._device = device
         self._delivery = delivery
-        self._maker = BatchMaker(self.schema, delivery, config.tuning)
+        settings = config.settings
+        self._maker = BatchMaker(self.schema, delivery, settings.tuning)
         self._learner = Learner(
-            self._members, self._maker, sampler, generator, config.on_shard_loss, config.tuning, seeds=seeds
+            self._members, self._maker, sampler, generator, settings.on_shard_loss, settings.tuning, seeds=seeds
         )
         Gauges("learner", memory=self.name).follow(self._measure)
 
@@ -140,9 +140,8 @@ class MemoryHandle(Writer):
         self._flush_granted()
         self._learner.read_confirmations()
         self._learner.spread_highest()
-        limit = self._config.limit
-        if limit is not None:
-            wait_for_grant(limit, "sample", batch_size, self._members.ask_roster, self._config.tuning.notice_s)
+        if self._limiter is not None:
+            self._limiter.wait_for_samples(batch_size)
         return self._learner.start(batch_size)
 
     def gather(self, ids: Any) -> Batch:

@@ -78,38 +78,57 @@ class RateLimit:
             )
 
 
-def wait_for_grant(
-    limit: RateLimit,
-    call: Call,
-    rows: int,
-    ask_roster: Callable[..., Any],
-    notice_s: float,
-    is_needed: Callable[[], bool] = lambda: True,
-) -> int | None:
-    """Ask the roster until it grants `rows` rows. Log the state of the limiter while waiting.
+class LimiterClient:
+    """Asks the limiter of a memory, which runs in the roster, for grants. Thread-safe.
 
     Args:
         ask_roster: See `Members.ask_roster`.
-        notice_s: Seconds before the first log message.
-        is_needed: Returns whether to ask the roster again.
-
-    Returns:
-        The result of `Roster.grant`, or None if `is_needed` returned False.
+        notice_s: Seconds of waiting before the first log message.
     """
-    limit.require(call, rows)
-    began_s = time.monotonic()
-    notice_at = began_s + notice_s
-    while True:
-        grant = ask_roster(lambda roster: roster.grant.remote(call, rows), math.inf)
-        if grant is not None:
-            return int(grant)
+
+    def __init__(self, limit: RateLimit, ask_roster: Callable[..., Any], notice_s: float) -> None:
+        self._limit = limit
+        self._ask_roster = ask_roster
+        self._notice_s = notice_s
+
+    def wait_for_lease(self, rows: int, is_needed: Callable[[], bool]) -> int | None:
+        """Wait until the limiter grants an insert of `rows` rows. Return its lease.
+
+        Return None if the limiter refuses and `is_needed`, which is called after every refusal, returns False.
+        """
+        self._limit.require("add", rows)
+        wait = _Wait("add", self._limit, self._ask_roster, self._notice_s)
+        while True:
+            lease: int | None = self._ask_roster(lambda roster: roster.lease_insert.remote(rows), math.inf)
+            if lease is not None or not is_needed():
+                return lease
+            wait.pause()
+
+    def wait_for_samples(self, rows: int) -> None:
+        """Wait until the limiter grants a draw of `rows` rows."""
+        self._limit.require("sample", rows)
+        wait = _Wait("sample", self._limit, self._ask_roster, self._notice_s)
+        while not self._ask_roster(lambda roster: roster.take_samples.remote(rows), math.inf):
+            wait.pause()
+
+
+class _Wait:
+    """A call that waits for a grant. It logs the state of the limiter while it waits."""
+
+    def __init__(self, call: Call, limit: RateLimit, ask_roster: Callable[..., Any], notice_s: float) -> None:
+        self._call = call
+        self._limit = limit
+        self._ask_roster = ask_roster
+        self._began_s = time.monotonic()
+        self._notice_at = self._began_s + notice_s
+
+    def pause(self) -> None:
+        """Wait until the limiter should be asked again."""
         now = time.monotonic()
-        if now >= notice_at:
-            notice_at = now + _NOTICE_AGAIN_S
-            figures = ask_roster(lambda roster: roster.limiter.remote())
-            _LOG.warning("%s has waited %.0f s for %s: %s", call, now - began_s, limit, _describe(figures))
-        if not is_needed():
-            return None
+        if now >= self._notice_at:
+            self._notice_at = now + _NOTICE_AGAIN_S
+            text = _describe(self._ask_roster(lambda roster: roster.limiter.remote()))
+            _LOG.warning("%s has waited %.0f s for %s: %s", self._call, now - self._began_s, self._limit, text)
         time.sleep(_ASK_AGAIN_S)
 
 
@@ -117,8 +136,10 @@ def _describe(figures: dict[str, float]) -> str:
     """Return what the limiter waits for, in words."""
     callers = []
     for who, key in (("writer", "add_s"), ("learner", "sample_s")):
-        ago = figures[key]
-        callers.append(f"no {who} has asked yet" if ago < 0 else f"a {who} last asked {ago:.0f} s ago")
+        if key in figures:
+            callers.append(f"a {who} last asked {figures[key]:.0f} s ago")
+        else:
+            callers.append(f"no {who} has asked yet")
     return (
         f"{figures['inserted']:.0f} transitions were added and {figures['sampled']:.0f} rows drawn; the error may be "
         f"{figures['lowest']:.0f} to {figures['highest']:.0f} and is {figures['error']:.0f}; {', '.join(callers)}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -19,11 +20,10 @@ from holdall.checks import require_count, to_whole
 from holdall.cluster.access import require_safe_cluster
 from holdall.cluster.calls import get_result
 from holdall.cluster.config import (
-    LEARNER_PATIENCE_S,
-    WRITER_PATIENCE_S,
+    ClusterSettings,
     MemoryConfig,
+    normalize_journal_url,
     require_sampler,
-    require_settings,
     strip_sampler,
 )
 from holdall.cluster.fleet import Fleet
@@ -32,12 +32,14 @@ from holdall.cluster.journal import list_journals
 from holdall.cluster.limiter import RateLimit
 from holdall.cluster.members import Members
 from holdall.cluster.messages import LOSSES
+from holdall.cluster.shard import SavedShard
 from holdall.cluster.tuning import ClusterTuning
 from holdall.cluster.writer import Writer
 from holdall.delivery import new_delivery
 from holdall.errors import ArgumentError, BlobMissingError, CheckpointError, ShardError
 from holdall.memory import ReplayMemory as LocalReplayMemory
-from holdall.sampling import Sampler, Uniform
+from holdall.memory import load_checkpoint
+from holdall.sampling import Sampler
 from holdall.schema import Schema
 from holdall.schema_json import schema_from_json, schema_to_json
 
@@ -47,12 +49,22 @@ _SPARE_ROWS = 1024
 """Rows that a shard gets beyond its share of copied transitions, because they are not spread evenly."""
 
 
-class StartingShards(NamedTuple):
-    """The shards that a memory starts with."""
+class _InitialState(NamedTuple):
+    """What a memory starts with."""
 
-    rows: int  # Rows that each shard holds at most.
+    schema: Schema
+    shard_rows: int  # Rows that each shard holds at most.
+    sampler: Sampler | None
     generator: np.random.Generator  # Generator of the learner.
-    places: Mapping[int, tuple[str, int] | None]  # Place and number of each shard's checkpoint. None: starts empty.
+    shards: Mapping[int, SavedShard | None]  # The checkpoint of each shard. None: the shard starts empty.
+    seed: int | None = None  # Seed of the shards' generators.
+    device: str | None = None
+    name: str | None = None
+
+    @property
+    def has_transitions(self) -> bool:
+        """Whether the shards start with their checkpoints."""
+        return any(saved is not None for saved in self.shards.values())
 
 
 class ReplayMemory(MemoryHandle):
@@ -87,7 +99,7 @@ class ReplayMemory(MemoryHandle):
         capacity: float = 1_000_000,
         num_envs: int = 1,
         *,
-        shards: int | StartingShards = 8,
+        shards: int = 8,
         durability: str = "memory",
         url: str | os.PathLike[str] | None = None,
         on_shard_loss: str = "degrade",
@@ -108,43 +120,58 @@ class ReplayMemory(MemoryHandle):
         if not isinstance(schema, Schema):
             require_count("num_envs", num_envs, 1)
             schema = Schema.of(schema, action_space, extras, num_envs, reward_shape)
-        if not isinstance(shards, StartingShards):
-            require_count("shards", shards, 1)
-            capacity = require_count(
-                "capacity", to_whole(capacity), schema.num_envs * shards, " (num_envs times shards)"
-            )
-            rows = capacity // schema.num_envs // shards * schema.num_envs
-            shards = StartingShards(rows, sampling.new_generator(seed), dict.fromkeys(range(shards)))
-        require_settings(
-            url, patience_s, durability=durability, on_shard_loss=on_shard_loss, prefer=prefer, placement=placement
-        )
-        sampler = require_sampler(sampler)
-        delivery = new_delivery(schema, device)
-        require_safe_cluster()
-        config = MemoryConfig(
-            schema_json=schema_to_json(schema),
-            name=name or f"holdall-{secrets.token_hex(8)}",
-            sampler=strip_sampler(sampler),
-            shard_rows=shards.rows,
-            url=None if url is None else checkpoint.normalized_url(url),
-            prefer=prefer,
+        require_count("shards", shards, 1)
+        capacity = require_count("capacity", to_whole(capacity), schema.num_envs * shards, " (num_envs times shards)")
+        settings = ClusterSettings(
+            durability=durability,
+            url=normalize_journal_url(url),
             on_shard_loss=on_shard_loss,
-            patience_s=LEARNER_PATIENCE_S if patience_s is None else patience_s,
-            writer_patience_s=WRITER_PATIENCE_S if patience_s is None else patience_s,
+            prefer=prefer,
             limit=limit,
-            shards=len(shards.places),
+            placement=placement,
+            resources=dict(resources or {}),
+            patience_s=patience_s,
             tuning=_tuning or ClusterTuning(),
         )
-        _require_all_journals(config, shards.places)
-        self._fleet = Fleet(config, seed, placement, resources)
-        super().__init__(config, sampler, shards.generator, device, delivery, seeds=False)
+        initial = _InitialState(
+            schema=schema,
+            shard_rows=capacity // schema.num_envs // shards * schema.num_envs,
+            sampler=sampler,
+            generator=sampling.new_generator(seed),
+            shards=dict.fromkeys(range(shards)),
+            seed=seed,
+            device=device,
+            name=name,
+        )
+        self._start_actors(initial, settings)
+
+    def _start_actors(self, initial: _InitialState, settings: ClusterSettings) -> None:
+        """Check what the constructor or `load` was given, and start the actors."""
+        sampler = require_sampler(initial.sampler)
+        delivery = new_delivery(initial.schema, initial.device)
+        require_safe_cluster()
+        config = MemoryConfig(
+            schema_json=schema_to_json(initial.schema),
+            name=initial.name or f"holdall-{secrets.token_hex(8)}",
+            sampler=strip_sampler(sampler),
+            shard_rows=initial.shard_rows,
+            shards=len(initial.shards),
+            settings=settings,
+        )
+        _require_all_journals(settings.url, initial.shards)
         self._savers = checkpoint.Savers()
         self._has_saved = False
-        for number, saved in shards.places.items():
-            self._fleet.start(number, saved)
-        self._fleet.wait_until_up()
-        self._fleet.begin(self._members.refresh())
-        self._learner.spread_highest()
+        self._fleet = Fleet(config, initial.seed)
+        try:
+            super().__init__(config, sampler, initial.generator, initial.device, delivery, seeds=False)
+            for number, saved in initial.shards.items():
+                self._fleet.start(number, saved)
+            self._fleet.wait_until_up()
+            self._fleet.begin(self._members.refresh())
+            self._learner.spread_highest()
+        except BaseException:
+            self._fleet.end()
+            raise
 
     def add_shard(self) -> int:
         """Start one more shard and return its number. New segments are sent there, too.
@@ -198,7 +225,10 @@ class ReplayMemory(MemoryHandle):
         on_shard_loss: str = "degrade",
         prefer: str = "balanced",
         limit: RateLimit | None = None,
+        placement: str = "spread",
+        resources: Mapping[str, float] | None = None,
         patience_s: float | None = None,
+        name: str | None = None,
         shards: int | None = None,
         _tuning: ClusterTuning | None = None,
     ) -> Self:
@@ -208,25 +238,33 @@ class ReplayMemory(MemoryHandle):
         the checkpoint, every transition is added again under a new id, and samplers start again.
 
         Args:
+            device: As in the constructor, like all arguments that are not listed here. A checkpoint has none of them.
             sampler: None: a sampler with the saved settings.
             shards: Number of shards. None: as many as saved it, or 8 for the checkpoint of a local memory.
             journal_url: Place of the journals from now on, for `durability="segment"`. If there are journals already,
-                their transitions take precedence over the checkpoint.
+                their transitions take precedence over the checkpoint. With another number of shards, they are refused.
         """
         if shards is not None:
             require_count("shards", shards, 1)
-        settings: dict[str, Any] = {
-            "url": journal_url,
-            "patience_s": patience_s,
-            "durability": durability,
-            "on_shard_loss": on_shard_loss,
-            "prefer": prefer,
-        }
-        require_settings(**settings)  # Wrong settings raise an error before anything is read.
-        settings |= {"device": device, "limit": limit, "_tuning": _tuning}
+        # Wrong settings raise an error before anything is read.
+        settings = ClusterSettings(
+            durability=durability,
+            url=normalize_journal_url(journal_url),
+            on_shard_loss=on_shard_loss,
+            prefer=prefer,
+            limit=limit,
+            placement=placement,
+            resources=dict(resources or {}),
+            patience_s=patience_s,
+            tuning=_tuning or ClusterTuning(),
+        )
         reader = checkpoint.open_reader(url)
+
+        def read_initial(manifest: checkpoint.Manifest) -> _InitialState:
+            return _read_initial_state(manifest, reader, sampler, shards)._replace(device=device, name=name)
+
         return checkpoint.load_newest(
-            reader, lambda manifest: cls._load_manifest(manifest, reader, settings, sampler, shards)
+            reader, lambda manifest: cls._load_manifest(manifest, reader, read_initial(manifest), settings)
         )
 
     @classmethod
@@ -234,39 +272,38 @@ class ReplayMemory(MemoryHandle):
         cls,
         manifest: checkpoint.Manifest,
         reader: checkpoint.CheckpointReader,
-        settings: Mapping[str, Any],
-        sampler: Sampler | None,
-        shards: int | None,
+        initial: _InitialState,
+        settings: ClusterSettings,
     ) -> Self:
-        state = checkpoint.read_saved_state(manifest, reader)
-        schema = schema_from_json(manifest.schema)
-        count = shards or len(manifest.shards) or _DEFAULT_SHARDS
-        has_same_count = count == len(manifest.shards)
-        sampler = sampling.choose_sampler(sampler, state["sampler"], has_same_ids=has_same_count)
-        rows = -(-manifest.capacity_ticks * schema.num_envs // count) + _SPARE_ROWS
-        places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(count))
-        if has_same_count:
-            rows = int(state["shard_rows"])
-            # A folder ends with the five digits of the shard's number, see `shard_url`.
-            places = {
-                int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
-            }
-        starting = StartingShards(rows, sampling.restore_generator(state["generator"]), places)
+        memory = cls.__new__(cls)
+        if not initial.has_transitions:
+            _require_no_journals(settings.url)
+            with load_checkpoint(manifest, reader) as source:
+                memory._start_actors(initial, settings)
+                memory._copy_transitions(source)
+            return memory
         try:
-            memory = cls(schema, None, shards=starting, sampler=sampler, **settings)
+            memory._start_actors(initial, settings)
         except ShardError as error:
             if manifest.number in reader.numbers():
                 raise
             # Starting shards takes seconds. Meanwhile, a memory that saves to this place may remove the checkpoint.
             raise BlobMissingError(errno.ENOENT, f"Checkpoint {manifest.number} was removed meanwhile.") from error
-        if not has_same_count:
-            try:
-                _copy_transitions(reader.url, Writer(memory._config._replace(limit=None), schema.num_envs))
-                memory._fleet.begin(memory._members.refresh())
-            except BaseException:
-                memory.close()
-                raise
         return memory
+
+    def _copy_transitions(self, source: LocalReplayMemory) -> None:
+        """Add all transitions of a local memory. Return when the shards have them. Close this memory if that fails."""
+        settings = replace(self._config.settings, limit=None)
+        writer = Writer(replace(self._config, settings=settings), self.num_envs)
+        streams = checkpoint.Streams.of_lanes(source.first_id, source.next_id, source.num_envs)
+        try:
+            for steps in checkpoint.trajectories([source], streams, source.num_envs, source.schema, marks_ends=False):
+                writer.extend(*steps)
+            writer.close()
+            self._fleet.begin(self._members.refresh())
+        except BaseException:
+            self.close()
+            raise
 
     def close(self, *, flush: bool = False) -> None:
         """End the shards. Batches that were returned stay valid.
@@ -282,18 +319,54 @@ class ReplayMemory(MemoryHandle):
                 ending.callback(self._fleet.end, has_saved=self._has_saved)
                 ending.callback(self._savers.close)
                 ending.callback(setattr, self, "_closed", True)
-                super().close(flush=flush or self._config.url is not None)
+                super().close(flush=flush or self._config.settings.url is not None)
 
 
-def _require_all_journals(config: MemoryConfig, places: Mapping[int, Any]) -> None:
+def _read_initial_state(
+    manifest: checkpoint.Manifest, reader: checkpoint.CheckpointReader, sampler: Sampler | None, shards: int | None
+) -> _InitialState:
+    """Return what a memory that is loaded from a checkpoint starts with.
+
+    With another number of shards than the saved one, the shards start empty.
+    """
+    state = checkpoint.read_saved_state(manifest, reader)
+    schema = schema_from_json(manifest.schema)
+    count = shards or len(manifest.shards) or _DEFAULT_SHARDS
+    has_same_count = count == len(manifest.shards)
+    initial = _InitialState(
+        schema=schema,
+        shard_rows=-(-manifest.capacity_ticks * schema.num_envs // count) + _SPARE_ROWS,
+        sampler=sampling.choose_sampler(sampler, state["sampler"], has_same_ids=has_same_count),
+        generator=sampling.restore_generator(state["generator"]),
+        shards=dict.fromkeys(range(count)),
+    )
+    if not has_same_count:
+        return initial
+    # A folder ends with the five digits of the shard's number, see `shard_url`.
+    saved = {
+        int(shard.folder[-5:]): SavedShard(f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
+    }
+    return initial._replace(shard_rows=int(state["shard_rows"]), shards=saved)
+
+
+def _require_all_journals(url: str | None, shards: Collection[int]) -> None:
     """Raise ArgumentError if an earlier memory had more shards, because their transitions would be left out."""
-    journals = [] if config.url is None else list_journals(config.url)
-    left_out = sorted(set(journals) - set(places))
+    journals = [] if url is None else list_journals(url)
+    left_out = sorted(set(journals) - set(shards))
     if left_out:
         raise ArgumentError(
-            f"shards ({config.shards}) leaves out shards {left_out}, which have journals at {config.url} from an "
-            f"earlier memory. Pass shards={left_out[-1] + 1}, or another url. To use another number of shards, save "
-            "the memory and load it with shards=."
+            f"shards ({len(shards)}) leaves out shards {left_out}, which have journals at {url} from an earlier "
+            f"memory. Pass shards={left_out[-1] + 1}, or another url. To use another number of shards, save the memory "
+            "and load it with shards=."
+        )
+
+
+def _require_no_journals(url: str | None) -> None:
+    """Raise ArgumentError if there are journals, to which the transitions of a checkpoint would be added again."""
+    if url is not None and list_journals(url):
+        raise ArgumentError(
+            f"journal_url ({url!r}) has journals already, to which every transition of the checkpoint would be added. "
+            "Choose another journal_url, or make a memory with url= to continue with the journals."
         )
 
 
@@ -315,12 +388,3 @@ def _wait_for_shards(members: Members, url: str, calls: Mapping[int, Any]) -> di
                 "is intact. Save again."
             ) from error
     return checkpoints
-
-
-def _copy_transitions(url: str, writer: Writer) -> None:
-    """Add all transitions of the newest checkpoint at `url`. Return when the shards have them."""
-    with LocalReplayMemory.load(url, sampler=Uniform()) as memory:
-        streams = checkpoint.Streams.of_lanes(memory.first_id, memory.next_id, memory.num_envs)
-        for steps in checkpoint.trajectories([memory], streams, memory.num_envs, memory.schema, marks_ends=False):
-            writer.extend(*steps)
-    writer.close()

@@ -50,7 +50,7 @@ class Roster:
         # A restarted roster does not know which ranks it gave. A random number was most likely not among them.
         self._next_rank = _FIRST_RANK + (secrets.randbits(40) if is_restarted() else 0)
         self._highest = 0.0  # Highest priority of the whole memory, as far as learners reported.
-        self._limiter = Limiter(config.limit or _NO_LIMIT)
+        self._limiter = Limiter(config.settings.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}  # Transitions that each life of each shard accepted.
         self._questions: dict[int, Any] = {}  # Unanswered questions to shards.
         self._polled_at = 0.0  # When the shards were last asked for their counters.
@@ -58,11 +58,11 @@ class Roster:
         self._first_life = 1 + secrets.randbelow(MAX_LIVES - 1) if is_restarted() else 0
         self._lives: dict[int, int] = {}
         self._must_recentre = True  # Until all shards have reported how many transitions they accepted before.
-        self._asked: dict[str, float] = {}  # When a grant for "add" or "sample" was last requested.
+        self._asked: dict[Call, float] = {}  # When a grant was last requested.
         self._shards: dict[int, Any] = {}
         self._version = 0
         self._set_shards(_find_shards(shard_namespace))
-        if config.limit is not None:
+        if config.settings.limit is not None:
             Gauges("limiter", memory=config.name).follow(self._limiter.figures)
 
     def config(self) -> MemoryConfig:
@@ -110,14 +110,21 @@ class Roster:
             self._record(shard, counters)
         self._limiter.recentre(sum(self._inserted.values()))
 
-    def grant(self, call: Call, rows: int) -> int | None:
-        """Grant rows to add or to draw. Return the lease of an insert, 0 for a draw, or None if that must wait."""
+    def lease_insert(self, rows: int) -> int | None:
+        """Grant an insert and return its lease, or None if the insert has to wait."""
+        return self._limiter.lease_insert(rows, self._begin_grant("add"))
+
+    def take_samples(self, rows: int) -> bool:
+        """Grant a draw. Return False if the draw has to wait."""
+        self._begin_grant("sample")
+        return self._limiter.take_samples(rows)
+
+    def _begin_grant(self, call: Call) -> float:
+        """Bring the limiter up to date, and record that a grant was requested. Return the present time."""
         self._poll_shards()
         now = time.monotonic()
-        self._asked[f"{call}_s"] = now
-        if call == "add":
-            return self._limiter.lease_insert(rows, now)
-        return 0 if self._limiter.take_samples(rows) else None
+        self._asked[call] = now
+        return now
 
     def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
         """Record that the rows of an insert have arrived."""
@@ -125,16 +132,13 @@ class Roster:
         self._limiter.end_insert(lease)
 
     def limiter(self) -> dict[str, float]:
-        """Return the limiter's figures, and the seconds since grants were last requested, -1 if never.
+        """Return the limiter's figures.
 
-        Empty without a limit.
+        `add_s` and `sample_s` are the seconds since the last request for such a grant, if there was one.
         """
-        if self._config.limit is None:
-            return {}
         self._poll_shards(_ANSWER_S)
         now = time.monotonic()
-        ago = {call: now - then for call, then in self._asked.items()}
-        return {**self._limiter.figures(), "add_s": -1.0, "sample_s": -1.0, **ago}
+        return self._limiter.figures() | {f"{call}_s": now - asked_at for call, asked_at in self._asked.items()}
 
     def _poll_shards(self, wait_s: float = 0.0) -> None:
         """Ask the shards at intervals for their counters, and read the answers that arrive within `wait_s`."""
@@ -153,7 +157,7 @@ class Roster:
 
     def _record(self, shard: int, counters: ShardCounters) -> None:
         """Count the transitions that were ever accepted. A shard without a journal starts at 0 in every life."""
-        life = 0 if self._config.url is not None else counters.epoch
+        life = 0 if self._config.settings.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         total = sum(self._inserted.values())
         if self._must_recentre:

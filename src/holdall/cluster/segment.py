@@ -35,10 +35,10 @@ from holdall.store.format import (
     pack_segment,
     unpack_segment,
 )
-from holdall.store.layouts import PAIRED, SHARED, LayoutSearch
+from holdall.store.layout_search import LayoutSearch
+from holdall.store.layouts import PAIRED, SHARED, SlicedLayout, find_sliced_layout
 from holdall.store.records import pack_record, read_record, reader_of
-from holdall.store.snapshot import Layout
-from holdall.store.step import Step, check_step
+from holdall.store.step import RawStep, Step, check_step
 from holdall.store.tuning import Tuning
 from holdall.store.windows import Window
 
@@ -149,19 +149,19 @@ class SegmentBuilder:
         # A shard stores all lanes as one. With one lane, the next observation is still in the next row, so rows can
         # share it. With several lanes it is not, so each row stores both observations.
         self._layouts = LayoutSearch(schema, tuning, SHARED if schema.num_envs == 1 else PAIRED)
-        self._codecs: dict[tuple[int, Layout], WriterCodec] = {}  # By observation leaf and layout.
+        self._codecs: dict[tuple[int, SlicedLayout], WriterCodec] = {}  # By observation leaf and layout.
         self._writer = self._new_writer(0)
 
     def _new_writer(self, first_tick: int) -> Writer:
         """Return an empty native writer. Every segment has its own writer, so that segments share no block."""
         writer = Writer(
-            self.columns.native(),
-            self.columns.groups(),
+            self.columns.list_columns(),
+            self.columns.list_groups(),
             self._lanes,
             self._max_ticks,
             self._max_ticks,
             self._tuning.block_bytes,
-            self._layouts.native_layouts(self.columns.flags + 1),
+            self._layouts.list_layouts(self.columns.flags + 1),
             first_tick,
         )
         if self.reward_dtype is not None:
@@ -195,7 +195,7 @@ class SegmentBuilder:
 
     def check(self, leading: tuple[int, ...], step: tuple[Any, ...]) -> Step:
         """Return a checked step, or raise ArgumentError. The first step sets the dtype of rewards."""
-        checked = check_step(self._schema, leading, self.reward_dtype, *step)
+        checked = check_step(self._schema, leading, self.reward_dtype, RawStep(*step))
         self.set_reward_dtype(checked.reward.dtype)
         return checked
 
@@ -249,7 +249,7 @@ class SegmentBuilder:
         return pack_payload(segment, self.reward_dtype, partial(self._encode, segment))
 
     def _encode(self, segment: Segment, column: int, block: Block) -> Coded:
-        layout: Any = segment.parts[column].layout  # Sliced, because only sliced parts have a block.
+        layout = find_sliced_layout(segment.parts[column])
         key = (column, layout)
         if key not in self._codecs:
             leaf = self._schema.observation.leaves[column]
@@ -318,7 +318,7 @@ def _flatten_part(part: Part, ticks: int, lanes: int) -> Part:
         return Part.restore(part.kind, rows, 1, part.row_bytes, arrays, part.layout, None)
     if part.kind == "shared":
         paired = {"rows": _pair_rows(arrays, ticks, lanes, part.row_bytes)}
-        return Part.restore("paired", rows, 1, part.row_bytes, paired, ("paired",), None)
+        return Part.restore("paired", rows, 1, part.row_bytes, paired, PAIRED, None)
     if part.kind == "sliced":
         return Part.restore("sliced", rows, 1, part.row_bytes, _flatten_log(arrays, lanes), part.layout, part.block)
     raise DamageError(f"A segment of {lanes} lanes has a part of kind {part.kind!r}, which writers do not send.")

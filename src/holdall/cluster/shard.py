@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -44,13 +44,31 @@ THREADS = {"max_concurrency": 4, "concurrency_groups": {"insert": 32, "sample": 
 "sample" executes the calls of a learner in their order."""
 
 
+class SavedShard(NamedTuple):
+    """The checkpoint that a shard starts with."""
+
+    url: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint in a journal, see `JournalState.loading`."""
+        return f"{self.url}:{self.number}"
+
+    def read(self) -> Restored:
+        """Read the checkpoint, except for its blocks."""
+        reader = open_reader(self.url, timeout=math.inf)
+        return read_checkpoint(reader.manifest(self.number), reader, None)
+
+
 class Shard:
     """One shard of a memory.
 
     Args:
         number: Number of the shard.
+        seed: Seed of the shard's generator. None: a different one every time.
         shards_per_machine: Number of shards that share the cores and the memory of a machine.
-        saved: Place and number of a checkpoint of this shard to start with.
+        saved: Checkpoint that the memory was loaded from. None: the memory is new.
     """
 
     def __init__(
@@ -59,11 +77,11 @@ class Shard:
         config: MemoryConfig,
         seed: int | None,
         shards_per_machine: int = 1,
-        saved: tuple[str, int] | None = None,
+        saved: SavedShard | None = None,
     ) -> None:
+        settings = config.settings
         self._number = number
         self._memory = config.name
-        self._tuning = config.tuning
         self._machine = get_machine_id()
         self._lock = threading.RLock()  # Guards `_data`.
         self._staging_lock = threading.Lock()  # Guards `_expected` and the order of segments. Draws do not need it.
@@ -72,16 +90,23 @@ class Shard:
         self._written_changes = 0  # `ShardData.changes` when priorities were last written to the journal.
         self._saves: dict[int, SaveHandle] = {}  # Checkpoints that were begun, by the number for `end_save`.
         self._savers = Savers()
-        generator = new_generator(seed)
+        self._epoch = 0
+        self._expected: dict[bytes, int] = {}  # Number of every writer's next segment, staged ones included.
         self._data = ShardData(
-            config.schema_json, config.shard_rows, config.sampler, generator, config.tuning, shards_per_machine
+            config.schema_json,
+            config.shard_rows,
+            config.sampler,
+            new_generator(seed),
+            settings.tuning,
+            shards_per_machine,
         )
-        self._journal = None if config.url is None else open_journal(config.url, number, config.tuning)
-        self._epoch, highest = begin_life(config.name, number, 0, has_journal=self._journal is not None)
-        self._start(seed, saved)
+        self._journal = None if settings.url is None else open_journal(settings.url, number, settings.tuning)
+        life, highest = begin_life(config.name, number, 0, has_journal=self._journal is not None)
+        if self._journal is None:
+            self._start_without_journal(life, seed, saved)
+        else:
+            self._start_with_journal(self._journal, seed, saved)
         self._data.raise_highest(highest)
-        # Number of every writer's next segment. Segments that are staged for the journal count as accepted.
-        self._expected: dict[bytes, int] = {}
         if self._journal is not None:
             self._expected.update(self._journal.expected)
             self._journal.start(self._data.rows, self._apply, self._read_changed_priorities)
@@ -89,44 +114,44 @@ class Shard:
 
     # ---------------------------------------------------------------- starting
 
-    def _start(self, seed: int | None, saved: tuple[str, int] | None) -> None:
-        """Read the journal, if there is one, and the checkpoint, unless an earlier start has read it."""
-        name = "" if saved is None else f"{saved[0]}:{saved[1]}"
-        # A restarted shard does not go back to the checkpoint that it started with.
-        must_load = saved is not None and (self._epoch == 0 or not is_restarted())
-        if self._journal is not None:
-            must_load = self._take_over_journal(self._journal, name)
-        written = self._data.store.next_row
-        checkpoint = _read_shard(*saved) if saved is not None and must_load else None
-        if self._journal is None:
-            self._start_life(checkpoint)
-        # The first life of the first shard draws as a local memory with the same seed.
-        if seed is not None and (self._number, self._epoch) != (0, 0):
-            self._data.generator = new_generator([seed, self._number, self._epoch])
+    def _start_without_journal(self, life: int, seed: int | None, saved: SavedShard | None) -> None:
+        """Start empty, or with the checkpoint."""
+        checkpoint = None
+        if saved is not None and must_load_in_life(life, is_restarted=is_restarted()):
+            checkpoint = saved.read()
+            saved_life = life_of_row(checkpoint.manifest.next_tick)
+            if saved_life > 0:  # No id of an earlier life may be used again.
+                life, _ = begin_life(self._memory, self._number, saved_life, has_journal=False)
+        self._epoch = life
+        self._data.start_at(first_row_of_life(life))
+        self._seed_generator(seed)
         if checkpoint is not None:
-            self._data.load(checkpoint)
-            self._savers.adopt(checkpoint)
-            if self._journal is not None:
-                self._data.write_loaded(self._journal, name, written)
+            self._load(checkpoint)
 
-    def _take_over_journal(self, journal: Journal, checkpoint: str) -> bool:
-        """Hold everything in the journal. Return whether the checkpoint, or the rest of it, must still be loaded."""
+    def _start_with_journal(self, journal: Journal, seed: int | None, saved: SavedShard | None) -> None:
+        """Take over the journal, and write the checkpoint to it if it lacks the checkpoint."""
         self._data.replay(journal, retries=is_restarted())
         self._epoch = journal.epoch
-        loading = journal.state.loading
-        if loading not in {"", checkpoint}:
-            raise CheckpointError(
-                f"{journal.url} contains a partially loaded checkpoint: the load of {loading} was interrupted. Repeat "
-                "that load with the same journal_url, or choose another directory for the journals."
-            )
-        return bool(checkpoint) and (loading == checkpoint or self._data.store.next_row == 0)
+        self._seed_generator(seed)
+        first_missing = self._data.store.next_row
+        name = "" if saved is None else saved.name
+        must_load = must_load_beside_journal(name, journal.state.loading, journal.url, has_rows=first_missing > 0)
+        if saved is not None and must_load:
+            self._load(saved.read())
+            self._data.write_loaded(journal, name, first_missing)
 
-    def _start_life(self, checkpoint: Restored | None) -> None:
-        """Number rows so that no id of an earlier life is used again."""
-        first_life = 0 if checkpoint is None else life_of_row(checkpoint.manifest.next_tick)
-        if first_life:
-            self._epoch, _ = begin_life(self._memory, self._number, first_life, has_journal=False)
-        self._data.start_at(first_row_of_life(self._epoch))
+    def _seed_generator(self, seed: int | None) -> None:
+        """Give every life of every shard a generator of its own.
+
+        The first life of the first shard draws as a local memory with the same seed.
+        """
+        if seed is not None and (self._number, self._epoch) != (0, 0):
+            self._data.generator = new_generator([seed, self._number, self._epoch])
+
+    def _load(self, checkpoint: Restored) -> None:
+        """Hold the rows of a checkpoint, and draw as it would have drawn."""
+        self._data.load(checkpoint)
+        self._savers.adopt(checkpoint)
 
     # ---------------------------------------------------------------- segments
 
@@ -169,8 +194,7 @@ class Shard:
     def _apply(self, entries: Sequence[Entry]) -> range:
         """Hold segments. Return the rows that are held. If there is a journal, it must have the segments already."""
         with self._lock:
-            for entry in entries:
-                self._data.accept(entry)
+            self._data.accept(entries)
             return self._data.rows
 
     def trouble(self) -> str:
@@ -262,7 +286,6 @@ class Shard:
         """Return the state of the shard in numbers."""
         with self._lock:
             data = self._data
-            mass = data.mass()  # First, because this call gives new rows their priority.
             return ShardCounters(
                 epoch=self._epoch,
                 first_row=data.store.first_row,
@@ -271,7 +294,7 @@ class Shard:
                 inserted=data.inserted,
                 changes=data.changes,
                 backlog=0 if self._journal is None else self._journal.backlog,
-                mass=mass,
+                mass=data.mass,
                 highest=data.likelihood.highest,
             )
 
@@ -320,7 +343,29 @@ def begin_life(memory: str, number: int, first_life: int, *, has_journal: bool) 
     return life, highest
 
 
-def _read_shard(url: str, number: int) -> Restored:
-    """Read a checkpoint of one shard, except for its blocks."""
-    reader = open_reader(url, timeout=math.inf)
-    return read_checkpoint(reader.manifest(number), reader, None)
+def must_load_in_life(life: int, *, is_restarted: bool) -> bool:
+    """Return whether a shard without a journal starts with the checkpoint that the memory was loaded from.
+
+    After its first life, a restarted shard starts empty. The transitions that it held are lost, and their ids must not
+    be used again.
+    """
+    return life == 0 or not is_restarted
+
+
+def must_load_beside_journal(checkpoint: str, loading: str, journal_url: str, *, has_rows: bool) -> bool:
+    """Return whether a shard with a journal must load a checkpoint, or the rest of it.
+
+    Args:
+        checkpoint: Name of the checkpoint that the memory was loaded from. Empty: the memory is new.
+        loading: See `JournalState`.
+        has_rows: Whether the journal ever had rows.
+
+    Raises:
+        CheckpointError: The journal has a part of another checkpoint.
+    """
+    if loading not in {"", checkpoint}:
+        raise CheckpointError(
+            f"{journal_url} contains a partially loaded checkpoint: the load of {loading} was interrupted. Repeat that "
+            "load with the same journal_url, or choose another directory for the journals."
+        )
+    return bool(checkpoint) and (loading == checkpoint or not has_rows)

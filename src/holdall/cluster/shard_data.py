@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from holdall.cluster.segment import ReceivedSegment, unpack_payload
 from holdall.cluster.shard_store import ShardStore
 from holdall.cluster.shared_block import BlockRows, OpenedBlocks, block_bytes, lay_out
 from holdall.cluster.tuning import ClusterTuning
-from holdall.delivery.host import DrawnRows, read_goal
+from holdall.delivery.drawn_rows import DrawnRows, read_goal
 from holdall.errors import DamageError
 from holdall.machine import available_bytes
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun
@@ -58,6 +59,7 @@ class ShardData:
     Attributes:
         inserted: Transitions ever accepted.
         changes: Changes of rows or priorities since the shard was started.
+        mass: Sum of the masses of all rows, see `Likelihood`.
         store: The rows.
     """
 
@@ -76,6 +78,7 @@ class ShardData:
         self.generator = generator
         self.inserted = 0
         self.changes = 0
+        self.mass = 0.0
         self.likelihood = Likelihood(sampler)
         self._tuning = tuning
         self._schema = schema_from_json(self.schema_json)
@@ -91,6 +94,7 @@ class ShardData:
         self._runs.clear()
         self._order = self._new_order()
         self.store = self._new_store(first_row)
+        self.mass = 0.0
 
     def _new_order(self) -> RowOrder | None:
         """Return an empty order of rows. Only samplers that follow episodes need one."""
@@ -112,8 +116,14 @@ class ShardData:
         """Check and read a segment of a writer. Raise DamageError if it is not one of this memory."""
         return unpack_payload(payload, self.store.columns)
 
-    def accept(self, entry: Entry) -> None:
-        """Hold the rows of a segment."""
+    def accept(self, entries: Iterable[Entry]) -> None:
+        """Hold the rows of segments."""
+        for entry in entries:
+            self._adopt(entry)
+        self._update_mass()
+
+    def _adopt(self, entry: Entry) -> None:
+        """Hold the rows of a segment. `mass` does not include them yet."""
         received = entry.segment or self.unpack(entry.payload)
         self.store.require_reward_dtype(received.reward_dtype)
         first_row = self.store.adopt(received.segment)
@@ -144,16 +154,21 @@ class ShardData:
                     "checkpoint instead."
                 )
             for entry in page.entries:
-                self.accept(entry)
+                self._adopt(entry)
         self.store.evict(journal.state.first_row)
+        if self._order is not None:
+            self._order.evict_before(self.store.first_row)
         # Without the number of the life, which the limiter would count as billions of transitions.
         self.inserted = index_in_life(self.store.next_row)
-        saved = journal.priorities
+        if journal.priorities is not None:
+            self._restore_priorities(journal.priorities)
+        self._update_mass()
+
+    def _restore_priorities(self, saved: dict[str, Any]) -> None:
+        """Continue with the priorities of a journal, see `priorities`."""
         prioritized = self.likelihood.prioritized
-        if saved is None or prioritized is None:
-            return
         # Priorities that were scaled with other settings cannot be used.
-        if saved["settings"] == [prioritized.alpha, prioritized.floor]:
+        if prioritized is not None and saved["settings"] == [prioritized.alpha, prioritized.floor]:
             saved_sampler = {"kind": type(prioritized).__name__, "state": saved}
             sampling.resume_sampler(prioritized, saved_sampler, self.capacity, self.store.first_row)
 
@@ -182,6 +197,7 @@ class ShardData:
         self.inserted = int(state["inserted"])
         self.generator = sampling.restore_generator(state["generator"])
         sampling.resume_sampler(self.sampler, state["sampler"], self.capacity, self.store.first_row)
+        self._update_mass()
 
     def write_loaded(self, journal: Journal, checkpoint: str, first_row: int) -> None:
         """Write the segments of a checkpoint to a journal.
@@ -212,10 +228,8 @@ class ShardData:
 
     # ---------------------------------------------------------------- drawing
 
-    def held(self, view: View) -> Held:
-        """Describe the rows of `view` for a sampler."""
-        if self._order is not None:
-            self._order.evict_before(view.first_id)
+    def describe_held(self, view: View) -> Held:
+        """Describe the rows of `view`, which are all rows that the shard holds now, for a sampler."""
         return Held(view.first_id, view.next_id, 1, self.capacity, view, order=self._order)
 
     def draw(self, count: int, goals: int, generator: np.random.Generator | None, *, is_near: bool) -> ShardDraw:
@@ -227,7 +241,7 @@ class ShardData:
             is_near: Whether the learner is on this machine.
         """
         view = self.store.view()
-        held = self.held(view)
+        held = self.describe_held(view)
         chosen = self.generator if generator is None else generator
         if isinstance(self.sampler, Hindsight):
             drawn = self.sampler.draw(held, count, chosen, goals)
@@ -242,7 +256,7 @@ class ShardData:
     def find(self, rows: NDArray[np.int64]) -> ShardDraw:
         """Return rows by their numbers. Raise TransitionIdError if one of them is not held."""
         view = self.store.view()
-        self.held(view).require_ids(rows)
+        self.describe_held(view).require_ids(rows)
         return ShardDraw(view, Draw.from_ids(rows), np.ones(len(rows)), None)
 
     def read(
@@ -311,19 +325,20 @@ class ShardData:
 
     # ---------------------------------------------------------------- priorities
 
-    def mass(self) -> float:
-        """Return the sum of the masses of all rows, see `Likelihood`. This call gives new rows their priority."""
-        return self.likelihood.compute_total_mass(self.held(self.store.view()))
+    def _update_mass(self) -> None:
+        """Give new rows their first priority, and compute `mass` again. Called after every change."""
+        self.mass = self.likelihood.compute_total_mass(self.describe_held(self.store.view()))
 
     def update_priorities(self, rows: NDArray[np.int64], priorities: NDArray[Any]) -> None:
         """Set the priorities of rows. Rows that were evicted are ignored."""
         sampler: Any = self.sampler
-        sampler.update_priorities(self.held(self.store.view()), rows, priorities)
+        sampler.update_priorities(self.describe_held(self.store.view()), rows, priorities)
         self.changes += 1
+        self._update_mass()
 
     def raise_highest(self, scaled: float) -> None:
         """Give rows that arrive from now on at least the scaled priority `scaled`."""
-        self.likelihood.raise_highest(self.held(self.store.view()), scaled)
+        self.likelihood.raise_highest(self.describe_held(self.store.view()), scaled)
         self.changes += 1
 
     def priorities(self) -> dict[str, Any] | None:
@@ -331,7 +346,6 @@ class ShardData:
         prioritized = self.likelihood.prioritized
         if prioritized is None or self.store.next_row == self.store.first_row:
             return None
-        self.mass()  # Gives new rows their priority.
         state = prioritized.state()
         used = state["scaled"][: self.store.next_row]  # A shard that was never full uses only these.
         return state | {"scaled": used, "settings": [prioritized.alpha, prioritized.floor]}

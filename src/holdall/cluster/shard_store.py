@@ -18,6 +18,7 @@ from holdall.report import FieldReport
 from holdall.schema import Schema
 from holdall.store.columns import Columns
 from holdall.store.field_reports import report_fields
+from holdall.store.layouts import PAIRED
 from holdall.store.reader_threads import ReaderThreads
 from holdall.store.snapshot import StoreState
 from holdall.store.tuning import Tuning
@@ -54,9 +55,9 @@ class ShardStore:
         self.before_read: BeforeRead | None = None
         self._schema = schema
         leaf_count = len(schema.observation.leaves)
-        layouts = (*[("paired",)] * leaf_count, *[None] * (self.columns.flags + 1 - leaf_count))
+        layouts = (*[PAIRED] * leaf_count, *[None] * (self.columns.flags + 1 - leaf_count))
         self._writer = Writer(
-            self.columns.native(), self.columns.groups(), 1, capacity, _OPEN_TICKS, 1, layouts, first_row
+            self.columns.list_columns(), self.columns.list_groups(), 1, capacity, _OPEN_TICKS, 1, layouts, first_row
         )
         self._reader = Reader(_KEPT_BYTES, tuning.bytes_per_thread)
         self._helpers = ReaderThreads(self._reader, threads)
@@ -117,7 +118,7 @@ class ShardStore:
             first_tick=self._writer.first_tick,
             next_tick=catalog.next_tick,
             segments=catalog.segments,
-            layouts=tuple(("paired",) for _ in leaves),
+            layouts=tuple(PAIRED for _ in leaves),
             windows=tuple(Window.whole(leaf) for leaf in leaves),
             reward_dtype=self.reward_dtype,
         )

@@ -28,7 +28,7 @@ class SentSegment(NamedTuple):
 
     payload: bytes
     rows: int
-    lease: int  # Lease of the limiter, which is returned when the segment has arrived. -1: none.
+    lease: int | None  # The limiter's lease, which ends when the segment has arrived. None: sent without the limiter.
 
 
 class SegmentStream:
@@ -168,7 +168,7 @@ class SegmentStream:
         while self.sequence < ack.expected:
             segment = self.in_flight.popleft()
             self.sequence += 1
-            if segment.lease >= 0:
+            if segment.lease is not None:
                 self._members.end_lease(segment.lease, self.number, ack.counters)
         if ack.refusal:
             self.in_flight.popleft()
@@ -189,13 +189,13 @@ class ShardStreams:
 
     def __init__(self, config: MemoryConfig, members: Members, spread: int | None = None) -> None:
         self.streams: dict[int, SegmentStream] = {}
-        self.patience_s = config.writer_patience_s
+        self.patience_s = config.settings.writer_patience_s
         self._config = config
         self._writer = secrets.token_bytes(16)
         self._members = members
         self._spread = spread
         self._generator = np.random.default_rng()
-        self._home = -1  # Shard on which the writer stays while episodes continue. -1: none.
+        self._home: int | None = None  # Shard on which the writer stays while episodes continue.
         self._home_rows = 0  # Rows that were sent to that shard without a change of the shard.
         self._targets: list[int] = []  # Shards that new segments are sent to.
 
@@ -213,7 +213,8 @@ class ShardStreams:
         """Send a segment. With `stays`, the next one goes to the same shard, unless it got `stay_rows` rows."""
         is_home = stream.number == self._home
         self._home_rows = segment.rows + (self._home_rows if is_home else 0)
-        self._home = stream.number if stays and self._home_rows < self._config.stay_rows else -1
+        can_stay = self._home_rows < self._config.stay_rows
+        self._home = stream.number if stays and can_stay else None
         stream.send(segment)
 
     def choose_stream(self) -> SegmentStream:
@@ -232,11 +233,11 @@ class ShardStreams:
                 return min([free[i] for i in pair], key=lambda stream: stream.inserted)
             if time.monotonic() > end_s:
                 raise allowed[0].explain_silence(self.patience_s)
-            allowed[0].poll(self._config.tuning.pause_s)
+            allowed[0].poll(self._config.settings.tuning.pause_s)
 
     def _list_allowed(self) -> list[SegmentStream]:
         """Return the streams that the next segment may use: all targets, or the shard on which the writer stays."""
-        if self._home in self._targets:
+        if self._home is not None and self._home in self._targets:
             return [self.streams[self._home]]
         return [self.streams[number] for number in self._targets]
 
@@ -246,7 +247,7 @@ class ShardStreams:
         targets = self._members.numbers
         for number in targets:
             if number not in self.streams:
-                self.streams[number] = SegmentStream(self._members, number, self._writer, self._config.tuning)
+                self.streams[number] = SegmentStream(self._members, number, self._writer, self._config.settings.tuning)
         if self._spread is not None:  # Keep the earlier targets, and add random others.
             mixed: list[int] = self._generator.permutation(targets).tolist()
             targets = sorted(mixed, key=lambda number: number not in self._targets)[: self._spread]

@@ -13,6 +13,10 @@ _MIB = 2**20
 class ClusterTuning:
     """Constants of a memory over shards. The defaults are what every memory uses."""
 
+    # Waiting for shards. The memory's `patience_s` replaces both. Ray needs 70 seconds to give up a frozen machine.
+    learner_patience_s: float = 10.0  # Seconds after which a learner counts a silent shard as lost.
+    writer_patience_s: float = 90.0  # Seconds that a writer waits for a shard.
+
     # Writers.
     segment_rows: int = 128  # Rows of a segment.
     max_segment_rows: int = 512  # Rows of a segment that `extend` fills within `gather_s`.

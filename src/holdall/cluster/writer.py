@@ -22,7 +22,7 @@ import ray
 
 from holdall.cluster.calls import require_ray
 from holdall.cluster.config import MemoryConfig
-from holdall.cluster.limiter import wait_for_grant
+from holdall.cluster.limiter import LimiterClient
 from holdall.cluster.members import Members
 from holdall.cluster.roster import find_roster
 from holdall.cluster.segment import SegmentBuilder
@@ -63,7 +63,8 @@ class Writer:
     _kind = "writer"
 
     def __init__(self, config: MemoryConfig, num_envs: int, spread: int | None = None) -> None:
-        tuning = config.tuning
+        settings = config.settings
+        tuning = settings.tuning
         self.schema = replace(schema_from_json(config.schema_json), num_envs=num_envs)
         self.waited_s = 0.0
         self._config = config
@@ -71,10 +72,13 @@ class Writer:
         self._spread = spread
         self._closed = False
         self._lock = threading.RLock()  # Re-entrant, because `close` calls `flush`.
-        self._members = Members(find_roster(config.name), config.patience_s, tuning)
+        self._members = Members(find_roster(config.name), settings.learner_patience_s, tuning)
+        self._limiter = None
+        if settings.limit is not None:
+            self._limiter = LimiterClient(settings.limit, self._members.ask_roster, tuning.notice_s)
         self._streams = ShardStreams(config, self._members, spread)
-        max_rows = tuning.segment_rows if config.limit or config.stay_rows else tuning.max_segment_rows
-        self._builder = SegmentBuilder(self.schema, max_rows, config.prefer, tuning.store)
+        max_rows = tuning.segment_rows if settings.limit or config.stay_rows else tuning.max_segment_rows
+        self._builder = SegmentBuilder(self.schema, max_rows, settings.prefer, tuning.store)
         self._started_at = 0.0  # When the segment was started.
         self._is_waiting = False  # Whether a thread waits for the limiter now.
         self._ignores_limit = False
@@ -166,7 +170,7 @@ class Writer:
                 added = 0
             try:
                 while added < len(steps.reward):
-                    if self._is_due(self._config.tuning.gather_s):
+                    if self._is_due(self._config.settings.tuning.gather_s):
                         self._send()
                     count = self._builder.extend(steps, added)
                     if count == 0:
@@ -215,7 +219,7 @@ class Writer:
         rows = self._builder.rows
         if self._builder.has_new_window:
             return True
-        segment_rows = self._config.tuning.segment_rows
+        segment_rows = self._config.settings.tuning.segment_rows
         if rows + self._lanes > segment_rows:
             return time.monotonic() >= self._started_at + gather_s
         is_long = rows >= segment_rows // 2
@@ -232,7 +236,7 @@ class Writer:
             return
         stream = self._streams.choose_stream()
         lease = self._wait_for_lease(rows, waits)
-        if lease is None:
+        if lease is None and self._is_limited:
             return
         self.waited_s += time.monotonic() - began_s
         stays = bool(self._config.stay_rows) and not self._builder.ends_episodes
@@ -240,23 +244,28 @@ class Writer:
         self._streams.send(stream, SentSegment(payload, rows, lease), stays=stays)
         self._started_at = time.monotonic()
 
+    @property
+    def _is_limited(self) -> bool:
+        return self._limiter is not None and not self._ignores_limit
+
     def _wait_for_lease(self, rows: int, waits: bool) -> int | None:
-        """Return a lease, or -1 without a limit. Return None if `waits` is False and the limiter grants none now."""
-        limit = self._config.limit
-        if limit is None or self._ignores_limit:
-            return -1
+        """Return a lease for `rows` rows.
+
+        Return None if the memory has no limit, if this writer ignores it, or if `waits` is False and the limiter
+        refuses.
+        """
+        if self._limiter is None or self._ignores_limit:
+            return None
 
         def is_needed() -> bool:
-            self._streams.poll()  # Returns the leases of segments that have arrived.
+            self._streams.poll()  # Ends the leases of segments that have arrived.
             return waits and not self._ignores_limit
 
         self._is_waiting = waits
         try:
-            notice_s = self._config.tuning.notice_s
-            lease = wait_for_grant(limit, "add", rows, self._members.ask_roster, notice_s, is_needed)
+            return self._limiter.wait_for_lease(rows, is_needed)
         finally:
             self._is_waiting = False
-        return -1 if lease is None and waits else lease
 
     # ---------------------------------------------------------------- rows that are not held yet
 

@@ -5,8 +5,9 @@ Further learners call `attach`. `holdall.ray.sb3` has a buffer for Stable-Baseli
 use, so that a restarted shard starts quickly.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from holdall.lazy_names import attach_names
 
 if TYPE_CHECKING:
     from holdall.cluster.handle import MemoryHandle, attach
@@ -17,23 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Collection", "MemoryHandle", "RateLimit", "ReplayMemory", "Writer", "attach", "collect"]
 
-_MODULES = {
-    "Collection": "ray.players",
-    "MemoryHandle": "cluster.handle",
-    "RateLimit": "cluster.limiter",
-    "ReplayMemory": "cluster.memory",
-    "Writer": "cluster.writer",
-    "attach": "cluster.handle",
-    "collect": "ray.players",
-}
-
-if not TYPE_CHECKING:  # With a `__getattr__`, a type checker would accept every misspelt name.
-
-    def __getattr__(name: str) -> object:
-        if name == "sb3":
-            return importlib.import_module("holdall.ray.sb3")
-        if name not in _MODULES:
-            raise AttributeError(f"module 'holdall.ray' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"holdall.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
+if not TYPE_CHECKING:  # With `__getattr__`, a type checker would accept every misspelt name.
+    __getattr__, __dir__ = attach_names(
+        __name__,
+        {
+            "holdall.cluster.handle": ("MemoryHandle", "attach"),
+            "holdall.cluster.limiter": ("RateLimit",),
+            "holdall.cluster.memory": ("ReplayMemory",),
+            "holdall.cluster.writer": ("Writer",),
+            "holdall.ray.players": ("Collection", "collect"),
+        },
+        submodules=("sb3",),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.cluster.calls import get_machine_address
+from holdall.cluster.config import ClusterSettings
 from holdall.cluster.memory import ReplayMemory
 from holdall.errors import ArgumentError
 from holdall.ray.players import MakeAct
@@ -22,8 +24,8 @@ from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples
 from holdall.schema import move_to_host
 
-_LOADED_WITH = {"durability", "on_shard_loss", "prefer", "limit", "patience_s", "sampler"}
-"""Settings that both the constructor of a memory and `load` accept."""
+_LOADED_WITH = {field.name for field in dataclasses.fields(ClusterSettings)} - {"url"} | {"sampler"}
+"""Settings that an unpickled buffer passes to `ReplayMemory.load`. Not its name, which the first buffer may use."""
 
 
 class ReplayBuffer(LocalReplayBuffer):
@@ -74,9 +76,7 @@ class ReplayBuffer(LocalReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions over all shards."""
         batch = self.memory.sample(batch_size)
-        rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
-        discounts = None if batch.discount is None else batch.discount.reshape(-1, 1)
-        samples = self._make_samples(batch, rewards, env, discounts)
+        samples = self._make_host_samples(batch, env)
         sampler = self.memory.sampler
         if not isinstance(getattr(sampler, "by", sampler), Prioritized):
             return samples

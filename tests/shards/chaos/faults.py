@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ..nodes import Nodes, settings
-from .telling import ROOT
+from ..nodes import Nodes, make_environment
+from .machine_loss import ROOT
 
 KINDS = {
     "kill shard": 5,
@@ -66,8 +66,8 @@ class Driver:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the driver ended while it was asked to {what}: see its log"
-        said: dict[str, Any] = json.loads(line)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
@@ -76,9 +76,9 @@ class Driver:
 
     def end(self) -> dict[str, Any]:
         """Wait until writers and saves are done, check everything, and return the counts."""
-        said = self.ask("end")
+        counts = self.ask("end")
         self._process.wait(_PATIENCE_S)
-        return said
+        return counts
 
 
 class Disk:
@@ -134,14 +134,14 @@ class FaultInjector:
         self.done[kind] += 1
         assert not list((self._folder / "errors").iterdir()), "see the folder errors"
 
-    def _victim(self, kind: str) -> psutil.Process | None:
+    def _choose_victim(self, kind: str) -> psutil.Process | None:
         pids = self._driver.ask("processes")[kind]
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(int(self._generator.choice(pids))) if pids else None
         return None
 
     def _kill(self, kind: str) -> None:
-        victim = self._victim(kind)
+        victim = self._choose_victim(kind)
         if victim is not None:
             with suppress(psutil.NoSuchProcess):
                 victim.kill()
@@ -170,7 +170,7 @@ class FaultInjector:
         self._driver.ask("replace")
 
     def _freeze_shard(self) -> None:
-        victim = self._victim("shards")
+        victim = self._choose_victim("shards")
         if victim is not None:
             with suppress(psutil.NoSuchProcess):
                 victim.send_signal(signal.SIGSTOP)
@@ -191,9 +191,9 @@ class FaultInjector:
 
     def end(self) -> dict[str, Any]:
         """End all processes, check everything, and return the counts."""
-        said = self._driver.end()
+        counts = self._driver.end()
         assert not list((self._folder / "errors").iterdir()), "see the folder errors"
-        return {"faults": sum(self.done.values()), "lives": self._lives, **said, "kinds": dict(self.done)}
+        return {"faults": sum(self.done.values()), "lives": self._lives, **counts, "kinds": dict(self.done)}
 
     def close(self) -> None:
         """End the driver and the disk."""
@@ -224,19 +224,19 @@ def inject_faults(faults: int, seed: int) -> dict[str, Any]:
     Raise RuntimeError if a check failed.
     """
     command = [sys.executable, "-W", "ignore", "-m", "tests.shards.chaos.faults", "--inner"]
-    with tempfile.TemporaryDirectory(prefix="hf", dir="/tmp") as folder:  # names of sockets must be short
+    with tempfile.TemporaryDirectory(prefix="hf", dir="/tmp") as folder:  # Paths of sockets must be short.
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        played = subprocess.run(
+        ended = subprocess.run(
             [*command, "--faults", str(faults), "--seed", str(seed)],
             cwd=ROOT,
-            env=os.environ | settings(Path(folder)) | {"PYTHONPATH": path},
+            env=os.environ | make_environment(Path(folder)) | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             check=False,
         )
-    if played.returncode:
+    if ended.returncode:
         raise RuntimeError(f"{faults} faults of seed {seed}: see above")
-    found: dict[str, Any] = json.loads(played.stdout.splitlines()[-1])
-    return found
+    counts: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return counts
 
 
 def main() -> None:
@@ -245,11 +245,11 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.inner:
-        _inner(asked.faults, asked.seed)
+    arguments = parser.parse_args()
+    if arguments.inner:
+        _inner(arguments.faults, arguments.seed)
     else:
-        sys.stdout.write(json.dumps(inject_faults(asked.faults, asked.seed)) + "\n")
+        sys.stdout.write(json.dumps(inject_faults(arguments.faults, arguments.seed)) + "\n")
 
 
 if __name__ == "__main__":

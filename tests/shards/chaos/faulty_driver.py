@@ -1,6 +1,6 @@
-"""The driver of faults.py: a memory, writers and a learner, and a line of text for everything that is asked of it.
+"""The driver of faults.py: it makes the memory, writers and a learner, and executes the commands on its standard input.
 
-One life of it begins with what the journals hold of earlier ones, and checks that against the ledger.
+A driver that replaces a killed one starts with the journals of its predecessors, and compares them with the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,18 @@ import holdall.ray
 from holdall import ArgumentError, CheckpointError, FencedError, ShardError
 from holdall.ray import ReplayMemory
 
-from .ledger import ACTION, EXTRAS, MOST_OF_ONE, OBSERVATION, checked, held, read_counts, settle, step, written
+from .ledger import (
+    ACTION,
+    EXTRAS,
+    NUMBERS_PER_FEEDER,
+    OBSERVATION,
+    check_batch,
+    check_ledger,
+    make_step,
+    read_counts,
+    read_held,
+    read_journal,
+)
 
 SHARDS = 3
 WRITERS = 2
@@ -33,7 +44,7 @@ _AWAY = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ShardErro
 
 
 class WriterProcess:
-    """Adds transitions, and writes down after every flush how many were acknowledged. Adds again what raised."""
+    """Adds transitions. After every flush, it appends the count of acknowledged transitions to its file."""
 
     def __init__(self, memory: str, feeder: int, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +57,7 @@ class WriterProcess:
             handle = holdall.ray.attach(memory)
             with handle.writer() as writer, (self._folder / "ledger" / str(feeder)).open("a") as page:
                 self._feed(writer, feeder, page)
-        except FencedError:  # the driver was killed, and the next one was quicker than the end of this process
+        except FencedError:  # The driver was killed, and the next one started before this process ended.
             pass
         except BaseException as error:
             if not (self._over.is_set() or _is_ending(error)):
@@ -57,9 +68,9 @@ class WriterProcess:
         added = 0
         while not self._over.is_set():
             for _ in range(int(generator.integers(1, 200))):
-                _until_done(partial(writer.add, *step(feeder * MOST_OF_ONE + added)))
+                _repeat_until_accepted(partial(writer.add, *make_step(feeder * NUMBERS_PER_FEEDER + added)))
                 added += 1
-            _until_done(writer.flush)
+            _repeat_until_accepted(writer.flush)
             page.write(f"{added}\n")
             page.flush()
             time.sleep(0.05)
@@ -75,7 +86,7 @@ class WriterProcess:
 
 
 class LearnerProcess:
-    """Draws, checks every bit, and writes down after every batch how many rows it has drawn."""
+    """Draws and checks batches. After every batch, it appends the count of drawn rows to its file."""
 
     def __init__(self, memory: str, number: int, folder: Path) -> None:
         self._over = threading.Event()
@@ -89,12 +100,12 @@ class LearnerProcess:
             with (folder / "drawn" / str(number)).open("a") as page:
                 while not self._over.is_set():
                     try:
-                        drawn += len(checked(handle.sample(64)))
+                        drawn += len(check_batch(handle.sample(64)))
                     except (ArgumentError, ShardError):  # Nothing is held yet, or no shard answers.
                         time.sleep(0.1)
                     page.write(f"{drawn}\n")
                     page.flush()
-        except FencedError:  # Likewise.
+        except FencedError:  # As in `WriterProcess`.
             pass
         except BaseException as error:
             if not _is_ending(error):
@@ -115,8 +126,8 @@ def _is_ending(error: BaseException) -> bool:
     return isinstance(error, SystemExit) or not ray.is_initialized()
 
 
-def _until_done(act: Any) -> None:
-    """Do what may raise while a shard is away until it does not: what raised is not held."""
+def _repeat_until_accepted(act: Any) -> None:
+    """Repeat a call until it raises no ShardError. A call that raised has added nothing."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -130,7 +141,7 @@ def _until_done(act: Any) -> None:
 
 
 class Life:
-    """What one driver does until it ends or is killed."""
+    """One driver, from its start until it ends or is killed."""
 
     def __init__(self, folder: Path, life: int) -> None:
         self._folder = folder
@@ -141,16 +152,16 @@ class Life:
         self._memory = ReplayMemory(
             OBSERVATION, ACTION, CAPACITY, shards=SHARDS, name=self._name, patience_s=60.0, **settings
         )
-        self._settle()
+        self._check_held()
         self._writers: list[Any] = []
         self._learners: list[Any] = []
         self._saves: list[threading.Thread] = []
         self.replace()
 
-    def _settle(self) -> dict[int, Any]:
+    def _check_held(self) -> dict[int, Any]:
         self._wait_for_shards()
-        found = held(self._memory)
-        settle(found, read_counts(self._folder / "ledger"))
+        found = read_held(self._memory)
+        check_ledger(found, read_counts(self._folder / "ledger"))
         return found
 
     def _wait_for_shards(self) -> None:
@@ -174,44 +185,44 @@ class Life:
         """Return the processes that may be killed."""
         shards = [self._memory._members.handle(number) for number in self._memory._members.numbers]
         rosters = [self._memory._fleet.roster]
-        asked = {"shards": shards, "rosters": rosters, "writers": self._writers, "learners": self._learners}
-        return {kind: [pid for pid in map(_pid, actors) if pid] for kind, actors in asked.items()}
+        actors_by_kind = {"shards": shards, "rosters": rosters, "writers": self._writers, "learners": self._learners}
+        return {kind: [pid for pid in map(_pid, actors) if pid] for kind, actors in actors_by_kind.items()}
 
     def save(self) -> dict[str, Any]:
-        """Begin a save. What was acknowledged before is in it, if it is reported as complete."""
-        promised = read_counts(self._folder / "ledger")
+        """Begin a save. A complete checkpoint must have all transitions that were acknowledged before."""
+        acknowledged = read_counts(self._folder / "ledger")
         try:
             handle = self._memory.save(self._folder / "saved")
         except (CheckpointError, *_AWAY):
             return {"begun": False}
-        self._saves.append(threading.Thread(target=self._end_save, args=(handle, promised), daemon=True))
+        self._saves.append(threading.Thread(target=self._end_save, args=(handle, acknowledged), daemon=True))
         self._saves[-1].start()
         return {"begun": True}
 
-    def _end_save(self, handle: Any, promised: dict[int, int]) -> None:
+    def _end_save(self, handle: Any, acknowledged: dict[int, int]) -> None:
         try:
             handle.result()
         except (CheckpointError, *_AWAY):
             return
-        page = self._folder / f"{threading.get_ident()}.tmp"  # saves end at the same time
-        page.write_text(json.dumps(promised))
+        page = self._folder / f"{threading.get_ident()}.tmp"  # Several saves may end at the same time.
+        page.write_text(json.dumps(acknowledged))
         page.replace(self._folder / f"complete {time.time_ns()}")
 
     def end(self) -> dict[str, Any]:
-        """End everything, and settle."""
+        """End writers and learners, and check what the shards, the journals and the checkpoint have."""
         for thread in self._saves:
             thread.join()
         ray.get([actor.end.remote() for actor in self._writers + self._learners], timeout=_PATIENCE_S)
-        found = self._settle()
-        _until_done(lambda: self._memory.save(self._folder / "saved").result())
+        found = self._check_held()
+        _repeat_until_accepted(lambda: self._memory.save(self._folder / "saved").result())
         self._memory.close()
         for shard, numbers in found.items():
-            assert np.array_equal(written(self._folder / "journals", shard), numbers)
+            assert np.array_equal(read_journal(self._folder / "journals", shard), numbers)
         complete = sorted(self._folder.glob("complete *"))
         last = read_counts(self._folder / "ledger")
         with holdall.ReplayMemory.load(self._folder / "saved") as loaded:
             rows = [loaded.gather(ids) for ids in np.array_split(_valid_ids(loaded), 200)]
-            settle_saved(np.concatenate([checked(batch, is_whole=False) for batch in rows]), last)
+            check_saved_numbers(np.concatenate([check_batch(batch, is_whole=False) for batch in rows]), last)
         everything = np.concatenate(list(found.values()))
         return {
             "transitions": len(everything),
@@ -226,11 +237,11 @@ def _valid_ids(memory: holdall.ReplayMemory) -> Any:
     return ids[memory.are_valid(ids)]
 
 
-def settle_saved(numbers: Any, promised: dict[int, int]) -> None:
-    """Check that a checkpoint has all that was promised, and nothing twice."""
-    assert len(np.unique(numbers)) == len(numbers), "a checkpoint holds transitions twice"
-    for feeder, count in promised.items():
-        own = numbers[numbers // MOST_OF_ONE == int(feeder)] % MOST_OF_ONE
+def check_saved_numbers(numbers: Any, acknowledged: dict[int, int]) -> None:
+    """Check that a checkpoint has all acknowledged transitions once."""
+    assert len(np.unique(numbers)) == len(numbers), "a checkpoint has transitions twice"
+    for feeder, count in acknowledged.items():
+        own = numbers[numbers // NUMBERS_PER_FEEDER == int(feeder)] % NUMBERS_PER_FEEDER
         assert not np.setdiff1d(np.arange(count), own).size, f"a checkpoint lacks transitions of feeder {feeder}"
 
 
@@ -243,17 +254,17 @@ def _pid(actor: Any) -> int:
 
 
 def _check_saved(folder: Path) -> None:
-    """Load the newest checkpoint that an earlier life left, and hold it against what was promised then."""
+    """Load the newest complete checkpoint. Check that it has what was acknowledged before it was begun."""
     complete = sorted(folder.glob("complete *"))
     if complete:
-        promised = {int(feeder): count for feeder, count in json.loads(complete[-1].read_text()).items()}
+        acknowledged = {int(feeder): count for feeder, count in json.loads(complete[-1].read_text()).items()}
         with holdall.ReplayMemory.load(folder / "saved") as loaded:
             batches = [loaded.gather(ids) for ids in np.array_split(_valid_ids(loaded), 50)]
-            settle_saved(np.concatenate([checked(batch, is_whole=False) for batch in batches]), promised)
+            check_saved_numbers(np.concatenate([check_batch(batch, is_whole=False) for batch in batches]), acknowledged)
 
 
 def main() -> None:
-    """Do what is asked, line by line."""
+    """Execute one command per line."""
     address = sys.argv[1]
     folder = Path(sys.argv[2])
     life = int(sys.argv[3])
@@ -262,16 +273,16 @@ def main() -> None:
     ray.init(address, _node_ip_address=address.partition(":")[0], log_to_driver=False, configure_logging=False)
     now: Life | None = None
     for line in sys.stdin:
-        what = line.strip()
-        said: dict[str, Any] = {}
+        command = line.strip()
+        answer: dict[str, Any] = {}
         if now is None:
             _check_saved(folder)
             now = Life(folder, life)
         else:
-            said = getattr(now, what)()
-        out.write(json.dumps(said) + "\n")
+            answer = getattr(now, command)()
+        out.write(json.dumps(answer) + "\n")
         out.flush()
-        if what == "end":
+        if command == "end":
             break
     ray.shutdown()
 

@@ -1,8 +1,9 @@
-"""The ledger: transitions that tell which one they are, who was promised what, and what is held in the end.
+"""The ledger: numbered transitions, a record of those that were acknowledged, and the checks of what the shards hold.
 
-A feeder writes down what was acknowledged in a file of its own, line by line, so that it survives the feeder's death.
-Invariant to be checked: what was acknowledged is held once; what was not is held once or not at all; every bit of it is
-what was added.
+Every field of a transition follows from its number. A feeder is a process that adds transitions. It appends the count
+of acknowledged transitions to a file of its own, which survives the death of the feeder.
+
+Invariant: an acknowledged transition is held once, any other transition at most once, and every bit is as it was added.
 """
 
 from __future__ import annotations
@@ -30,40 +31,41 @@ Numbers = NDArray[np.int64]
 OBSERVATION = spaces.Box(0, 255, (4, 12, 12), np.uint8)
 ACTION = spaces.Discrete(7)
 EXTRAS = {"number": spaces.Box(0, 2**62, (), np.int64)}
-MOST_OF_ONE = 1_000_000
-"""Numbers that belong to one feeder."""
+NUMBERS_PER_FEEDER = 1_000_000
+"""A feeder adds the numbers from `feeder * NUMBERS_PER_FEEDER` on."""
 _LANE = np.arange(144, dtype=np.int64).reshape(12, 12)
 
 
-def frames(numbers: Numbers) -> NDArray[np.uint8]:
-    """Return the frame of every number: mostly the same, and no two alike."""
+def make_frames(numbers: Numbers) -> NDArray[np.uint8]:
+    """Return the frame of every number. Frames differ in a few pixels."""
     moving = (numbers[..., None, None] * 2_654_435_761 >> 7) * (_LANE % 13 == 0)
     shown: NDArray[np.uint8] = (moving + _LANE).astype(np.uint8)
     return shown
 
 
-def stacks(numbers: Numbers) -> NDArray[np.uint8]:
+def make_stacks(numbers: Numbers) -> NDArray[np.uint8]:
     """Return the observation of every number: its frame, and the three that follow."""
-    return frames(numbers[..., None] + np.arange(4))
+    return make_frames(numbers[..., None] + np.arange(4))
 
 
-def step(number: int) -> tuple[Any, ...]:
+def make_step(number: int) -> tuple[Any, ...]:
     """Return the arguments that add one transition."""
-    told = np.array([number])
+    numbers = np.array([number])
     no = np.zeros(1, np.bool_)
-    ends = told % 50 == 49
-    return stacks(told), told % 7, told.astype(np.float64), stacks(told + 1), ends, no, {"number": told}
+    ends = numbers % 50 == 49
+    reward = numbers.astype(np.float64)
+    return make_stacks(numbers), numbers % 7, reward, make_stacks(numbers + 1), ends, no, {"number": numbers}
 
 
 def feed(
     writer: Writer, feeder: int, count: int, seed: int, ledger: Path, is_over: Callable[[], bool] = lambda: False
 ) -> None:
-    """Add transitions, and write down after every flush how many were acknowledged."""
+    """Add transitions. After every flush, append the count of acknowledged transitions to the file of the feeder."""
     generator = np.random.default_rng([seed, feeder])
     page = os.open(ledger / str(feeder), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     due = added = 0
     while added < count and not is_over():
-        writer.add(*step(feeder * MOST_OF_ONE + added))
+        writer.add(*make_step(feeder * NUMBERS_PER_FEEDER + added))
         added += 1
         if added >= due:
             writer.flush()
@@ -75,22 +77,22 @@ def feed(
 
 
 def read_counts(ledger: Path) -> dict[int, int]:
-    """Return the last number in the file of each process: how many transitions were acknowledged, or drawn."""
+    """Return the last count in the file of each process."""
     return {int(page.name): max(map(int, page.read_text().split()), default=0) for page in ledger.iterdir()}
 
 
-def held(memory: ReplayMemory) -> dict[int, Numbers]:
-    """Read everything that the shards hold, check its bits, and return the numbers, shard by shard."""
+def read_held(memory: ReplayMemory) -> dict[int, Numbers]:
+    """Read and check all transitions that the shards hold. Return their numbers by shard."""
     found = {}
     for shard, counters in memory._members.refresh().items():
         rows = np.arange(counters.first_row, counters.next_row)
         parts = [memory.gather(make_ids(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
-        found[shard] = np.concatenate([checked(part) for part in parts])
+        found[shard] = np.concatenate([check_batch(part) for part in parts])
     return found
 
 
-def written(url: Path, shard: int) -> Numbers:
-    """Return the numbers of everything in a shard's journal, in its order. Whoever had the journal has it no more."""
+def read_journal(url: Path, shard: int) -> Numbers:
+    """Take over the journal of a shard. Return the numbers of its transitions in their order."""
     journal = open_journal(str(url), shard, ClusterTuning())
     columns = Columns(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
     numbers = [np.empty(0, np.int64)]
@@ -101,16 +103,16 @@ def written(url: Path, shard: int) -> Numbers:
     return np.concatenate(numbers)
 
 
-def checked(batch: Batch, *, is_whole: bool = True) -> Numbers:
-    """Return the numbers of a batch, if every bit of it is what was added under them.
+def check_batch(batch: Batch, *, is_whole: bool = True) -> Numbers:
+    """Compare every bit of a batch with the transitions that were added. Return their numbers.
 
     Args:
-        is_whole: Whether rows stand where they were added; a local memory marks the last row of every piece of a
-            checkpoint of shards as truncated.
+        is_whole: Whether no transition is truncated. A local memory that loads a checkpoint of shards marks the last
+            transition of every piece of a lane as truncated.
     """
     numbers: Numbers = np.asarray(batch.extras["number"])
-    assert np.array_equal(batch.obs, stacks(numbers))
-    assert np.array_equal(batch.next_obs, stacks(numbers + 1))
+    assert np.array_equal(batch.obs, make_stacks(numbers))
+    assert np.array_equal(batch.next_obs, make_stacks(numbers + 1))
     assert np.array_equal(batch.action, numbers % 7)
     assert np.array_equal(batch.reward, numbers.astype(np.float64))
     assert np.array_equal(batch.terminated, numbers % 50 == 49)
@@ -118,15 +120,20 @@ def checked(batch: Batch, *, is_whole: bool = True) -> Numbers:
     return numbers
 
 
-def settle(found: dict[int, Numbers], promised: dict[int, int]) -> None:
-    """Check that all that was promised is there, and nothing twice or out of order."""
+def check_ledger(found: dict[int, Numbers], acknowledged: dict[int, int]) -> None:
+    """Check that the shards hold all acknowledged transitions, once and in order.
+
+    Args:
+        found: Numbers of the held transitions, by shard.
+        acknowledged: Number of acknowledged transitions, by feeder.
+    """
     everything = np.concatenate(list(found.values()))
     assert len(np.unique(everything)) == len(everything), "transitions are held twice"
-    for feeder, count in promised.items():
-        own = everything[everything // MOST_OF_ONE == feeder] % MOST_OF_ONE
+    for feeder, count in acknowledged.items():
+        own = everything[everything // NUMBERS_PER_FEEDER == feeder] % NUMBERS_PER_FEEDER
         lost = np.setdiff1d(np.arange(count), own)
-        assert not lost.size, f"feeder {feeder} was promised {count} transitions, and {lost.size} are lost: {lost[:9]}"
+        assert not lost.size, f"{lost.size} of {count} acknowledged transitions of feeder {feeder} are lost: {lost[:9]}"
     for shard, numbers in found.items():
-        for feeder in np.unique(numbers // MOST_OF_ONE):
-            own = numbers[numbers // MOST_OF_ONE == feeder]
-            assert (np.diff(own) > 0).all(), f"shard {shard} holds what feeder {feeder} added in another order"
+        for feeder in np.unique(numbers // NUMBERS_PER_FEEDER):
+            own = numbers[numbers // NUMBERS_PER_FEEDER == feeder]
+            assert (np.diff(own) > 0).all(), f"shard {shard} holds the transitions of feeder {feeder} in another order"

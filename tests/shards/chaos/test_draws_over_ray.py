@@ -1,4 +1,4 @@
-"""A million draws from four real shards, uniform and prioritized: also after a fifth joins and one is lost."""
+"""A million draws from four shards over Ray, uniform and prioritized, also after a fifth joins and one is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdall import Prioritized
 from holdall.cluster.ids import make_ids
 from holdall.ray import ReplayMemory
 
-from ..processes import process_of, wait_until
+from ..processes import find_process, wait_until
 from .chi_square import chi_square_p
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -25,7 +25,7 @@ DRAWS = 1_000_000
 
 
 def add(memory: ReplayMemory, first: int, end: int) -> None:
-    """Add transitions whose reward tells which one they are."""
+    """Add transitions whose rewards are their numbers."""
     count = end - first
     row = np.zeros((count, 1, 2), np.float32)
     no = np.zeros((count, 1), np.bool_)
@@ -34,8 +34,8 @@ def add(memory: ReplayMemory, first: int, end: int) -> None:
     memory.flush()
 
 
-def present(memory: ReplayMemory) -> dict[int, NDArray[np.int64]]:
-    """Return the ids of everything held, shard by shard."""
+def list_held_ids(memory: ReplayMemory) -> dict[int, NDArray[np.int64]]:
+    """Return the ids of all held rows, by shard."""
     counters_by_shard = memory._members.refresh()
     rows = {shard: np.arange(each.first_row, each.next_row) for shard, each in counters_by_shard.items()}
     return {shard: make_ids(shard, each) for shard, each in rows.items()}
@@ -44,7 +44,7 @@ def present(memory: ReplayMemory) -> dict[int, NDArray[np.int64]]:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_a_million_draws_from_four_shards(prioritized: bool) -> None:
+def test_a_million_draws_have_the_right_probabilities_and_weights(prioritized: bool) -> None:
     sampler = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if prioritized else None
     generator = np.random.default_rng(4)
     priorities = generator.uniform(0.5, 4.0, 5_000)
@@ -54,12 +54,12 @@ def test_a_million_draws_from_four_shards(prioritized: bool) -> None:
             if change == "one joined":
                 memory.add_shard()
             if change == "one lost":
-                psutil.Process(process_of(memory._members.handle(1))).kill()
+                psutil.Process(find_process(memory._members.handle(1))).kill()
                 memory.sample(64)
                 wait_until(lambda: not memory._members.masses().get(1), 60.0)
             else:
                 add(memory, end - 1_000 if change == "one joined" else 0, end)
-            held = present(memory)
+            held = list_held_ids(memory)
             rows = {shard: memory.gather(ids).reward.astype(np.int64) for shard, ids in held.items() if len(ids)}
             if prioritized:
                 for shard, numbers in rows.items():
@@ -72,3 +72,6 @@ def test_a_million_draws_from_four_shards(prioritized: bool) -> None:
             assert counts.sum() == counts[numbers].sum(), change
             chances = priorities[numbers] if prioritized else np.ones(len(numbers))
             assert chi_square_p(counts[numbers], chances) > 0.001, change
+            batch = memory.sample(1_000)
+            drawn = priorities[batch.reward.astype(int)] if prioritized else np.ones(1_000)
+            assert np.allclose(batch.weights, drawn.min() / drawn, rtol=1e-4), change

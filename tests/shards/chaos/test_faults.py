@@ -12,11 +12,11 @@ from .faults import KINDS, inject_faults
 @pytest.mark.nightly
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_acknowledged_outlives_random_faults(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    said = inject_faults(50, seed)
+def test_acknowledged_transitions_outlive_random_faults(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = inject_faults(50, seed)
     with capsys.disabled():
-        sys.stdout.write(f"\nseed {seed}: {said}\n")
-    assert sum(said["kinds"].values()) == 50
-    assert set(said["kinds"]) <= set(KINDS)
-    assert said["transitions"] >= said["acknowledged"] > 0
-    assert said["drawn"] > 0
+        sys.stdout.write(f"\nseed {seed}: {counts}\n")
+    assert sum(counts["kinds"].values()) == 50
+    assert set(counts["kinds"]) <= set(KINDS)
+    assert counts["transitions"] >= counts["acknowledged"] > 0
+    assert counts["drawn"] > 0

@@ -1,4 +1,4 @@
-"""Segments that reach a shard several times, or late, or after it began again: each is held once, and in order."""
+"""Segments that reach a shard several times, late, or after it lost its rows: each is held once, and in order."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from holdall.cluster.stream import SegmentStream, SentSegment
 from holdall.cluster.tuning import ClusterTuning
 from holdall.schema_json import schema_to_json
 
-from ..processes import shard_config
-from .test_slow_disk import SCHEMA, WRITER, segment
+from ..processes import make_config
+from .test_slow_disk import SCHEMA, WRITER, make_segment
 
 ROWS = 4
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def payloads(count: int) -> list[bytes]:
-    return [segment(range(ROWS * number, ROWS * (number + 1))) for number in range(count)]
+def make_payloads(count: int) -> list[bytes]:
+    return [make_segment(range(ROWS * number, ROWS * (number + 1))) for number in range(count)]
 
 
-def begun(folder: Path) -> Any:
-    return Shard(0, shard_config(schema_to_json(SCHEMA), 10_000, folder), 0)
+def start_shard(folder: Path) -> Any:
+    return Shard(0, make_config(schema_to_json(SCHEMA), 10_000, folder), 0)
 
 
-def numbers_held(shard: Any) -> list[int]:
+def read_numbers(shard: Any) -> list[int]:
     view = shard._data.store.view()
     found: list[int] = view.extra(0, np.arange(view.first_id, view.next_id)).tolist()
     return found
@@ -49,35 +49,36 @@ def insert(shard: Any, first: int, payloads: list[bytes]) -> Any:
 
 
 def test_a_call_that_is_executed_twice_or_late_is_accepted_once(tmp_path: Path) -> None:
-    shard = begun(tmp_path)
-    sent = payloads(4)
+    shard = start_shard(tmp_path)
+    sent = make_payloads(4)
     assert insert(shard, 0, sent[:2]).expected == 2
     assert insert(shard, 0, sent[:3]).expected == 3
     assert insert(shard, 0, sent[:2]).expected == 3
     assert insert(shard, 3, sent[3:]).expected == 4
-    assert numbers_held(shard) == list(range(4 * ROWS))
+    assert read_numbers(shard) == list(range(4 * ROWS))
 
 
-def test_a_shard_that_lost_its_rows_continues_with_the_oldest_segment_that_is_left(tmp_path: Path) -> None:
-    shard = begun(tmp_path)
-    sent = payloads(7)
+def test_a_shard_that_lost_its_rows_continues_with_the_oldest_segment_in_flight(tmp_path: Path) -> None:
+    shard = start_shard(tmp_path)
+    sent = make_payloads(7)
     assert insert(shard, 5, sent[5:]).expected == 7
     assert insert(shard, 5, sent[5:6]).expected == 7
-    assert numbers_held(shard) == list(range(5 * ROWS, 7 * ROWS))
+    assert read_numbers(shard) == list(range(5 * ROWS, 7 * ROWS))
 
 
-def test_a_segment_that_is_refused_is_left_out_and_the_next_one_taken(tmp_path: Path) -> None:
-    shard, (first, _, third) = begun(tmp_path), payloads(3)
+def test_a_refused_segment_is_skipped(tmp_path: Path) -> None:
+    shard = start_shard(tmp_path)
+    first, _, third = make_payloads(3)
     damaged = first[:-1] + bytes([first[-1] ^ 1])
     ack = insert(shard, 0, [first, damaged, third])
     assert ack.expected == 1
     assert ack.refusal
     assert insert(shard, 2, [third]).expected == 3
-    assert numbers_held(shard) == [*range(ROWS), *range(2 * ROWS, 3 * ROWS)]
+    assert read_numbers(shard) == [*range(ROWS), *range(2 * ROWS, 3 * ROWS)]
 
 
 class FaultyLine:
-    """Brings calls to a shard in threads, late or never, and loses some answers."""
+    """Executes the calls to a shard in threads, late or never, and loses some answers."""
 
     def __init__(self, shard: Any, seed: int) -> None:
         self._shard = shard
@@ -104,19 +105,19 @@ class FaultyLine:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_stream_sends_is_held_once_and_in_order(
+def test_segments_of_a_stream_are_held_once_and_in_order_over_a_faulty_line(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def waited(calls: list[Future[Any]], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait_for_calls(calls: list[Future[Any]], timeout: float) -> tuple[list[Any], list[Any]]:
         done, rest = wait(calls, timeout)
         return list(done), list(rest)
 
-    faulty = SimpleNamespace(wait=waited, exceptions=ray.exceptions, is_initialized=ray.is_initialized)
+    faulty = SimpleNamespace(wait=wait_for_calls, exceptions=ray.exceptions, is_initialized=ray.is_initialized)
     monkeypatch.setattr("holdall.cluster.stream.ray", faulty)
     monkeypatch.setattr("holdall.cluster.stream.get_result", lambda call: call.result())
-    shard = begun(tmp_path)
-    sent = payloads(60)
-    sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # which is refused
+    shard = start_shard(tmp_path)
+    sent = make_payloads(60)
+    sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # The shard refuses this one.
     line = FaultyLine(shard, seed)
     tuning = ClusterTuning(pause_s=0.001)
     members = Members(None, 1.0, tuning)
@@ -135,9 +136,9 @@ def test_what_a_stream_sends_is_held_once_and_in_order(
     for payload in sent:
         while not stream.has_room:
             refusing(stream.poll, 0.01)
-        refusing(stream.send, SentSegment(payload, ROWS, -1))
+        refusing(stream.send, SentSegment(payload, ROWS, None))
     while stream.in_flight:
         refusing(stream.flush, 60.0)
     line._threads.shutdown()
     assert refused == 1
-    assert numbers_held(shard) == [number for number in range(60 * ROWS) if number // ROWS != 20]
+    assert read_numbers(shard) == [number for number in range(60 * ROWS) if number // ROWS != 20]

@@ -1,4 +1,4 @@
-"""A shard that is away for longer than a writer's patience: the writer says so, and loses nothing that it was given."""
+"""A shard that is silent for longer than a writer waits: the writer raises an error, and loses nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import ray
 from holdall import ShardError
 from holdall.ray import ReplayMemory
 
-from ..processes import process_of, repeat, wait_until, writer_with
-from .ledger import ACTION, EXTRAS, OBSERVATION, checked, step
+from ..processes import find_process, make_impatient_writer, repeat_until_accepted, wait_until
+from .ledger import ACTION, EXTRAS, OBSERVATION, check_batch, make_step
 
 
 @pytest.fixture(scope="module")
@@ -28,29 +28,29 @@ def memory(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: ReplayMemory) -> None:
-    shard = psutil.Process(process_of(memory._members.handle(0)))
+def test_a_writer_loses_nothing_when_a_shard_is_silent_for_too_long(is_known: bool, memory: ReplayMemory) -> None:
+    shard = psutil.Process(find_process(memory._members.handle(0)))
     before = memory._members.refresh()[0].next_row
-    writer = writer_with(memory, writer_patience_s=0.1)
+    writer = make_impatient_writer(memory)
     added = 0
     if is_known:
-        writer.add(*step(0))
-        repeat(writer.flush)
+        writer.add(*make_step(0))
+        repeat_until_accepted(writer.flush)
         added = 1
     shard.send_signal(signal.SIGSTOP)
     try:
-        for _ in range(2):  # what raised is not held: it is added again, and not twice
+        for _ in range(2):  # The transition of a call that raised is not held.
             with pytest.raises(ShardError, match="Repeat the call"):  # noqa: PT012  which of them it is does not matter
                 while added < 2_000:
-                    writer.add(*step(added))
+                    writer.add(*make_step(added))
                     added += 1
     finally:
         shard.send_signal(signal.SIGCONT)
-    repeat(lambda: writer.add(*step(added)))
+    repeat_until_accepted(lambda: writer.add(*make_step(added)))
     added += 1
-    repeat(writer.flush)
+    repeat_until_accepted(writer.flush)
     after = memory._members.refresh()[0].next_row
-    numbers = checked(memory.gather(np.arange(before, after)))
+    numbers = check_batch(memory.gather(np.arange(before, after)))
     assert numbers.tolist() == list(range(added))
 
 
@@ -65,13 +65,13 @@ def is_gone(actor: Any) -> bool:
 
 
 @pytest.mark.nightly
-def test_a_block_that_finds_no_shard_stays_with_its_writer(cluster: None) -> None:
+def test_a_writer_of_a_closed_memory_keeps_its_transitions(cluster: None) -> None:
     with ReplayMemory(OBSERVATION, ACTION, 1_000, shards=1, extras=EXTRAS, patience_s=1.0) as closed:
         writer = closed.writer()
-    wait_until(lambda: is_gone(closed._fleet.roster))  # Ray ends actors by and by
+    wait_until(lambda: is_gone(closed._fleet.roster))  # Ray ends actors in the background.
     added = 0
     with pytest.raises(ShardError, match="closed"):  # noqa: PT012  which of them it is does not matter
         while added < 2_000:
-            writer.add(*step(added))
+            writer.add(*make_step(added))
             added += 1
     assert writer.waiting_rows == added

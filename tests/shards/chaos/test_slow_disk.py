@@ -1,4 +1,4 @@
-"""A journal on a slow disk: a writer that asks what was accepted is told of nothing that could still be lost."""
+"""A journal on a slow disk: a shard acknowledges a segment only when it is durable."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ from holdall.schema import Schema
 from holdall.schema_json import schema_to_json
 from holdall.store.tuning import Tuning
 
-from ..processes import shard_config
-from .ledger import ACTION, EXTRAS, OBSERVATION, step
+from ..processes import make_config
+from .ledger import ACTION, EXTRAS, OBSERVATION, make_step
 
 WRITER = b"w" * 16
 SCHEMA = Schema.of(OBSERVATION, ACTION, EXTRAS, 1)
 
 
-def segment(numbers: range) -> bytes:
+def make_segment(numbers: range) -> bytes:
     builder = SegmentBuilder(SCHEMA, len(numbers), "balanced", Tuning())
     for number in numbers:
-        assert builder.append((*step(number), None))
+        assert builder.append((*make_step(number), None))
     return builder.close()
 
 
-@pytest.mark.usefixtures("cluster")  # or the shard, which asks where it runs, starts a Ray of its own
-def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cluster")  # Without a cluster, the shard would start Ray to find the id of its machine.
+def test_a_segment_is_acknowledged_only_when_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = threading.Event()
     create = DirectoryBlobs.create
 
@@ -44,19 +42,19 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
         disk.wait()
         return create(blobs, name, content)
 
-    shard: Any = Shard(0, shard_config(schema_to_json(SCHEMA), 1_000, tmp_path), 0)
+    shard: Any = Shard(0, make_config(schema_to_json(SCHEMA), 1_000, tmp_path), 0)
     monkeypatch.setattr(DirectoryBlobs, "create", create_slowly)
-    told: list[Ack] = []
-    payload = segment(range(50))
+    acks: list[Ack] = []
+    payload = make_segment(range(50))
     calls = [InsertRequest(WRITER, *call) for call in ((0, [payload]), (0, [payload]), (1, []))]
-    asking = [threading.Thread(target=lambda call=call: told.append(shard.insert(call))) for call in calls]
-    for thread in asking:
+    threads = [threading.Thread(target=lambda call=call: acks.append(shard.insert(call))) for call in calls]
+    for thread in threads:
         thread.start()
         while shard._expected.get(WRITER, 0) == 0:
             time.sleep(0.01)
     time.sleep(0.2)
-    assert told == []
+    assert acks == []
     disk.set()
-    for thread in asking:
+    for thread in threads:
         thread.join()
-    assert [(ack.expected, ack.counters.transitions) for ack in told] == [(1, 50)] * 3
+    assert [(ack.expected, ack.counters.transitions) for ack in acks] == [(1, 50)] * 3

@@ -1,4 +1,4 @@
-"""What blob stores and the interval of saves leave behind or decide at their limits."""
+"""Blob stores: listings, locks and the probe of exclusive creation. Intervals of saves."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def test_the_probe_of_exclusive_creation_leaves_no_blob_behind(tmp_path: Path) -
     assert list(blobs.list("probe/")) == []
 
 
-def test_a_file_that_is_replaced_while_it_is_listed_or_the_new_one_is_in_the_listing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_has_a_replaced_file_or_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a place would look empty to a load beside saves with keep=1."""
     blobs = open_blobs(tmp_path)
     blobs.create("manifests/1", b"1")
@@ -58,8 +56,8 @@ def test_a_refused_lock_leaves_no_file_open(tmp_path: Path) -> None:
     lease.release()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="its locks cannot be looked at")
-def test_looking_for_the_writer_does_not_keep_a_writer_out(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="is_taken is always False")
+def test_looking_for_the_writer_does_not_refuse_a_new_writer(tmp_path: Path) -> None:
     """A `Dataset` looks for the writer of its place, and holds the lock for a moment."""
     import fcntl
 

@@ -1,4 +1,4 @@
-"""Manifests: what was written is read back, and whatever does not make sense is refused."""
+"""Manifests: they are read as they were written, and malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ MANIFEST = Manifest(
     first_tick=3,
     next_tick=9,
     capacity_ticks=6,
+    transitions=11,
     schema={"num_envs": 2},
     files={FILE: 100},
     state=REF,
@@ -43,29 +44,28 @@ MANIFEST = Manifest(
 )
 
 
-def signed(words: dict[str, Any]) -> bytes:
+def add_checksum(words: dict[str, Any]) -> bytes:
     text = json.dumps(words).encode()
     return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 
-def words() -> dict[str, Any]:
+def encode_words() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(encode(MANIFEST).split(b"\nsha256:")[0])
     return found
 
 
-def test_a_manifest_is_read_back() -> None:
-    """Every field of it."""
+def test_every_field_of_a_manifest_is_read_back() -> None:
     assert decode(encode(MANIFEST), "m") == MANIFEST
 
 
 def test_every_flipped_byte_and_every_cut_is_noticed() -> None:
-    """The sum covers all of it."""
+    """The checksum covers the whole manifest."""
     raw = encode(MANIFEST)
     for position in range(len(raw)):
-        spoilt = bytearray(raw)
-        spoilt[position] ^= 1
+        damaged = bytearray(raw)
+        damaged[position] ^= 1
         with pytest.raises(DamageError):
-            decode(bytes(spoilt), "m")
+            decode(bytes(damaged), "m")
         with pytest.raises(DamageError):
             decode(raw[:position], "m")
 
@@ -74,43 +74,44 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a name that leaves the place": lambda w: w["files"].__setitem__(0, ["../../etc/passwd", 100]),
     "a name with a slash": lambda w: w["files"].__setitem__(0, ["a/" + FILE, 100]),
     "a negative size": lambda w: w["files"].__setitem__(0, [FILE, -1]),
-    "a size that is no whole number": lambda w: w["files"].__setitem__(0, [FILE, 1.5]),
-    "a record behind the end of its file": lambda w: w["state"].__setitem__(2, 1000),
-    "a record in no file": lambda w: w["state"].__setitem__(0, 1),
-    "a digest that is none": lambda w: w["state"].__setitem__(3, "xyz"),
-    "a block that is not there": lambda w: w["segments"][0].__setitem__(2, [1]),
+    "a size that is not a whole number": lambda w: w["files"].__setitem__(0, [FILE, 1.5]),
+    "a record after the end of its file": lambda w: w["state"].__setitem__(2, 1000),
+    "a record in an unknown file": lambda w: w["state"].__setitem__(0, 1),
+    "a malformed digest": lambda w: w["state"].__setitem__(3, "xyz"),
+    "an unknown block": lambda w: w["segments"][0].__setitem__(2, [1]),
     "a gap between segments": lambda w: w["segments"][1].__setitem__(0, 5),
     "a segment without ticks": lambda w: w["segments"][1].__setitem__(1, 0),
     "a segment without a record": lambda w: w["segments"][1].__delitem__(3),
     "an attachment that leaves its folder": lambda w: w["attached"].__setitem__("../x", []),
     "a hidden attachment": lambda w: w["attached"].__setitem__(".ssh/id", []),
-    "a number that is a truth value": lambda w: w.__setitem__("number", True),
+    "a negative number of transitions": lambda w: w.__setitem__("transitions", -1),
+    "a number that is a bool": lambda w: w.__setitem__("number", True),
     "no schema": lambda w: w.__setitem__("schema", []),
-    "something missing": lambda w: w.pop("segments"),
+    "a missing key": lambda w: w.pop("segments"),
     "another format": lambda w: w.__setitem__("format", "pickle"),
-    "a version to come": lambda w: w.__setitem__("version", 2),
-    "a feature that is not known": lambda w: w.__setitem__("features", ["encrypted"]),
-    "segments that are no list": lambda w: w.__setitem__("segments", 3),
+    "a newer version": lambda w: w.__setitem__("version", 2),
+    "an unknown feature": lambda w: w.__setitem__("features", ["encrypted"]),
+    "segments that are not a list": lambda w: w.__setitem__("segments", 3),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_manifest_that_makes_no_sense_is_refused_though_its_sum_fits(change: str) -> None:
-    """It may come from a stranger."""
-    changed = words()
+def test_a_malformed_manifest_with_a_matching_checksum_is_refused(change: str) -> None:
+    """A manifest may come from a stranger."""
+    changed = encode_words()
     CHANGES[change](changed)
     with pytest.raises(DamageError):
-        decode(signed(changed), "m")
+        decode(add_checksum(changed), "m")
 
 
 def write_manifest(folder: Path, raw: bytes, number: int = 7) -> None:
-    """Put a manifest where a reader finds it."""
+    """Write a manifest to its place in a folder."""
     (folder / "manifests").mkdir(exist_ok=True)
     (folder / "manifests" / manifest_name(number)).write_bytes(raw)
 
 
 def test_a_manifest_is_read_again_if_its_bytes_change(tmp_path: Path) -> None:
-    """Damage is noticed, and another manifest under its number is read, though the first one is remembered."""
+    """The reader remembers manifests, but notices damage and another manifest with the same number."""
     reader = open_reader(tmp_path)
     raw = encode(MANIFEST)
     write_manifest(tmp_path, raw)
@@ -127,6 +128,6 @@ def test_a_manifest_is_read_again_if_its_bytes_change(tmp_path: Path) -> None:
         reader.manifest(8)
 
 
-def test_keys_that_are_not_known_are_passed_over() -> None:
-    """A later writer may say more. What must be understood is listed as a feature."""
-    assert decode(signed(words() | {"mood": "fine"}), "m") == MANIFEST
+def test_unknown_keys_are_ignored() -> None:
+    """A later version may add keys. A key that readers must know is listed as a feature."""
+    assert decode(add_checksum(encode_words() | {"mood": "fine"}), "m") == MANIFEST

@@ -1,4 +1,4 @@
-"""Loading into another number of lanes: every transition is there, and no stream runs on into another."""
+"""Loading into another number of lanes: every transition is held, and no stream continues in another one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def observation(lane: int, tick: int) -> dict[str, Any]:
     return {"image": np.stack(frames), "at": np.array([lane, tick], np.float32)}
 
 
-def saved(path: Path, lanes: int, ticks: int, capacity: int = 10_000, **settings: Any) -> None:
-    """Save a memory whose rewards tell lane and tick."""
+def save_memory(path: Path, lanes: int, ticks: int, capacity: int = 10_000, **settings: Any) -> None:
+    """Save a memory whose rewards are 1,000 times the lane, plus the tick."""
     with ReplayMemory(SPACE, spaces.Discrete(99), capacity, lanes, seed=1, budget=None, **settings) as memory:
         for tick in range(ticks):
             obs, after = ([observation(lane, t) for lane in range(lanes)] for t in (tick, tick + 1))
@@ -37,9 +37,9 @@ def saved(path: Path, lanes: int, ticks: int, capacity: int = 10_000, **settings
 
 
 @pytest.mark.parametrize(("lanes", "new_lanes"), [(4, 1), (4, 2), (1, 4), (3, 2), (2, 3), (6, 4)])
-def test_every_transition_comes_once_and_as_it_was(tmp_path: Path, lanes: int, new_lanes: int) -> None:
+def test_every_transition_is_held_once_and_unchanged(tmp_path: Path, lanes: int, new_lanes: int) -> None:
     """Bit for bit, except the flag where a stream was cut. Entries added with `valid=False` stay invalid."""
-    saved(tmp_path, lanes, 101)
+    save_memory(tmp_path, lanes, 101)
     with ReplayMemory.load(tmp_path, num_envs=new_lanes) as memory, ReplayMemory.load(tmp_path) as old:
         assert memory.num_envs == new_lanes
         assert len(memory) == len(old)
@@ -69,8 +69,8 @@ def test_every_transition_comes_once_and_as_it_was(tmp_path: Path, lanes: int, n
 
 @pytest.mark.parametrize(("lanes", "new_lanes"), [(4, 1), (2, 3)])
 def test_returns_of_several_steps_stay_within_a_stream(tmp_path: Path, lanes: int, new_lanes: int) -> None:
-    """What follows in a new lane at a seam is of another time."""
-    saved(tmp_path, lanes, 60)
+    """The next step in a new lane may belong to another time."""
+    save_memory(tmp_path, lanes, 60)
     with ReplayMemory.load(tmp_path, num_envs=new_lanes, sampler=NStep(3, 1.0)) as memory:
         batch = memory.sample(100)
         first = batch.obs["at"]
@@ -80,18 +80,16 @@ def test_returns_of_several_steps_stay_within_a_stream(tmp_path: Path, lanes: in
         assert (last[:, 1] > first[:, 1]).all()
 
 
-def test_the_newest_are_kept_where_fewer_fit(tmp_path: Path) -> None:
-    """As with the same number of lanes."""
-    saved(tmp_path, 4, 100)
+def test_a_smaller_memory_keeps_the_newest_transitions(tmp_path: Path) -> None:
+    save_memory(tmp_path, 4, 100)
     with ReplayMemory.load(tmp_path, capacity=120, num_envs=2) as memory:
         assert memory.capacity == 120
         ids = np.arange(memory.first_id, memory.next_id)
         assert (memory.gather(ids[memory.are_valid(ids)]).reward % 1000 >= 70).all()
 
 
-def test_priorities_belong_to_the_lanes_that_they_were_saved_with(tmp_path: Path) -> None:
-    """The error says so, and they can be started again."""
-    saved(tmp_path, 2, 30, sampler=Prioritized())
+def test_priorities_of_other_lanes_are_refused_and_a_new_sampler_is_accepted(tmp_path: Path) -> None:
+    save_memory(tmp_path, 2, 30, sampler=Prioritized())
     with pytest.raises(ArgumentError, match="sampler was not given"):
         ReplayMemory.load(tmp_path, num_envs=1)
     with ReplayMemory.load(tmp_path, num_envs=1, sampler=Prioritized()) as memory:
@@ -101,16 +99,14 @@ def test_priorities_belong_to_the_lanes_that_they_were_saved_with(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_envs", [0, -1, True, 1.5, "two"])
-def test_lanes_are_a_count(tmp_path: Path, num_envs: Any) -> None:
-    """Before anything is read."""
+def test_wrong_lanes_are_refused_before_anything_is_read(tmp_path: Path, num_envs: Any) -> None:
     with pytest.raises(ArgumentError, match="num_envs"):
         ReplayMemory.load(tmp_path, num_envs=num_envs)
 
 
 @pytest.mark.parametrize("lanes", range(1, 7))
 @pytest.mark.parametrize("new_lanes", range(1, 7))
-def test_a_layout_names_every_id_once_and_in_order(lanes: int, new_lanes: int) -> None:
-    """For any number of ticks."""
+def test_a_layout_has_every_id_once_and_in_order(lanes: int, new_lanes: int) -> None:
     for first, end in ((0, 1), (3, 10), (5, 305)):
         layout = LaneLayout(Streams.of_lanes(first * lanes, end * lanes, lanes), new_lanes)
         ids = []

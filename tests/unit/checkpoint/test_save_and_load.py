@@ -1,4 +1,4 @@
-"""Saving and loading: what is promised to a trainer, on a real disk."""
+"""Saving to a directory and loading from it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ SMALL = Tuning(block_bytes=64 * 1600, max_segment_ticks=40)
 
 
 class Trainer:
-    """A memory that is added to, and the oracle beside it."""
+    """A memory, and an oracle that gets the same transitions."""
 
     def __init__(self, capacity: int = 1200, lanes: int = 2, **settings: Any) -> None:
-        # Noise, in which resets are frequent enough that a codec pays: otherwise blocks stay raw.
+        # Frames of noise. Resets are frequent, so that blocks become smaller by compression.
         self.stream = Stream(FRAMES, spaces.Discrete(3), lanes, plans=PLANS, seed=1)
         self.memory = ReplayMemory(FRAMES, spaces.Discrete(3), capacity, lanes, seed=9, _tuning=SMALL, **settings)
         self.oracle = OracleMemory(capacity, lanes)
@@ -84,7 +84,7 @@ def trainer() -> Any:
 
 @pytest.mark.parametrize("budget", [None, "auto", "64MiB"])
 def test_a_loaded_memory_draws_the_batches_that_the_saved_one_would_have(tmp_path: Path, budget: Any) -> None:
-    """Ten thousand draws, and after that what is added to both is the same again."""
+    """Also after more transitions were added to both."""
     trainer = Trainer(budget=budget)
     with trainer.memory as memory:
         trainer.add(700)
@@ -107,15 +107,15 @@ def test_a_checkpoint_counts_the_transitions_that_are_held(tmp_path: Path) -> No
     trainer = Trainer(capacity=100)
     valid = np.array([True, False])
     with trainer.memory as memory:
-        for _ in range(70):
+        for _ in range(71):
             memory.add(**trainer.stream.tick().arguments(), valid=valid)
         assert memory.save(tmp_path / "run").result().transitions == len(memory) == 50
         manifest = open_reader(tmp_path / "run").manifest(1)
+        assert manifest.transitions == 50
         assert manifest.segments[0].first_tick < manifest.first_tick
 
 
-def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
-    """Bit for bit: the tree is the same."""
+def test_a_loaded_memory_draws_with_the_saved_priorities(tmp_path: Path) -> None:
     trainer = Trainer(sampler=Prioritized())
     with trainer.memory as memory:
         trainer.add(300)
@@ -129,26 +129,6 @@ def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
                 assert_same_bits(mine, theirs)
         with ReplayMemory.load(tmp_path, sampler=Uniform()) as anew:
             assert (anew.sample(10).weights == 1).all()
-
-
-@pytest.mark.parametrize("capacity", [100, 604, 5000])
-def test_priorities_fit_another_capacity(tmp_path: Path, capacity: int) -> None:
-    """Every transition that is kept has the priority that it had."""
-    trainer = Trainer(capacity=1000, sampler=Prioritized(alpha=1.0))
-    with trainer.memory as memory:
-        trainer.add(800)
-        memory.sample(1)
-        ids = np.arange(memory.first_id, memory.next_id)
-        memory.update_priorities(ids, ids % 17 + 1.0)
-        memory.save(tmp_path).result()
-    sampler = Prioritized(alpha=1.0)
-    with ReplayMemory.load(tmp_path, capacity=capacity, sampler=sampler) as loaded:
-        drawn = loaded.sample(64).ids
-        assert sampler._tree is not None
-        assert np.allclose(sampler._tree.values(drawn % loaded.capacity), drawn % 17 + 1.0)
-        tick = trainer.stream.tick().arguments()
-        loaded.add(**tick)
-        loaded.sample(64)
 
 
 @pytest.mark.parametrize("budget", [None, "auto"])
@@ -181,8 +161,8 @@ def test_a_loaded_memory_saves_to_the_same_place_only_what_is_new(tmp_path: Path
 
 
 @pytest.mark.parametrize("budget", [None, "auto"])
-def test_what_is_saved_is_compressed(tmp_path: Path, budget: Any) -> None:
-    """Also where the memory holds it raw."""
+def test_checkpoints_are_compressed(tmp_path: Path, budget: Any) -> None:
+    """Also if the memory is not."""
     space = spaces.Box(0, 255, (4, 40, 40), np.uint8)
     with ReplayMemory(space, spaces.Discrete(2), 1000, budget=budget, _tuning=SMALL) as memory:
         for tick in range(500):
@@ -309,18 +289,17 @@ def test_a_load_says_that_every_checkpoint_was_removed_while_it_was_read(tmp_pat
 
 
 def test_evicted_transitions_are_not_kept_alive_by_a_save(tmp_path: Path) -> None:
-    """What was saved is recognised by its number, so that a saver holds no reference to it."""
+    """A saver recognizes saved parts by their serial numbers, and holds no reference to them."""
     trainer = Trainer(capacity=400)
     with trainer.memory as memory:
         trainer.add(200)
         memory.save(tmp_path).result()
-        segment = memory.store.catalog.segments[0]
+        segment = memory.host_store.catalog.segments[0]
         count = sys.getrefcount(segment.parts[0])
         assert count <= 4
 
 
-def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: Trainer) -> None:
-    """Every file is named by one of them."""
+def test_only_the_last_keep_checkpoints_and_their_files_stay(tmp_path: Path, trainer: Trainer) -> None:
     for _ in range(6):
         trainer.add(150)
         trainer.memory.save(tmp_path, keep=2).result()
@@ -367,8 +346,8 @@ def _fail_for_manifests(_disk: FileSystem, old: Path, new: Path) -> None:
 
 
 @pytest.mark.parametrize("left_by", ["a crash", "a save that failed"])
-def test_files_that_no_checkpoint_names_go_with_the_next_one(tmp_path: Path, trainer: Trainer, left_by: str) -> None:
-    """Though there are fewer checkpoints than stay."""
+def test_the_next_save_removes_files_that_no_checkpoint_names(tmp_path: Path, trainer: Trainer, left_by: str) -> None:
+    """Also if there are fewer checkpoints than `keep`."""
     trainer.add(20)
     if left_by == "a crash":
         stale = tmp_path / "segments" / f"{'a' * 16}-{1:016x}.seg"
@@ -388,8 +367,8 @@ def test_files_that_no_checkpoint_names_go_with_the_next_one(tmp_path: Path, tra
     assert set(reader.file_sizes()) == {name for n in reader.numbers() for name in reader.manifest(n).files}
 
 
-def test_a_smaller_memory_takes_the_newest(tmp_path: Path, trainer: Trainer) -> None:
-    """And a larger one all that there is."""
+def test_a_smaller_memory_loads_the_newest_transitions(tmp_path: Path, trainer: Trainer) -> None:
+    """A larger one loads all transitions."""
     trainer.add(500)
     trainer.memory.save(tmp_path).result()
     for capacity in (10, 101, 800, 5000):
@@ -400,7 +379,7 @@ def test_a_smaller_memory_takes_the_newest(tmp_path: Path, trainer: Trainer) -> 
             assert_same_bits(loaded.gather(ids), trainer.oracle.gather(ids))
 
 
-def test_a_trainers_own_files_come_back(tmp_path: Path, trainer: Trainer) -> None:
+def test_attached_files_are_loaded(tmp_path: Path, trainer: Trainer) -> None:
     """Bytes and files, in the same commit as the memory."""
     weights = tmp_path / "agent_0.pth"
     weights.write_bytes(bytes(range(256)) * 1000)
@@ -422,12 +401,12 @@ def test_an_attachment_that_cannot_be_saved_is_refused_at_once(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("name", ["-x", ".x", "a/.x", "a/-x", "a/../b"])
-def test_the_refusal_of_an_attachment_says_how_a_name_may_begin(tmp_path: Path, trainer: Trainer, name: str) -> None:
+def test_the_error_of_an_attachment_says_how_a_name_may_begin(tmp_path: Path, trainer: Trainer, name: str) -> None:
     with pytest.raises(ArgumentError, match=r"Components may not start with '-' or '\.'"):
         trainer.memory.save(tmp_path / "run", attach={name: b""})
 
 
-def test_a_second_writer_is_kept_out(tmp_path: Path, trainer: Trainer) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path, trainer: Trainer) -> None:
     """Until the first memory is closed."""
     trainer.add(5)
     trainer.memory.save(tmp_path).result()
@@ -438,7 +417,7 @@ def test_a_second_writer_is_kept_out(tmp_path: Path, trainer: Trainer) -> None:
         assert other.save(tmp_path).result().number == 2
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(
+def test_a_damaged_newest_checkpoint_is_skipped(
     tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one before it is loaded, and the log says why."""
@@ -486,8 +465,7 @@ def test_an_empty_memory_can_be_saved(tmp_path: Path, trainer: Trainer) -> None:
         trainer.require_same(loaded)
 
 
-def test_closing_waits_for_what_is_being_saved(tmp_path: Path, trainer: Trainer) -> None:
-    """A checkpoint that was asked for is there."""
+def test_closing_waits_for_the_saves_in_progress(tmp_path: Path, trainer: Trainer) -> None:
     trainer.add(100)
     handle = trainer.memory.save(tmp_path)
     trainer.memory.close()
@@ -497,8 +475,8 @@ def test_closing_waits_for_what_is_being_saved(tmp_path: Path, trainer: Trainer)
         trainer.memory.save(tmp_path)
 
 
-def test_a_program_that_ends_waits_for_what_it_saved(tmp_path: Path) -> None:
-    """Nobody asked for the result, nor closed the memory."""
+def test_the_end_of_a_program_waits_for_its_saves(tmp_path: Path) -> None:
+    """Also if the program does not wait for the result and does not close the memory."""
     program = (
         "import sys, numpy as np, holdall\n"
         "from gymnasium import spaces\n"
@@ -515,8 +493,7 @@ def test_a_program_that_ends_waits_for_what_it_saved(tmp_path: Path) -> None:
         assert len(loaded) == 1000
 
 
-def test_saves_from_many_threads_come_one_after_another(tmp_path: Path, trainer: Trainer) -> None:
-    """Each of them is whole."""
+def test_saves_of_many_threads_are_written_one_after_another(tmp_path: Path, trainer: Trainer) -> None:
     trainer.add(50)
     handles: list[Any] = []
     threads = [threading.Thread(target=lambda: handles.append(trainer.memory.save(tmp_path))) for _ in range(6)]
@@ -531,23 +508,23 @@ def test_saves_from_many_threads_come_one_after_another(tmp_path: Path, trainer:
         trainer.require_same(loaded)
 
 
-def test_progress_is_told_and_may_fail(tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    """A broken progress bar loses no checkpoint."""
-    told: list[tuple[str, int]] = []
+def test_an_error_of_the_progress_callback_does_not_end_the_save(
+    tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[tuple[str, int]] = []
 
     def tell(phase: str, nbytes: int) -> None:
-        told.append((phase, nbytes))
+        reports.append((phase, nbytes))
         raise RuntimeError("no terminal")
 
     trainer.add(20)
     with caplog.at_level(logging.WARNING, "holdall"):
         checkpoint = trainer.memory.save(tmp_path, progress=tell).result()
-    assert [phase for phase, _ in told][-1] == "commit"
-    assert told[-1][1] == checkpoint.bytes_written
+    assert [phase for phase, _ in reports][-1] == "commit"
+    assert reports[-1][1] == checkpoint.bytes_written
 
 
-def test_a_memory_saves_itself_every_so_often(tmp_path: Path, trainer: Trainer) -> None:
-    """Until it is closed. What was added before the last save is there."""
+def test_save_every_saves_at_intervals_until_the_memory_is_closed(tmp_path: Path, trainer: Trainer) -> None:
     trainer.memory.save_every(tmp_path, 0.02, keep=1)
     trainer.add(60)
     while not list((tmp_path / "manifests").glob("*.json")):
@@ -573,8 +550,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_checkpoint_is_due_after_so_many_transitions(tmp_path: Path, trainer: Trainer) -> None:
-    """Not before."""
+def test_save_every_saves_after_the_number_of_transitions_and_not_before(tmp_path: Path, trainer: Trainer) -> None:
     trainer.memory.save_every(tmp_path, transitions=400)
     trainer.add(199)
     time.sleep(0.3)
@@ -591,8 +567,7 @@ def test_a_checkpoint_is_due_after_so_many_transitions(tmp_path: Path, trainer: 
         trainer.require_same(loaded)
 
 
-def test_save_every_is_told_how_often(tmp_path: Path, trainer: Trainer) -> None:
-    """By time or by count."""
+def test_save_every_needs_seconds_or_transitions(tmp_path: Path, trainer: Trainer) -> None:
     with pytest.raises(ArgumentError, match="neither seconds nor transitions"):
         trainer.memory.save_every(tmp_path)
     with pytest.raises(ArgumentError, match="transitions"):
@@ -600,8 +575,7 @@ def test_save_every_is_told_how_often(tmp_path: Path, trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1, True, "often", float("nan")])
-def test_seconds_is_a_positive_number(tmp_path: Path, trainer: Trainer, seconds: Any) -> None:
-    """Nothing is started otherwise."""
+def test_save_every_refuses_wrong_seconds(tmp_path: Path, trainer: Trainer, seconds: Any) -> None:
     with pytest.raises(ArgumentError, match="seconds"):
         trainer.memory.save_every(tmp_path, seconds)
 
@@ -609,7 +583,7 @@ def test_seconds_is_a_positive_number(tmp_path: Path, trainer: Trainer, seconds:
 def test_old_checkpoints_are_removed_without_parsing_the_rest(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What this memory saved is known. Parsing thousands of records again would keep Python's lock from training."""
+    """The memory remembers its manifests. Parsing one with thousands of records would keep the GIL from training."""
     trainer.memory.save(tmp_path, keep=2).result()
     with monkeypatch.context() as patch:
         patch.setattr("holdall.checkpoint.manifest.parse_json", pytest.fail)
@@ -625,7 +599,7 @@ def test_old_checkpoints_are_removed_without_parsing_the_rest(
 def test_a_checkpoint_that_was_damaged_since_it_was_saved_does_not_count_as_kept(
     tmp_path: Path, trainer: Trainer
 ) -> None:
-    """The last whole ones stay, though this memory knows what the damaged one named."""
+    """The last complete checkpoints stay, although the memory remembers the manifest of the damaged one."""
     for _ in range(3):
         trainer.add(10)
         trainer.memory.save(tmp_path, keep=3).result()
@@ -640,14 +614,13 @@ def test_a_checkpoint_that_was_damaged_since_it_was_saved_does_not_count_as_kept
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "3"])
-def test_keep_is_a_count(tmp_path: Path, trainer: Trainer, keep: Any) -> None:
-    """At least the checkpoint itself stays."""
+def test_save_refuses_a_wrong_keep(tmp_path: Path, trainer: Trainer, keep: Any) -> None:
     with pytest.raises(ArgumentError, match="keep"):
         trainer.memory.save(tmp_path, keep=keep)
 
 
-def test_a_save_that_fails_says_so_and_the_next_one_may_succeed(tmp_path: Path, trainer: Trainer) -> None:
-    """Here a file has the name of a directory."""
+def test_a_save_can_succeed_after_one_that_failed(tmp_path: Path, trainer: Trainer) -> None:
+    """The first one fails because a file has the name of the directory."""
     trainer.add(20)
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(CheckpointError, match="could not be"):
@@ -658,10 +631,8 @@ def test_a_save_that_fails_says_so_and_the_next_one_may_succeed(tmp_path: Path, 
         trainer.require_same(loaded)
 
 
-def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such rows lie lane beside lane. An episode's end takes a lane further than the others, which catch up later."""
+def test_open_windows_with_unequal_lanes_are_saved_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of a window has a row for all lanes. At the end of an episode, one lane is ahead of the others."""
     space = spaces.Box(-np.inf, np.inf, (64, 4), np.float32)
 
     def seen(numbers: Any) -> Any:
@@ -694,10 +665,9 @@ def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
         (Path("s3://bucket/run"), "has one slash after 's3', as pathlib.Path writes it. Pass a str with two slashes: "),
     ],
 )
-def test_what_looks_like_a_url_is_no_directory(
+def test_a_wrong_url_is_refused_and_no_directory_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, said: str
 ) -> None:
-    """It is refused, and nothing is made."""
     monkeypatch.chdir(tmp_path)
     with ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10) as memory:
         with pytest.raises(ArgumentError, match=re.escape(said)):
@@ -709,7 +679,7 @@ def test_what_looks_like_a_url_is_no_directory(
 
 @pytest.mark.parametrize("name", ["train.py", "train.py/run"])
 def test_a_file_is_refused_as_the_place_of_checkpoints_and_stays(tmp_path: Path, name: str) -> None:
-    """The error gives no advice that would cost a user's file."""
+    """The error does not advise to remove the file."""
     (tmp_path / "train.py").write_text("print()\n", encoding="utf-8")
     with pytest.raises(CheckpointError, match="is not a directory, so it contains no checkpoints") as refusal:
         ReplayMemory.load(tmp_path / name)
@@ -738,22 +708,21 @@ def test_an_incomplete_checkpoint_names_the_missing_file_and_recover(tmp_path: P
     assert "recover=True" not in str(refusal.value)
 
 
-def test_a_scheme_is_known_in_any_case() -> None:
-    """And a path may hold a colon."""
+def test_a_scheme_may_be_in_any_case_and_a_path_may_have_a_colon() -> None:
     assert normalized_url("S3://Bucket/Run/") == "s3://Bucket/Run"
     assert is_remote("S3://Bucket/Run")
     assert normalized_url("a:b/c") == str(Path.cwd() / "a:b" / "c")
 
 
-def test_progress_has_a_total(tmp_path: Path, trainer: Trainer) -> None:
-    """If it wants one. It is reported before anything is written, and never shrinks below what was written."""
-    told: list[tuple[str, int, int]] = []
+def test_a_progress_callback_of_three_arguments_gets_the_total(tmp_path: Path, trainer: Trainer) -> None:
+    """The total is known before anything is written, and is at least the number of bytes written."""
+    reports: list[tuple[str, int, int]] = []
     trainer.add(200)
-    checkpoint = trainer.memory.save(tmp_path, progress=lambda *all_of_it: told.append(all_of_it)).result()
-    assert told[0][:2] == ("segments", 0)
-    assert told[-1] == ("commit", checkpoint.bytes_written, checkpoint.bytes_written)
-    assert all(0 <= done <= total for _, done, total in told)
-    assert abs(told[0][2] - checkpoint.bytes_written) < 0.3 * checkpoint.bytes_written
+    checkpoint = trainer.memory.save(tmp_path, progress=lambda *report: reports.append(report)).result()
+    assert reports[0][:2] == ("segments", 0)
+    assert reports[-1] == ("commit", checkpoint.bytes_written, checkpoint.bytes_written)
+    assert all(0 <= done <= total for _, done, total in reports)
+    assert abs(reports[0][2] - checkpoint.bytes_written) < 0.3 * checkpoint.bytes_written
 
 
 def test_a_checkpoint_of_uncompressed_blocks_is_as_small_as_one_of_compressed_blocks(tmp_path: Path) -> None:
@@ -798,7 +767,7 @@ class RecordingSource:
 
 
 def test_a_save_offers_the_compressed_forms_of_all_closed_uncompressed_blocks(tmp_path: Path) -> None:
-    """The memory takes over those that it wants compressed, so that no block is compressed twice."""
+    """The memory uses the forms of those blocks that its budget wants compressed."""
     trainer = Trainer(budget="1GiB")
     with trainer.memory as memory:
         trainer.add(200)

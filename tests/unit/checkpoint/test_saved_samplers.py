@@ -1,4 +1,4 @@
-"""A sampler is part of a checkpoint: its state, and the settings of holdall's own."""
+"""Samplers in checkpoints: their states, and the settings of holdall's samplers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add(memory: ReplayMemory) -> None:
     memory.add(rows, np.zeros(LANES, np.int64), numbers, rows + 1, ends, flags)
 
 
-def filled(sampler: Any, ticks: int) -> ReplayMemory:
+def fill_memory(sampler: Any, ticks: int) -> ReplayMemory:
     memory = ReplayMemory(spaces.Box(-9, 9, (3,), np.float32), spaces.Discrete(2), 300, LANES, seed=3, sampler=sampler)
     for _ in range(ticks):
         add(memory)
@@ -36,10 +36,10 @@ def filled(sampler: Any, ticks: int) -> ReplayMemory:
 
 
 class Own(Prioritized):
-    """A user's sampler: no settings of it are in a checkpoint."""
+    """A user's sampler. Checkpoints have no settings of it."""
 
 
-OWN_SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+SAMPLERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "Uniform": (Uniform, []),
     "Prioritized": (lambda: Prioritized(0.7, 0.3, 1e-3), ["alpha", "beta", "floor"]),
     "NStep": (lambda: NStep(4, 0.93), ["n", "gamma"]),
@@ -49,8 +49,8 @@ OWN_SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("capacity", [90, 300, 1000])
-def test_priorities_are_those_of_the_same_transitions_with_another_capacity(capacity: int, tmp_path: Path) -> None:
-    with filled(Prioritized(1.0), 200) as memory:  # 400 transitions, of which 300 are held.
+def test_transitions_keep_their_priorities_with_another_capacity(capacity: int, tmp_path: Path) -> None:
+    with fill_memory(Prioritized(1.0), 200) as memory:  # 400 transitions, of which 300 are held.
         ids = np.arange(memory.first_id, memory.next_id)
         memory.update_priorities(ids, np.where(ids % 7 == 0, 5.0, 0.0))
         memory.save(tmp_path).result()
@@ -59,18 +59,20 @@ def test_priorities_are_those_of_the_same_transitions_with_another_capacity(capa
         drawn = loaded.batch_source.draw(20_000).ids
         held = np.arange(loaded.first_id, loaded.next_id)
         assert np.array_equal(np.unique(drawn), held[held % 7 == 0])
+        add(loaded)
+        loaded.sample(64)
 
 
-@pytest.mark.parametrize("name", OWN_SETTINGS)
-def test_a_sampler_comes_back_with_its_settings(name: str, tmp_path: Path) -> None:
-    """Without being passed: the next batches, and those after more steps, are those of the saved memory."""
-    make, settings = OWN_SETTINGS[name]
-    with filled(make(), 120) as memory:
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_is_restored_with_its_settings(name: str, tmp_path: Path) -> None:
+    """The next batches, and those after more steps, are the batches of the saved memory."""
+    make, settings = SAMPLERS[name]
+    with fill_memory(make(), 120) as memory:
         if "alpha" in str(settings):
             ids = memory.sample(40).ids
             memory.update_priorities(ids, np.linspace(0, 3, 40))
             prioritized: Any = getattr(memory.sampler, "by", memory.sampler)
-            prioritized.beta = 0.9  # as agents that anneal it do
+            prioritized.beta = 0.9  # As agents do that anneal it.
         memory.save(tmp_path).result()
         with ReplayMemory.load(tmp_path) as loaded:
             assert type(loaded.sampler) is type(memory.sampler)
@@ -85,8 +87,8 @@ def test_a_sampler_comes_back_with_its_settings(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("sampler", [Own(), Hindsight("final", 4, lambda *_: np.zeros(1)), NStep(2, 0.9, by=Own())])
 def test_a_sampler_whose_settings_are_not_saved_has_to_be_passed(sampler: Any, tmp_path: Path) -> None:
-    """A class of the user's, and a function, are code, and a checkpoint holds none."""
-    with filled(sampler, 20) as memory:
+    """A user's class and a function are code. Checkpoints have no code."""
+    with fill_memory(sampler, 20) as memory:
         memory.save(tmp_path).result()
     kind = type(sampler).__name__
     with pytest.raises(ArgumentError, match=rf"sampler was not given, .* {kind}.* pass sampler={kind}\(\.\.\.\)"):
@@ -107,8 +109,8 @@ def test_a_sampler_whose_settings_are_not_saved_has_to_be_passed(sampler: Any, t
     ],
     ids=str,
 )
-def test_settings_that_make_no_sense_are_damage(wrong: dict[str, Any]) -> None:
-    """Whoever wrote them. Only classes of holdall are made from a name."""
+def test_wrong_settings_are_damage(wrong: dict[str, Any]) -> None:
+    """Only classes of holdall are found by their names."""
     with pytest.raises(DamageError), refuse_malformed("a checkpoint"):
         choose_sampler(None, wrong, has_same_ids=True)
 

@@ -1,4 +1,4 @@
-"""States: every number comes back as it was, and nothing but numbers, text and arrays can be saved."""
+"""States: numbers, text and arrays are restored exactly, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdall.sampling import get_generator_state, restore_generator
 from holdall.store.states import decode_state, encode_state
 
 
-def there_and_back(value: Any) -> Any:
+def encode_and_decode(value: Any) -> Any:
     arrays: list[NDArray[Any]] = []
     words = json.loads(json.dumps(encode_state(value, arrays, "value"), allow_nan=False))
     return decode_state(words, {number: array.tobytes() for number, array in enumerate(arrays)})
@@ -24,52 +24,50 @@ def there_and_back(value: Any) -> Any:
     "value",
     [None, True, 0, -5, 2**53, -(2**127) - 1, 0.1, -0.0, float("inf"), "text", [1, [2]], {"a": {"b": 3}}, b"", b"ab\0"],
 )
-def test_numbers_and_text_come_back(value: Any) -> None:
-    """Beyond 53 bits too."""
-    found = there_and_back(value)
+def test_numbers_and_text_are_restored(value: Any) -> None:
+    found = encode_and_decode(value)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_nan_comes_back() -> None:
-    """JSON has no such numbers."""
-    assert np.isnan(there_and_back(float("nan")))
+def test_nan_is_restored() -> None:
+    """JSON has no NaN."""
+    assert np.isnan(encode_and_decode(float("nan")))
 
 
 @pytest.mark.parametrize("dtype", ["?", "u1", "i2", "u4", "i8", "f2", "f4", "f8"])
-def test_arrays_come_back_bit_for_bit(dtype: str) -> None:
-    """Their shape and dtype with them."""
+def test_arrays_are_restored_with_shape_and_dtype(dtype: str) -> None:
     array = np.arange(24).reshape(2, 3, 4).astype(dtype)
-    found = there_and_back({"a": array})["a"]
+    found = encode_and_decode({"a": array})["a"]
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 @pytest.mark.parametrize("dtype", [">i2", ">u4", ">i8", ">f4", ">f8"])
-def test_numbers_in_any_byte_order_come_back(dtype: str) -> None:
-    """A user's sampler may return them as its state."""
+def test_numbers_in_any_byte_order_are_restored(dtype: str) -> None:
+    """The state of a user's sampler may have them."""
     array = np.arange(24).reshape(2, 3, 4).astype(dtype)
-    np.testing.assert_array_equal(there_and_back({"a": array})["a"], array)
+    np.testing.assert_array_equal(encode_and_decode({"a": array})["a"], array)
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"$int": 3}, np.array(["a"]), np.array([object()]), 1j, {1, 2}])
-def test_what_is_neither_number_nor_text_is_refused(value: Any) -> None:
-    """Nothing is ever pickled."""
+def test_other_values_are_refused(value: Any) -> None:
+    """Checkpoints have no pickles."""
     with pytest.raises(CheckpointError):
-        there_and_back(value)
+        encode_and_decode(value)
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
-def test_a_generator_goes_on_where_it_was_saved(kind: str) -> None:
-    """Half of a 64-bit draw that is kept for the next one is part of its state."""
+def test_a_generator_continues_where_it_was_saved(kind: str) -> None:
+    """Its state has the half of a 64-bit number that is kept for the next draw."""
     generator = np.random.Generator(getattr(np.random, kind)(3))
     generator.integers(0, 10, size=7, dtype=np.int32)
-    restored = restore_generator(there_and_back(get_generator_state(generator)))
+    restored = restore_generator(encode_and_decode(get_generator_state(generator)))
     assert restored.integers(0, 2**31, 9, dtype=np.int32).tolist() == generator.integers(0, 2**31, 9, np.int32).tolist()
     assert restored.random(5).tolist() == generator.random(5).tolist()
 
 
 @pytest.mark.parametrize("state", [{}, None, {"bit_generator": "os.system"}, {"bit_generator": "PCG64", "state": 3}])
-def test_a_generator_of_no_known_kind_is_refused(state: Any) -> None:
-    """Names from files are looked up in a list, never in a module."""
+def test_an_unknown_kind_of_generator_is_refused(state: Any) -> None:
+    """Names from files are looked up in a list of kinds, never in a module."""
     with pytest.raises(DamageError):
         restore_generator(state)
