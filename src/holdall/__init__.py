@@ -4,8 +4,9 @@ Every name is imported from its module when it is first used. So `import holdall
 such as `holdall lint` load only what they use.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from holdall.lazy_names import attach_names
 
 if TYPE_CHECKING:
     from holdall import threads
@@ -62,61 +63,45 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = frozenset(
-    {
-        "cleanrl",
-        "dreamer",
-        "drqv2",
-        "elegantrl",
-        "lerobot",
-        "lint",
-        "plan",
-        "ray",
-        "sb3",
-        "testing",
-        "threads",
-        "torchrl",
-        "watch",
-    }
-)
-"""Modules that are imported when they are first used, as in `holdall.plan.model(model)`."""
-
-_NAMES_BY_MODULE = {
-    "batch": ("Batch", "RolloutBatch"),
-    "checkpoint": ("Checkpoint", "SaveHandle"),
-    "dataset": ("Dataset",),
-    "errors": (
-        "ArgumentError",
-        "CheckpointError",
-        "ClosedError",
-        "DamageError",
-        "FencedError",
-        "HoldallError",
-        "MissingPackageError",
-        "ShardError",
-        "SpaceError",
-        "TransitionIdError",
-    ),
-    "memory": ("ReplayMemory",),
-    "recorder": ("Recorder",),
-    "report": ("FieldReport", "MemoryReport"),
-    "rollout": ("RolloutMemory",),
-    "sampling": ("Hindsight", "NStep", "Prioritized", "Sequence", "Uniform"),
-    "shared": ("SharedObservations",),
-}
-_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-
-if not TYPE_CHECKING:  # With this function, a type checker would accept every misspelt name.
-
-    def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            return importlib.import_module(f"holdall.{name}")
-        if name not in _MODULE_BY_NAME:
-            raise AttributeError(f"module 'holdall' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"holdall.{_MODULE_BY_NAME[name]}"), name)
-        globals()[name] = value  # Python finds it there next time, without this function.
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+if not TYPE_CHECKING:  # With `__getattr__`, a type checker would accept every misspelt name.
+    __getattr__, __dir__ = attach_names(
+        __name__,
+        {
+            "holdall.batch": ("Batch", "RolloutBatch"),
+            "holdall.checkpoint": ("Checkpoint", "SaveHandle"),
+            "holdall.dataset": ("Dataset",),
+            "holdall.errors": (
+                "ArgumentError",
+                "CheckpointError",
+                "ClosedError",
+                "DamageError",
+                "FencedError",
+                "HoldallError",
+                "MissingPackageError",
+                "ShardError",
+                "SpaceError",
+                "TransitionIdError",
+            ),
+            "holdall.memory": ("ReplayMemory",),
+            "holdall.recorder": ("Recorder",),
+            "holdall.report": ("FieldReport", "MemoryReport"),
+            "holdall.rollout": ("RolloutMemory",),
+            "holdall.sampling": ("Hindsight", "NStep", "Prioritized", "Sequence", "Uniform"),
+            "holdall.shared": ("SharedObservations",),
+        },
+        submodules=(
+            "cleanrl",
+            "dreamer",
+            "drqv2",
+            "elegantrl",
+            "lerobot",
+            "lint",
+            "plan",
+            "ray",
+            "sb3",
+            "testing",
+            "threads",
+            "torchrl",
+            "watch",
+        ),
+    )

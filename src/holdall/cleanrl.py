@@ -225,7 +225,7 @@ class ReplayBuffer:
             self.n_envs,
             **self._memory_settings,
         )
-        memory.store.set_reward_dtype(_FLOAT32)
+        memory.host_store.set_reward_dtype(_FLOAT32)
         return memory
 
     def _count_steps(self) -> int:

@@ -433,7 +433,7 @@ class Dataset:
         try:
             state = store.snapshot()
             memory.store.restore(state if keep_extras else self._remove_extras(state))
-            memory.store.before_read = store.before_read
+            memory.host_store.before_read = store.before_read
             newest = np.arange(max(memory.next_id - lanes, memory.first_id), memory.next_id)
             newest = newest[memory.are_valid(newest)]
             _, terminated, truncated = memory.store.view().outcomes(newest)

@@ -254,7 +254,7 @@ class Replay:
         with self._condition:
             starts = np.array([self._draw(mode) for _ in range(batch)], np.int64)
             ids = self._follow(starts)
-            view = self.memory.store.view()
+            view = self.memory.host_store.view()
         data = self._read(view, ids)
         data["stepid"] = self._make_step_ids(ids)
         _mark_ends(data)

@@ -183,7 +183,7 @@ class ReplayBufferStorage:
     def _resume(self) -> None:
         """Load the checkpoint in the folder, and find its episodes. The last one is cut if it has not ended."""
         self._memory = ReplayMemory.load(self._replay_dir, self._max_size, **self._memory_settings)
-        view = self._memory.store.view()
+        view = self._memory.host_store.view()
         ids = np.arange(view.first_id, view.next_id)
         self._first_id = view.first_id
         for end in ids[view.are_ends(ids)].tolist():
@@ -220,7 +220,7 @@ class ReplayBufferStorage:
 
     def read(self, draw: _Draw) -> list[torch.Tensor]:
         """Return observation, action, reward, discount and next observation of a draw. For `make_replay_loader`."""
-        view = self.memory.store.view()
+        view = self.memory.host_store.view()
         columns = view.columns
         steps = draw.first_ids[:, None] + np.arange(draw.nstep)
         extra_names = [leaf.name for leaf in self.memory.schema.extras.leaves]

@@ -9,6 +9,7 @@ which says when a lane is reset after the end of an episode. `holdall.Recorder` 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -39,27 +40,51 @@ class StepResult(NamedTuple):
     info: Any
 
 
-class EnvironmentSource:
-    """A Gymnasium vector environment, and the base class of the other kinds of environments.
+class EnvironmentSource(ABC):
+    """An environment, or several that step together, whose results have a leading lane axis.
 
     Attributes:
         envs: The environment.
         lanes: Number of environments that step together.
         observation_space: Space of one lane's observation.
         action_space: Space of one lane's action.
-        mode: Autoreset mode, or None if the environment does not declare it.
-        declares_mode: Whether the environment declares its autoreset mode.
+        mode: Autoreset mode, or None if it is not known.
+        declares_mode: Whether the environment itself says what its autoreset mode is.
     """
 
-    def __init__(self, envs: Any) -> None:
+    def __init__(
+        self,
+        envs: Any,
+        lanes: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        mode: str | None,
+        *,
+        declares_mode: bool,
+    ) -> None:
         self.envs = envs
-        self.lanes = int(envs.num_envs)
-        self.observation_space: spaces.Space[Any] = envs.single_observation_space
-        self.action_space: spaces.Space[Any] = envs.single_action_space
-        declared = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
-        self.mode = None if declared is None else parse_mode(declared, "envs.metadata['autoreset_mode']")
-        self.declares_mode = declared is not None
+        self.lanes = lanes
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.mode = mode
+        self.declares_mode = declares_mode
         self._library: str | None = None  # Package of the arrays in the first observations: "numpy", "torch", "jax".
+
+    @abstractmethod
+    def step(self, actions: Any) -> tuple[Any, StepResult]:
+        """Step all lanes. Return the environment's own return value, and its parts."""
+
+    @abstractmethod
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
+        """Reset the lanes. Return the environment's own return value, and the observations in it."""
+
+    def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
+        """Return one checked array per leaf, with a leading lane axis."""
+        return tree.flatten(value, (self.lanes,), argument, Leaf.fit if type(value) is np.ndarray else _fit_lanes)
+
+    def add_lane_axis(self, value: Any) -> Any:
+        """Return the output of a network with a leading lane axis."""
+        return value
 
     def convert_actions(self, tree: Tree, actions: Any, checked: list[Array], obs: Any) -> Any:
         """Return actions in a form that the environment accepts.
@@ -88,8 +113,22 @@ class EnvironmentSource:
         """Return a copy of a checked action for the environment, which may write to it."""
         return checked.copy()
 
+
+class _VectorSource(EnvironmentSource):
+    """A vector environment of Gymnasium."""
+
+    def __init__(self, envs: Any) -> None:
+        declared = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+        super().__init__(
+            envs,
+            int(envs.num_envs),
+            envs.single_observation_space,
+            envs.single_action_space,
+            None if declared is None else parse_mode(declared, "envs.metadata['autoreset_mode']"),
+            declares_mode=declared is not None,
+        )
+
     def step(self, actions: Any) -> tuple[Any, StepResult]:
-        """Step all lanes. Return the environment's own return value, and its parts."""
         returned = self.envs.step(actions)
         obs, reward, terminated, truncated, info = _require_parts(returned, "step", 5)
         if type(terminated) is not np.ndarray:
@@ -98,17 +137,8 @@ class EnvironmentSource:
         return returned, StepResult(obs, _make_rewards(reward), terminated, truncated, info)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
-        """Reset the lanes. Return the environment's own return value, and the observations in it."""
         returned = _require_parts(self.envs.reset(seed=seed, options=options), "reset", 2)
         return returned, returned[0]
-
-    def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
-        """Return one checked array per leaf, with a leading lane axis."""
-        return tree.flatten(value, (self.lanes,), argument, Leaf.fit if type(value) is np.ndarray else _fit_lanes)
-
-    def add_lane_axis(self, value: Any) -> Any:
-        """Return the output of a network with a leading lane axis."""
-        return value
 
 
 class _SB3Source(EnvironmentSource):
@@ -118,13 +148,9 @@ class _SB3Source(EnvironmentSource):
     """
 
     def __init__(self, envs: Any) -> None:
-        self.envs = envs
-        self.lanes = int(envs.num_envs)
-        self.observation_space = envs.observation_space
-        self.action_space = envs.action_space
-        self.mode = SAME_STEP
-        self.declares_mode = True
-        self._library = None
+        super().__init__(
+            envs, int(envs.num_envs), envs.observation_space, envs.action_space, SAME_STEP, declares_mode=True
+        )
 
     def step(self, actions: Any) -> tuple[Any, StepResult]:
         returned = self.envs.step(actions)
@@ -153,16 +179,18 @@ class _SingleSource(EnvironmentSource):
     """One environment. Its values have no lane axis. Its caller resets it, unless a wrapper does."""
 
     def __init__(self, envs: gymnasium.Env[Any, Any]) -> None:
-        self.envs = envs
-        self.lanes = 1
-        self.observation_space = envs.observation_space
-        self.action_space = envs.action_space
         wrapped: Any = envs
         while isinstance(wrapped, gymnasium.Wrapper) and type(wrapped).__name__ not in _MODE_BY_WRAPPER:
             wrapped = wrapped.env
-        self.mode = _MODE_BY_WRAPPER.get(type(wrapped).__name__, DISABLED)
-        self.declares_mode = type(wrapped).__name__ in _MODE_BY_WRAPPER
-        self._library = None
+        declared = _MODE_BY_WRAPPER.get(type(wrapped).__name__)
+        super().__init__(
+            envs,
+            1,
+            envs.observation_space,
+            envs.action_space,
+            DISABLED if declared is None else declared,
+            declares_mode=declared is not None,
+        )
         self._reward_dtype: np.dtype[Any] | None = None
 
     def _is_accepted(self, leaf: Leaf, value: Any) -> bool:
@@ -259,7 +287,7 @@ def make_source(envs: Any) -> EnvironmentSource:
     """Return the source for an environment, chosen by its attributes."""
     innermost = getattr(envs, "unwrapped", envs)  # Wrappers before Gymnasium 1.0 warn when an attribute is looked up.
     if all(hasattr(innermost, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
-        return EnvironmentSource(envs)
+        return _VectorSource(envs)
     if isinstance(envs, gymnasium.Env):
         return _SingleSource(envs)
     if all(hasattr(envs, name) for name in ("num_envs", "observation_space", "step_wait", "env_method")):

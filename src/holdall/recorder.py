@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,16 @@ from holdall.schema import Array, Tree, fit_flags
 
 Flags = NDArray[np.bool_]
 Policy = Callable[[Any], Any]
+
+
+class _Lanes(NamedTuple):
+    """The lanes between two steps. Every step and every reset replaces this record in one assignment."""
+
+    obs: Any  # The observations that the next step begins with, as the environment returned them.
+    obs_leaves: list[Array]  # Copies of `obs`, leaf by leaf.
+    ended: Flags  # Lanes whose episode ended and that were not reset since.
+    running: Flags  # Lanes whose last transition did not end its episode.
+    is_step_incomplete: bool = False  # Whether a later step failed or was interrupted. All lanes must be reset.
 
 
 class Recorder:
@@ -81,22 +91,15 @@ class Recorder:
         self._has_seen_end = False  # Whether an episode has ended while the mode was assumed.
         self._require_same_spaces()
         self._rollout = memory if isinstance(memory, RolloutMemory) else None
-        # The observations that the next step begins with: copies by leaf, and as the environment returned them.
-        self._obs_leaves: list[Array] | None = None
-        self._obs: Any = None
-        self._ended: Flags = np.zeros(self._lanes, np.bool_)  # Lanes whose episode ended and that were not reset since.
-        self._has_ended = False  # Whether any lane is set in `_ended`.
-        self._running: Flags = np.zeros(self._lanes, np.bool_)  # Lanes whose last transition did not end its episode.
-        self._last_reward: Array | None = None
+        self._state: _Lanes | None = None  # None before the first reset.
+        self._reward_dtype: np.dtype[Any] | None = None  # Dtype of the last reward that was added. None: none was.
         self._is_checking_writers = isinstance(memory, ReplayMemory)  # Whether to warn if other code adds steps.
         self._expected_next_id: int | None = None  # The memory's next id if only this recorder adds. None: not known.
-        self._is_step_incomplete = False  # Whether the last step failed or was interrupted. The lanes must be reset.
 
     @property
     def obs(self) -> Any:
         """The observations that the next step begins with. Lanes that need a reset are reset first."""
-        self._reset_where_needed()
-        return self._obs
+        return self._reset_where_needed().obs
 
     def step(self, actions: Any, extras: Mapping[str, Any] | None = None, **named: Any) -> Any:
         """Step the environments, add the transitions, and return what `envs.step` returned.
@@ -109,18 +112,18 @@ class Recorder:
             raise ArgumentError(f"extras ({extras!r}) must be a dict of fields by name; pass one, or name=value")
         action, others = self._fit_arguments(actions, named if extras is None else {**extras, **named})
         self._require_fresh_estimates()
-        self._reset_where_needed()
+        state = self._reset_where_needed()
         if self._is_checking_writers:
-            self._check_writers()
-        self._is_step_incomplete = True
-        accepted_actions = self._source.convert_actions(self._schema.action, actions, action, self._obs)
+            self._check_writers(state.running)
+        self._state = state._replace(is_step_incomplete=True)
+        accepted_actions = self._source.convert_actions(self._schema.action, actions, action, state.obs)
         returned, result = self._source.step(accepted_actions)
         obs_after = self._flatten_observation(result.obs)
         terminated = fit_flags(result.terminated, (self._lanes,), "terminated")
         truncated = fit_flags(result.truncated, (self._lanes,), "truncated")
         ends = terminated | truncated
         has_ends = bool(np.count_nonzero(ends))
-        valid = ~self._ended if self._has_ended and self._mode == NEXT_STEP else None
+        valid = ~state.ended if self._mode == NEXT_STEP and np.count_nonzero(state.ended) else None
         if valid is not None:
             self._require_only_resets(result, ends, ~valid)
         if self._is_mode_assumed and has_ends:
@@ -128,13 +131,13 @@ class Recorder:
         is_reset_by_step = has_ends and self._mode == SAME_STEP
         next_obs = self._insert_final_obs(obs_after, result.info, ends) if is_reset_by_step else obs_after
         reward = result.reward if result.reward.ndim > len(self._schema.reward_shape) else result.reward[None]
-        self._write(action, others, reward, terminated, truncated, next_obs, valid)
-        self._obs_leaves = [np.array(leaf, order="C") for leaf in obs_after]
-        self._obs = result.obs
-        self._running = ~ends if valid is None else ~ends & valid
-        self._ended = np.zeros_like(ends) if is_reset_by_step else ends
-        self._has_ended = has_ends and not is_reset_by_step
-        self._is_step_incomplete = False
+        self._write(state.obs_leaves, action, others, reward, terminated, truncated, next_obs, valid)
+        self._state = _Lanes(
+            obs=result.obs,
+            obs_leaves=[np.array(leaf, order="C") for leaf in obs_after],
+            ended=np.zeros_like(ends) if is_reset_by_step else ends,
+            running=~ends if valid is None else ~ends & valid,
+        )
         return returned
 
     def _require_fresh_estimates(self) -> None:
@@ -158,10 +161,11 @@ class Recorder:
         An episode that has not ended is cut: its transitions do not change, and no n-step return or sequence continues
         into the next one.
         """
+        state = self._state
         mask = np.ones(self._lanes, np.bool_)
         if options is not None and "reset_mask" in options:
             mask = fit_flags(options["reset_mask"], (self._lanes,), "options['reset_mask']")
-            if (self._obs_leaves is None or self._is_step_incomplete) and not mask.all():
+            if (state is None or state.is_step_incomplete) and not mask.all():
                 raise ArgumentError(
                     f"options['reset_mask'] leaves out lanes {_list_lanes(~mask)}, whose observations are not known. "
                     "Reset all lanes first."
@@ -174,18 +178,19 @@ class Recorder:
             )
         returned, obs = self._source.reset(seed, None if options is None else dict(options))
         obs_leaves = [np.array(leaf, order="C") for leaf in self._flatten_observation(obs)]
-        if self._obs_leaves is not None and not mask.all():
-            for leaf, before in zip(obs_leaves, self._obs_leaves, strict=True):
+        if state is not None and not mask.all():
+            for leaf, before in zip(obs_leaves, state.obs_leaves, strict=True):
                 leaf[~mask] = before[~mask]
             obs = self._schema.observation.build([leaf.copy() for leaf in obs_leaves])
         if self._rollout is None and cut.any():
-            self._add_border(obs_leaves)
-        self._obs_leaves = obs_leaves
-        self._obs = obs
-        self._ended = self._ended & ~mask
-        self._has_ended = bool(self._ended.any())
-        self._running = self._running & ~mask
-        self._is_step_incomplete = False
+            self._add_border(obs_leaves if state is None else state.obs_leaves, obs_leaves)
+        none = np.zeros(self._lanes, np.bool_)
+        self._state = _Lanes(
+            obs=obs,
+            obs_leaves=obs_leaves,
+            ended=none if state is None else state.ended & ~mask,
+            running=none if state is None else state.running & ~mask,
+        )
         return returned
 
     def collect(self, policy: Policy, steps: float | None = None, *, progress: bool = True) -> int:
@@ -214,8 +219,8 @@ class Recorder:
         for _ in _show_progress(count) if shows_progress else range(count):
             actions, extras = self._split_answer(policy(self.obs))
             transitions += self._lanes
-            if self._mode == NEXT_STEP:
-                transitions -= int(np.count_nonzero(self._ended))  # The step only resets these lanes.
+            if self._mode == NEXT_STEP and self._state is not None:
+                transitions -= int(np.count_nonzero(self._state.ended))  # The step only resets these lanes.
             self.step(actions, extras)
         return transitions
 
@@ -258,6 +263,7 @@ class Recorder:
 
     def _write(
         self,
+        obs: list[Array],
         action: list[Array],
         others: dict[str, Any],
         reward: Array,
@@ -268,30 +274,30 @@ class Recorder:
     ) -> None:
         """Add a step to the memory."""
         schema = self._schema
-        assert self._obs_leaves is not None  # All lanes were reset before the step.
-        obs = schema.observation.build(self._obs_leaves)
+        before = schema.observation.build(obs)
         actions = schema.action.build(action)
         following = schema.observation.build(next_obs)
         if valid is not None:
             others["valid"] = valid
         if self._rollout is not None:
-            self._rollout.add(obs, actions, reward, terminated, truncated, final_obs=following, **others)
-            return
-        self.memory.add(obs, actions, reward, following, terminated, truncated, **others)
-        self._last_reward = reward
+            self._rollout.add(before, actions, reward, terminated, truncated, final_obs=following, **others)
+        else:
+            self.memory.add(before, actions, reward, following, terminated, truncated, **others)
+        self._reward_dtype = reward.dtype
 
-    def _add_border(self, obs_after: list[Array]) -> None:
+    def _add_border(self, obs: list[Array], obs_after: list[Array]) -> None:
         """Add a tick in which no lane made a transition, so that no episode before it continues after it."""
         schema = self._schema
         lanes = self._lanes
-        reward = self._last_reward
-        if reward is None:
-            reward, _, _ = self.memory.store.view().outcomes(np.array([self.memory.next_id - lanes]))
+        dtype = self._reward_dtype
+        if dtype is None:  # Other code, or an earlier process, added the transitions.
+            rewards, _, _ = self.memory.store.view().outcomes(np.array([self.memory.next_id - lanes]))
+            dtype = rewards.dtype
         all_false = np.zeros(lanes, np.bool_)
         self.memory.add(
-            schema.observation.build(obs_after if self._obs_leaves is None else self._obs_leaves),
+            schema.observation.build(obs),
             schema.action.build(_make_zeros(schema.action, lanes)),
-            np.zeros((lanes, *schema.reward_shape), reward.dtype),
+            np.zeros((lanes, *schema.reward_shape), dtype),
             schema.observation.build(obs_after),
             all_false,
             all_false,
@@ -300,16 +306,16 @@ class Recorder:
         )
         self._expected_next_id = None
 
-    def _check_writers(self) -> None:
-        """Warn once if other code has added steps to the memory in the middle of an episode."""
+    def _check_writers(self, running: Flags) -> None:
+        """Warn once if other code has added steps to the memory in the middle of the episodes of lanes `running`."""
         next_id = self.memory.next_id
         is_alone = self._expected_next_id is None or self._expected_next_id == next_id
         self._expected_next_id = next_id + self._lanes
-        if not is_alone and self._running.any():
+        if not is_alone and running.any():
             self._is_checking_writers = False
             warnings.warn(
                 "Steps were added to memory outside of this Recorder, in the middle of the episodes of lanes "
-                f"{_list_lanes(self._running)}. N-step returns and sequences continue from one stream of steps into "
+                f"{_list_lanes(running)}. N-step returns and sequences continue from one stream of steps into "
                 "another. Record all environments with one Recorder, as a vector environment, or add elsewhere only "
                 "after recorder.reset().",
                 stacklevel=3,
@@ -318,7 +324,10 @@ class Recorder:
     def _find_cut_lanes(self, mask: Flags) -> Flags:
         """Return the lanes of `mask` whose newest transition does not end its episode."""
         if not isinstance(self.memory, ReplayMemory):
-            return mask & (self._running | self._is_step_incomplete)
+            state = self._state
+            if state is None or self._reward_dtype is None:
+                return np.zeros_like(mask)  # This recorder has added nothing that could be cut.
+            return mask & (state.running | state.is_step_incomplete)
         cut = np.zeros(self._lanes, np.bool_)
         next_id = self.memory.next_id
         if next_id > 0:
@@ -330,15 +339,18 @@ class Recorder:
 
     def _find_lanes_to_reset(self) -> Flags | None:
         """Return the lanes that must be reset before they are stepped, or None if there are none."""
-        if self._obs_leaves is None or self._is_step_incomplete:
+        state = self._state
+        if state is None or state.is_step_incomplete:
             return np.ones(self._lanes, np.bool_)
-        return self._ended.copy() if self._has_ended and self._mode == DISABLED else None
+        return state.ended.copy() if self._mode == DISABLED and np.count_nonzero(state.ended) else None
 
-    def _reset_where_needed(self) -> None:
-        """Reset the lanes that must be reset before the next step."""
+    def _reset_where_needed(self) -> _Lanes:
+        """Reset the lanes that must be reset before the next step. Return all lanes as they are then."""
         lanes = self._find_lanes_to_reset()
         if lanes is not None:
             self.reset(options=None if lanes.all() else {"reset_mask": lanes})
+        assert self._state is not None  # The first call resets all lanes.
+        return self._state
 
     def _require_only_resets(self, result: StepResult, ends: Flags, resets: Flags) -> None:
         """Raise ArgumentError if an episode ends in a lane of `resets`, which next-step autoreset has just reset.

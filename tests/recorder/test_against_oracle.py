@@ -1,4 +1,4 @@
-"""A recorder adds exactly what happened inside the environments: nothing wrong, missing or surplus."""
+"""A recorder adds exactly the transitions that the environments made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMS = ["rows", "batched", "masked", "list", "legacy"]
 
 
 class Plan(NamedTuple):
-    """A run: the environments, and what is done with them."""
+    """A run: its environments and the calls of its recorder."""
 
     kind: str
     mode: AutoresetMode
@@ -47,8 +47,8 @@ plans = st.builds(
 )
 
 
-def made(plan: Plan) -> tuple[list[WatchedEnv], Any]:
-    """Make the lanes of a plan, and the vector environment around them."""
+def make_envs(plan: Plan) -> tuple[list[WatchedEnv], Any]:
+    """Return the lanes of a plan, and the vector environment around them."""
     lanes = [WatchedEnv(plan.space, plan.ends, plan.seed + lane) for lane in range(plan.lanes)]
     if plan.kind in {"sync", "uncopied"}:
         makers = [lambda lane=lane: lane for lane in lanes]
@@ -59,8 +59,8 @@ def made(plan: Plan) -> tuple[list[WatchedEnv], Any]:
 @pytest.mark.filterwarnings("ignore:envs.metadata has no 'autoreset_mode'")
 @settings(max_examples=settings().max_examples // 3)
 @given(plan=plans)
-def test_a_recorder_adds_what_happened_and_nothing_else(plan: Plan) -> None:
-    lanes, envs = made(plan)
+def test_a_recorder_adds_exactly_the_transitions_of_the_environments(plan: Plan) -> None:
+    lanes, envs = make_envs(plan)
     memory = holdall.ReplayMemory(
         envs.single_observation_space,
         envs.single_action_space,
@@ -71,7 +71,7 @@ def test_a_recorder_adds_what_happened_and_nothing_else(plan: Plan) -> None:
     is_unknowable = plan.kind == "silent" and plan.mode == AutoresetMode.DISABLED
     recorder = holdall.Recorder(envs, memory, autoreset_mode=plan.mode if is_unknowable else None)
     generator = np.random.default_rng(plan.seed)
-    told: list[list[np.float32]] = [[] for _ in lanes]
+    given_extras: list[list[np.float32]] = [[] for _ in lanes]
     for step in range(1, plan.steps + 1):
         if plan.cuts and step % plan.cuts == 0:
             recorder.reset()
@@ -79,16 +79,16 @@ def test_a_recorder_adds_what_happened_and_nothing_else(plan: Plan) -> None:
         before = [len(lane.log) for lane in lanes]
         recorder.step(generator.integers(0, 5, plan.lanes), log_prob=log_prob)
         for lane, env in enumerate(lanes):
-            told[lane] += [log_prob[lane]] * (len(env.log) - before[lane])
+            given_extras[lane] += [log_prob[lane]] * (len(env.log) - before[lane])
     assert_holds(memory, [lane.log for lane in lanes])
-    assert_tells(memory, told)
+    assert_has_extras(memory, given_extras)
     memory.close()
 
 
-def assert_tells(memory: holdall.ReplayMemory, told: list[list[Any]]) -> None:
+def assert_has_extras(memory: holdall.ReplayMemory, given_extras: list[list[Any]]) -> None:
     """Raise AssertionError unless every lane of the memory has the extras that were given with its steps."""
     every = np.arange(memory.next_id)
-    for lane, numbers in enumerate(told):
+    for lane, numbers in enumerate(given_extras):
         ids = every[memory.are_valid(every) & (every % memory.num_envs == lane)]
         if numbers:
             np.testing.assert_array_equal(memory.gather(ids).extras["log_prob"], numbers)
@@ -97,8 +97,8 @@ def assert_tells(memory: holdall.ReplayMemory, told: list[list[Any]]) -> None:
 @settings(max_examples=settings().max_examples // 10)
 @given(plan=plans.map(lambda plan: plan._replace(cuts=0)))
 @pytest.mark.filterwarnings("ignore:envs.metadata has no 'autoreset_mode'")
-def test_a_rollout_holds_what_happened_and_no_advantage_reaches_into_another_episode(plan: Plan) -> None:
-    lanes, envs = made(plan)
+def test_a_rollout_has_every_step_and_its_advantages_end_with_their_episode(plan: Plan) -> None:
+    lanes, envs = make_envs(plan)
     rollout = holdall.RolloutMemory(
         envs.single_observation_space, envs.single_action_space, plan.steps, plan.lanes, seed=0
     )
@@ -119,22 +119,22 @@ def test_a_rollout_holds_what_happened_and_no_advantage_reaches_into_another_epi
     rows = {int(place): row for row, place in enumerate(np.asarray(batch.ids))}
     for lane, env in enumerate(lanes):
         places = [int(place) for place in np.asarray(batch.ids)[order] if place % plan.lanes == lane]
-        returns = discounted(env.log, 0.5, 10.0, 100.0)
+        returns = compute_returns(env.log, 0.5, 10.0, 100.0)
         got = [float(batch.returns[rows[place]]) for place in places]
         np.testing.assert_allclose(got, returns, rtol=1e-4)
         assert [float(batch.reward[rows[place]]) for place in places] == [seen.reward for seen in env.log]
     rollout.close()
 
 
-def discounted(log: list[Seen], gamma: float, cut_value: float, last_value: float) -> list[float]:
+def compute_returns(log: list[Seen], gamma: float, cut_value: float, last_value: float) -> list[float]:
     """Return the returns of a lane's steps. With lambda 1 they do not depend on the values in between."""
     returns: list[float] = []
-    behind = last_value
+    later = last_value
     for seen in reversed(log):
         if seen.terminated:
-            behind = 0.0
+            later = 0.0
         elif seen.truncated:
-            behind = cut_value
-        behind = seen.reward + gamma * behind
-        returns.append(behind)
+            later = cut_value
+        later = seen.reward + gamma * later
+        returns.append(later)
     return returns[::-1]

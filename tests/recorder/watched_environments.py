@@ -1,6 +1,6 @@
-"""Environments that write down from inside what happens in them: the oracle of the recorder's tests.
+"""Environments that log their own transitions: the oracle of the recorder's tests.
 
-Every lane is a `WatchedEnv`. Its log is what a memory must hold of it: no reset, no step twice, and the true final
+Every lane is a `WatchedEnv`. A memory must have the transitions of its log: no reset, no step twice, and the true final
 observation of every episode.
 """
 
@@ -33,7 +33,7 @@ SPACES: dict[str, spaces.Space[Any]] = {
 
 
 class Seen(NamedTuple):
-    """One transition, as the environment itself saw it."""
+    """One transition in the log of an environment."""
 
     obs: Any
     action: Any
@@ -78,12 +78,12 @@ class WatchedEnv(gym.Env[Any, Any]):
 
 
 class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
-    """A vector environment of its own kind: it writes every observation over the last one, and into its actions.
+    """A vector environment that overwrites its last observations and the actions that it is given.
 
     Args:
         says: Whether its metadata names its autoreset mode.
-        form: How it gives final observations: "rows" (an object a lane), "batched" (as observations), "masked" (the
-            same, with a mask a key), "list", or "legacy" (under the name that Gymnasium had before 1.0).
+        form: The form of final observations: "rows" (an object for each lane), "batched" (like observations), "masked"
+            (the same, with a mask for each key), "list", or "legacy" (with the name that Gymnasium used before 1.0).
     """
 
     def __init__(self, lanes: list[WatchedEnv], mode: AutoresetMode, *, says: bool = True, form: str = "rows") -> None:
@@ -100,7 +100,7 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._obs: Any = create_empty_array(self.single_observation_space, self.num_envs)
 
-    def _batched(self) -> Any:
+    def _batch(self) -> Any:
         self._obs = concatenate(self.single_observation_space, self._last, self._obs)
         return self._obs
 
@@ -109,7 +109,7 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
         for lane in np.flatnonzero(mask):
             self._last[lane] = self.lanes[lane].reset()[0]
         self._ended &= ~mask
-        return self._batched(), {}
+        return self._batch(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         reward = np.zeros(self.num_envs, np.float32)
@@ -130,7 +130,7 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self._ended = ends if self.mode != AutoresetMode.SAME_STEP else np.zeros_like(ends)
         if isinstance(actions, np.ndarray):
             actions[...] = 0
-        return self._batched(), reward, terminated, truncated, self._final_info(final)
+        return self._batch(), reward, terminated, truncated, self._final_info(final)
 
     def _final_info(self, final: list[Any]) -> dict[str, Any]:
         mask = np.array([value is not None for value in final])
@@ -154,7 +154,7 @@ class InPlaceVectorEnv(gym.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
 
 def assert_holds(memory: holdall.ReplayMemory, logs: list[list[Seen]]) -> None:
-    """Raise AssertionError unless every lane of the memory is its environment's own log."""
+    """Raise AssertionError unless every lane of the memory has the transitions of its environment's log."""
     assert len(memory) == sum(map(len, logs))
     every = np.arange(memory.first_id, memory.next_id)
     every = every[memory.are_valid(every)]
@@ -166,18 +166,18 @@ def assert_holds(memory: holdall.ReplayMemory, logs: list[list[Seen]]) -> None:
         batch = memory.gather(ids)
         seen = stack_rows(log)
         for held, happened in zip((batch.obs, batch.action, batch.next_obs), (seen[0], seen[1], seen[3]), strict=True):
-            assert_same_bits(held, _in_dtypes_of(held, happened))
+            assert_same_bits(held, _cast_like(held, happened))
         np.testing.assert_array_equal(batch.reward, seen[2])
         np.testing.assert_array_equal(batch.terminated, seen[4])
         np.testing.assert_array_equal(batch.truncated, seen[5])
 
 
-def _in_dtypes_of(held: Any, seen: Any) -> Any:
-    """Return a nest with the dtypes of another. No value may change by it."""
+def _cast_like(held: Any, seen: Any) -> Any:
+    """Return `seen` with the dtypes of `held`. Require that the cast changes no value."""
     if isinstance(held, dict):
-        return {key: _in_dtypes_of(held[key], seen[key]) for key in held}
+        return {key: _cast_like(held[key], seen[key]) for key in held}
     if isinstance(held, tuple):
-        return tuple(map(_in_dtypes_of, held, seen))
+        return tuple(map(_cast_like, held, seen))
     cast = np.asarray(seen).astype(held.dtype)
     np.testing.assert_array_equal(cast, seen)
     return cast

@@ -116,10 +116,9 @@ def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> d
 def _summarize(manifest: Manifest) -> dict[str, Any]:
     with refuse_malformed("its schema"):
         lanes = schema_from_json(manifest.schema).num_envs
-    transitions = (manifest.next_tick - manifest.first_tick) * lanes
     return {
         "saved": _format_date(manifest.time),
-        "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
+        "transitions": manifest.transitions,
         "num_envs": lanes,
         "segments": len(manifest.segments),
         "bytes": sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
@@ -146,38 +145,43 @@ def verify(
     """Read every byte of the checkpoints and compare it with its checksum."""
     reader = open_reader(url)
     reader.require_checkpoint()
-    found: dict[int, list[Damage]] = {}
+    found: dict[int, _Verified] = {}
     with _make_progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         for checked_number in reader.numbers() if number is None else [number]:
             try:
-                damages = _verify(reader, checked_number, bar)
+                verified = _verify(reader, checked_number, bar)
             except BlobMissingError as error:
                 if number is not None:
                     raise
-                damages = [Damage("", 0, str(error))]
-            if damages and _is_removed(reader, checked_number):
+                verified = _Verified(None, [Damage("", 0, str(error))])
+            if verified.damages and _is_removed(reader, checked_number):
                 typer.echo(f"checkpoint {checked_number} was removed meanwhile", err=True)
                 continue
-            found[checked_number] = damages
-    _print_damages(reader.url, found, json)
-    if any(found.values()):
+            found[checked_number] = verified
+    _print_verified(reader.url, found, json)
+    if any(verified.damages for verified in found.values()):
         raise typer.Exit(DAMAGED)
 
 
-def _print_damages(url: str, found: dict[int, list[Damage]], as_json: bool) -> None:
-    """Print the damages of every checkpoint, by its number."""
+@dataclasses.dataclass(frozen=True)
+class _Verified:
+    """A checkpoint that was read completely."""
+
+    transitions: int | None  # None: the manifest cannot be read.
+    damages: list[Damage]
+
+
+def _print_verified(url: str, found: dict[int, _Verified], as_json: bool) -> None:
+    """Print the transitions and the damages of every checkpoint, by its number."""
     if as_json:
-        entries = [
-            {"number": number, "damages": [dataclasses.asdict(damage) for damage in damages]}
-            for number, damages in found.items()
-        ]
+        entries = [{"number": number, **dataclasses.asdict(verified)} for number, verified in found.items()]
         typer.echo(json_.dumps({"url": url, "checkpoints": entries}))
         return
-    for number, damages in found.items():
-        for damage in damages:
+    for number, verified in found.items():
+        for damage in verified.damages:
             typer.echo(f"checkpoint {number}: {damage.reason}")
-        if not damages:
-            typer.echo(f"checkpoint {number} is intact")
+        if not verified.damages and verified.transitions is not None:
+            typer.echo(f"checkpoint {number} is intact: {count_noun(verified.transitions, 'transition')}")
 
 
 def _is_removed(reader: CheckpointReader, number: int) -> bool:
@@ -185,15 +189,15 @@ def _is_removed(reader: CheckpointReader, number: int) -> bool:
     return number not in reader.numbers()
 
 
-def _verify(reader: CheckpointReader, number: int, bar: progress.Progress) -> list[Damage]:
-    """Read a checkpoint completely, and return its damaged records."""
+def _verify(reader: CheckpointReader, number: int, bar: progress.Progress) -> _Verified:
+    """Read a checkpoint completely."""
     try:
         manifest = reader.manifest(number)
     except DamageError as error:
-        return [Damage("", 0, str(error))]
+        return _Verified(None, [Damage("", 0, str(error))])
     nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
     task = bar.add_task(f"checkpoint {number}", total=sum(nbytes))
-    return find_damage(reader, manifest, functools.partial(bar.advance, task))
+    return _Verified(manifest.transitions, find_damage(reader, manifest, functools.partial(bar.advance, task)))
 
 
 @checkpoint.command()

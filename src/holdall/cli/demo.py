@@ -11,10 +11,11 @@ import importlib.util
 import json
 import shutil
 import time
+from collections.abc import Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,14 +25,17 @@ from rich.table import Table
 from holdall.cli import AsJson, OptText, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import Limit
-from holdall.tools.bench import make_module_command, run_child
-from holdall.tools.demo import CheckpointFingerprint, DemoResult
+from holdall.tools.bench.child import ChildProgress, make_module_command, run_child
+from holdall.tools.demo import CheckpointFingerprint, DemoResult, DemoTask
 from holdall.tools.plan.needs import HoldallUse, MachineLimits, RunNeeds
 from holdall.tools.plan.planner import find_limits, plan_command
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 
 DIFFERENT_EXIT_CODE = 3
+DemoMessage = CheckpointFingerprint | DemoResult
+"""What a training of the demo reports, besides its progress."""
+DemoMessageT = TypeVar("DemoMessageT", CheckpointFingerprint, DemoResult)
 
 
 def demo(
@@ -99,7 +103,7 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
     print_heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
-    task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
+    task = DemoTask("sb3", steps, transitions)
     fitted, million = plan_demo(task, limit_bytes)
     console.print(
         f"  A million: Stable-Baselines3's buffer needs {format_bytes(million.sb3_bytes)}, and this machine has "
@@ -112,18 +116,19 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     console.print("  [dim]the whole process, measured as `holdall plan` does: until the training begins[/]")
 
     print_heading(2, "Train with Stable-Baselines3's replay buffer")
-    plain = DemoResult(**_train(console, task)["result"])
+    plain = _get_message(_train(console, task), DemoResult)
 
     print_heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
     settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
-    task |= {"buffer": "holdall", "checkpoint": str(checkpoint), "buffer_kwargs": settings}
-    saved = CheckpointFingerprint(**_train(console, task, is_killed=True)["saved"])
+    task = replace(task, buffer="holdall", checkpoint=str(checkpoint), buffer_kwargs=settings)
+    saved = _get_message(_train(console, task, is_killed=True), CheckpointFingerprint)
     written = f"{format_bytes(saved.checkpoint_bytes)}, safe on disk after {saved.seconds:.1f} s"
     console.print(f"  checkpoint at step {saved.step}: {written}; then kill -9")
 
     print_heading(4, "Resume, and watch the memory while it fills")
-    messages_by_kind = _train(console, task | {"resumes": True, "record": str(record), "limit": fitted.limit_bytes})
-    resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
+    task = replace(task, is_resumed=True, record=str(record), limit_bytes=fitted.limit_bytes)
+    messages = _train(console, task)
+    resumed = _get_message(messages, CheckpointFingerprint)
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
         f"  loaded in {resumed.seconds:.1f} s at step {resumed.step}; the next batches are {same}, bit for bit"
@@ -132,32 +137,39 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     if reading:
         console.print(f"  at the end {reading}", soft_wrap=True)
 
-    own = DemoResult(**messages_by_kind["result"])
+    own = _get_message(messages, DemoResult)
     comparison = Comparison(fitted, plain, own, saved, resumed)
     page = folder / "report.html"
     page.write_text(read_report(record).page(), encoding="utf-8")
     return replace(comparison, seconds=time.perf_counter() - started, report=str(page))
 
 
-def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -> dict[str, Any]:
-    """Run one training with a progress bar. With `is_killed`, kill it after its checkpoint. Return messages by kind."""
-    messages_by_kind: dict[str, Any] = {}
+def _train(console: Console, task: DemoTask, *, is_killed: bool = False) -> list[DemoMessage]:
+    """Run one training with a progress bar. With `is_killed`, kill it after its checkpoint. Return its messages."""
+    messages: list[DemoMessage] = []
+    checkpoint_step: int | None = None
     columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
     shown = Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
-    command = make_module_command("tools.demo.training", json.dumps(task))
-    with shown as bars, closing(run_child(command)) as lines:  # Closing ends the child with SIGKILL.
-        bar = bars.add_task(TITLES[task["buffer"]], total=1.0, memory="")
-        for message in lines:
-            if "done" not in message:
-                messages_by_kind |= message
+    command = make_module_command("tools.demo.training", json.dumps(asdict(task)))
+    child: Generator[ChildProgress | DemoMessage, None, None] = run_child(command, CheckpointFingerprint, DemoResult)
+    with shown as bars, closing(child):  # Closing ends the child with SIGKILL.
+        bar = bars.add_task(TITLES[task.buffer], total=1.0, memory="")
+        for message in child:
+            if isinstance(message, ChildProgress):
+                if is_killed and checkpoint_step is not None and message.done > checkpoint_step:
+                    return messages  # The training has passed its checkpoint.
+                reading = describe_latest_reading(Path(task.record)) if task.record else ""
+                bars.update(bar, completed=message.share, memory=reading.partition(", torch")[0])
                 continue
-            if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
-                break  # The training has passed its checkpoint.
-            memory = describe_latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
-            bars.update(bar, completed=message["done"] / message["total"], memory=memory)
-        if "result" in messages_by_kind:
-            bars.update(bar, completed=1.0)
-    return messages_by_kind
+            messages.append(message)
+            if isinstance(message, CheckpointFingerprint):
+                checkpoint_step = message.step
+        bars.update(bar, completed=1.0)
+    return messages
+
+
+def _get_message(messages: Iterable[DemoMessage], kind: type[DemoMessageT]) -> DemoMessageT:
+    return next(message for message in messages if isinstance(message, kind))
 
 
 def _check_sizes(steps: int, transitions: int) -> None:
@@ -185,30 +197,33 @@ class DemoFit:
         return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
 
 
-def plan_demo(task: dict[str, Any], limit_bytes: int | None) -> tuple[DemoFit, DemoFit]:
+def plan_demo(task: DemoTask, limit_bytes: int | None) -> tuple[DemoFit, DemoFit]:
     """Plan the training of `task` with either buffer, as `holdall plan` would, and again with a million transitions.
 
     The first plan has the given limit, or else the middle between the needs of both buffers. The second plan has this
     machine's free memory as its limit.
     """
-    steps = task["steps"] + task["transitions"]
+    steps = task.steps + task.transitions
     machine = find_limits()
-    command = make_module_command("tools.demo.training", json.dumps(task))
+    command = make_module_command("tools.demo.training", json.dumps(asdict(task)))
     needs = plan_command(command, {"total_timesteps": steps}, machine).needs
     if limit_bytes is None:
-        limit_bytes = (needs.need_bytes(None) + needs.need_bytes(_USE)) // 2
+        both = needs.with_library_buffer().need_bytes() + needs.with_holdall_buffer(_USE).need_bytes()
+        limit_bytes = both // 2
     limit = Limit("--limit", limit_bytes, limit_bytes)
     million = replace(needs, experience=replace(needs.experience, rows=A_MILLION, max_rows=None))
     return _compare_needs(needs, MachineLimits((limit,))), _compare_needs(million, machine)
 
 
 def _compare_needs(needs: RunNeeds, limits: MachineLimits) -> DemoFit:
+    with_sb3 = needs.with_library_buffer()
+    with_holdall = needs.with_holdall_buffer(_USE)
     return DemoFit(
         limit_bytes=limits.free_bytes,
-        sb3_bytes=needs.need_bytes(None),
-        sb3=str(needs.verdict(None, limits)),
-        holdall_bytes=needs.need_bytes(_USE),
-        holdall=str(needs.verdict(_USE, limits)),
+        sb3_bytes=with_sb3.need_bytes(),
+        sb3=str(with_sb3.verdict(limits)),
+        holdall_bytes=with_holdall.need_bytes(),
+        holdall=str(with_holdall.verdict(limits)),
     )
 
 

@@ -31,9 +31,10 @@ from holdall.cli import (
     option,
 )
 from holdall.errors import ArgumentError
-from holdall.tools.plan.config import OPTIONS, parse_changes, parse_count, read_config_file
-from holdall.tools.plan.needs import MARGIN, ROOM_BYTES, FitVerdict, HoldallUse, RunNeeds
+from holdall.tools.plan.config import parse_changes, read_config_file
+from holdall.tools.plan.needs import MARGIN, ROOM_BYTES, FitVerdict, RunNeeds
 from holdall.tools.plan.planner import TIMEOUT_S, Plan, find_limits, plan_command, plan_settings
+from holdall.tools.plan.settings import SETTINGS, parse_count
 from holdall.units import format_bytes, parse_bytes
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
@@ -43,42 +44,47 @@ _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 PLAN_CLASS = CommandAfterDashes
 
 
+def _setting(name: str) -> Any:
+    """Return the option of a setting. `tools/plan/settings.py` has its name and its help text."""
+    return option(SETTINGS[name].help, SETTINGS[name].option_name)
+
+
 def plan(
     context: typer.Context,
     file: Annotated[OptPath, typer.Argument(help="A TOML file. Or: -- COMMAND.")] = None,
     change: Annotated[OptTexts, option("Plan another value: buffer_size=200000; may be repeated.", "--set")] = None,
     timeout: Annotated[float, option("Seconds after which the command is stopped.")] = TIMEOUT_S,
-    obs: Annotated[OptTexts, option("[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")] = None,
-    action: Annotated[OptText, option("8 for eight numbers, discrete(4) for four choices.")] = None,
-    algo: Annotated[OptText, option("dqn, ddpg, td3, sac, ppo, a2c, or one of sb3-contrib.")] = None,
-    capacity: Annotated[OptText, option("Transitions of the replay buffer, as in 1e6.")] = None,
-    num_envs: Annotated[OptText, option("Environments that step together.")] = None,
-    n_steps: Annotated[OptText, option("Steps of a rollout.")] = None,
-    batch_size: Annotated[OptText, option("Transitions in one update.")] = None,
-    policy: Annotated[OptText, option("MlpPolicy, CnnPolicy or MultiInputPolicy.")] = None,
-    net_arch: Annotated[OptText, option("Hidden layers, as in 256,256.")] = None,
-    vec_env: Annotated[OptText, option("dummy or subproc.")] = None,
-    start_method: Annotated[OptText, option("fork, forkserver or spawn.")] = None,
-    device: Annotated[OptText, option("cpu or cuda.")] = None,
-    timesteps: Annotated[OptText, option("Steps of the whole run, which may be too few to fill the buffer.")] = None,
-    frame_stack: Annotated[OptText, option("Number of observations that are stacked into one.")] = None,
-    holdall: Annotated[OptBool, option("The run uses holdall's buffer.", "--holdall")] = None,
-    env: Annotated[OptText, option("Environment, by its ID or as module:Class.")] = None,
-    wrapper: Annotated[OptText, option("atari: Stable-Baselines3's AtariWrapper.")] = None,
-    budget: Annotated[OptText, option('A further limit, as in "8GiB" or "16 GB".')] = None,
-    memory: Annotated[OptText, option("Free memory of another machine, in place of this one's.")] = None,
-    vram: Annotated[OptText, option("Free memory of a GPU.")] = None,
+    obs: Annotated[OptTexts, _setting("obs")] = None,
+    action: Annotated[OptText, _setting("action")] = None,
+    algo: Annotated[OptText, _setting("algo")] = None,
+    capacity: Annotated[OptText, _setting("capacity")] = None,
+    num_envs: Annotated[OptText, _setting("num_envs")] = None,
+    n_steps: Annotated[OptText, _setting("n_steps")] = None,
+    batch_size: Annotated[OptText, _setting("batch_size")] = None,
+    policy: Annotated[OptText, _setting("policy")] = None,
+    policy_kwargs: Annotated[OptText, _setting("policy_kwargs")] = None,
+    vec_env: Annotated[OptText, _setting("vec_env")] = None,
+    start_method: Annotated[OptText, _setting("start_method")] = None,
+    device: Annotated[OptText, _setting("device")] = None,
+    total_timesteps: Annotated[OptText, _setting("total_timesteps")] = None,
+    frame_stack: Annotated[OptText, _setting("frame_stack")] = None,
+    uses_holdall: Annotated[OptBool, _setting("uses_holdall")] = None,
+    env: Annotated[OptText, _setting("env")] = None,
+    wrapper: Annotated[OptText, _setting("wrapper")] = None,
+    budget: Annotated[OptText, _setting("budget")] = None,
+    memory: Annotated[OptText, _setting("memory")] = None,
+    vram: Annotated[OptText, _setting("vram")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Check whether a training run fits in memory before you start it, and see what would fit."""
     context.meta[ERROR_CODE] = 64  # 1 and 2 are verdicts of this command.
     command = context.meta.get(COMMAND_AFTER_DASHES)
-    given: dict[str, Any] = {name: value for name, value in context.params.items() if name in OPTIONS}
-    given |= {"obs": obs or None, "total_timesteps": timesteps, "uses_holdall": holdall}
-    if net_arch is not None:
-        given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
+    given = {name: value for name, value in context.params.items() if name in SETTINGS}
+    given["obs"] = obs or None  # Without the option, some versions of typer give an empty list.
     settings = {name: value for name, value in given.items() if value is not None}
+    if policy_kwargs is not None:
+        settings["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in policy_kwargs.split(",")]}
     changes = parse_changes(change or [])
     if command is not None and file is not None:
         raise ArgumentError(f"file ({file}) and a command after -- were given. Pass one of them.")
@@ -86,9 +92,9 @@ def plan(
         raise ArgumentError(f"file ({file}) is a script. Write the command that runs it: holdall plan -- python {file}")
     if file is not None:
         settings = read_config_file(file) | settings
-    sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
-    given_sizes = {name: None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
-    limits = find_limits(given_sizes["budget"], given_sizes["memory"], given_sizes["vram"])
+    names = [name for name in ("budget", "memory", "vram") if name in settings]
+    sizes = {name: parse_bytes(settings.pop(name), name) for name in names}
+    limits = find_limits(sizes.get("budget"), sizes.get("memory"), sizes.get("vram"))
     if command is not None:
         if settings:
             raise ArgumentError(f"{', '.join(settings)} cannot be combined with a command. Use --set NAME=VALUE.")
@@ -117,11 +123,11 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """Yield everything that is printed about a run, the verdict first. Only code may be wider than 80 columns."""
     yield Text.assemble((plan.title, "bold"), "  ", _style(plan.verdict))
     yield _make_checks(plan)
-    holdall = plan.needs.holdall
-    buffer = "holdall's buffer" if holdall is not None else plan.needs.experience.layout
-    yield _make_parts(f"Memory at the peak, with {buffer}", plan.needs, holdall)
-    if holdall is None and plan.needs.stored is not None:
-        yield _make_parts("With holdall's buffer", plan.needs, plan.needs.candidate)
+    has_holdall = plan.needs.holdall is not None
+    buffer = "holdall's buffer" if has_holdall else plan.needs.experience.layout
+    yield _make_parts(f"Memory at the peak, with {buffer}", plan.needs)
+    if not has_holdall and plan.needs.stored is not None:
+        yield _make_parts("With holdall's buffer", plan.needs.with_holdall_buffer())
     yield _make_capacities(plan)
     yield _make_largest(plan)
     if plan.change is not None:
@@ -156,12 +162,12 @@ def _make_checks(plan: Plan) -> Table:
     return table
 
 
-def _make_parts(title: str, needs: RunNeeds, use: HoldallUse | None) -> Table:
+def _make_parts(title: str, needs: RunNeeds) -> Table:
     table = _make_table(title, ("part", "needs", "at most", "source"))
-    for part in needs.parts(use):
+    for part in needs.parts():
         table.add_row(part.name, format_bytes(part.nbytes), format_bytes(part.most_bytes), part.source)
-    total = format_bytes(needs.need_bytes(use))
-    most = format_bytes(needs.most_bytes(use))
+    total = format_bytes(needs.need_bytes())
+    most = format_bytes(needs.most_bytes())
     table.add_row("together", total, most, "", style="bold")
     return table
 

@@ -23,23 +23,15 @@ from rich.text import Text
 
 from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError, WatchError
+from holdall.tools.part_groups import PART_GROUPS
 from holdall.tools.watch.exchange import replace_unprintable
 from holdall.tools.watch.launch import LaunchedCommand
-from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher import Watcher, WatchPass, WatchRecorder, make_header
 from holdall.units import count_noun, format_bytes, format_seconds, parse_bytes
 
 _TARGET = "A process id; or, after --, a command to start and watch."
-_TITLES = {
-    "torch": "torch and heap in use",
-    "python": "Python",
-    "heap_retained": "heap, kept",
-    "stacks": "thread stacks",
-    "shared": "shared memory",
-}
-_EXPANDED_GROUPS = ("buffers", "torch", "shared", "workers", "other", "unattributed")
-"""Groups whose parts are shown, too."""
 _MAX_PARTS = 4
 _MIN_OTHER_BYTES = 2**20
 _BAR_WIDTH = 16
@@ -258,16 +250,16 @@ def _draw_table(reading: MemoryReading, width: int) -> Table:
         table.add_column("", width=_BAR_WIDTH, no_wrap=True)
         table.add_column("allocated", justify="right", no_wrap=True)
     table.add_column("full", justify="right", no_wrap=True)
-    for group in GROUPS:
-        parts = [part for part in reading.parts if part.group == group]
+    for group in PART_GROUPS:
+        parts = [part for part in reading.parts if part.group == group.name]
         if not parts:
             continue
         resident = sum(part.resident for part in parts)
         allocated = sum(part.allocated for part in parts)
-        title = AttributedPart(group, _TITLES.get(group, group), resident, allocated)
+        title = AttributedPart(group.name, group.title, resident, allocated)
         _add_row(table, title, reading.pss, is_wide=is_wide, mark="█", style="bold")
-        if group in _EXPANDED_GROUPS and (len(parts) > 1 or group in {"buffers", "shared"}):
-            shown = [part for part in parts if group != "other" or part.resident >= _MIN_OTHER_BYTES]
+        if group.has_rows and (len(parts) > 1 or group.name in {"buffers", "shared"}):
+            shown = [part for part in parts if group.name != "other" or part.resident >= _MIN_OTHER_BYTES]
             for part in shown[:_MAX_PARTS]:
                 _add_row(table, part, reading.pss, is_wide=is_wide, mark="─", indent="  ")
             if len(shown) > _MAX_PARTS:

@@ -1,6 +1,8 @@
 """From a draw to a batch: NumPy arrays, torch tensors, or arrays of JAX.
 
 delivery        the contract, and helpers of all deliveries
+drawn_rows      the rows of a draw, leaf by leaf
+batch_builder   nests rows like their spaces
 host            arrays, and tensors on the CPU
 device          tensors on another device
 staging         pinned memory through which arrays reach a device

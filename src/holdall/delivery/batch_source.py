@@ -35,7 +35,7 @@ from holdall.reset_check import (
 )
 from holdall.sampling import Held, Sampler, draw_from, draws_once, require_enough, set_priorities
 from holdall.schema import Schema
-from holdall.store.closed import ClosedStore
+from holdall.store.missing import MissingStore
 from holdall.store.store import Store
 from holdall.store.view import View
 
@@ -131,7 +131,7 @@ class HostBatchSource(BatchSource):
         generator: np.random.Generator,
     ) -> None:
         super().__init__(sampler, generator)
-        self._store: Store | ClosedStore = store
+        self._store: Store | MissingStore = store
         self._schema = schema
         self._lanes = schema.num_envs
         self._capacity = capacity
@@ -204,13 +204,13 @@ class HostBatchSource(BatchSource):
 
     def close(self) -> None:
         """See `BatchSource`."""
-        self._store = ClosedStore()
+        self._store = MissingStore()
         for delivery in self._deliveries.values():
             delivery.close()
 
     def close_in_child(self, reason: str) -> None:
         """See `BatchSource`."""
-        self._store = ClosedStore(reason)
+        self._store = MissingStore(reason)
         self.lock = threading.RLock()
 
     def _draw(self, view: View, count: int, min_transitions: int) -> Draw:

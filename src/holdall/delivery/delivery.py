@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Schema, Tree
+from holdall.schema import Array, Schema
 from holdall.store.view import WindowSlices
 
 if TYPE_CHECKING:
-    from holdall.delivery.host import DrawnRows
+    from holdall.delivery.drawn_rows import DrawnRows
 
 
 class Rows(Protocol):
@@ -67,23 +67,6 @@ class Delivery(ABC):
 
     def close(self) -> None:  # noqa: B027  Most deliveries keep no memory.
         """Release the memory that is kept for batches."""
-
-
-class Nesting:
-    """The nesting of a space, in which arrays or tensors of its leaves are returned."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._build = tree.build
-        self._position = tree.structure if isinstance(tree.structure, int) else None
-        self._keys = tree.keys
-
-    def build(self, leaves: list[Any]) -> Any:
-        """Return the leaves as an array, a dict or a nested structure."""
-        if self._position is not None:
-            return leaves[self._position]
-        if self._keys is not None:
-            return dict(zip(self._keys, leaves, strict=True))
-        return self._build(leaves)
 
 
 def find_goal_leaves(schema: Schema, goals: Goals) -> tuple[int, int]:

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.delivery.delivery import Delivery, Nesting, Rows
-from holdall.delivery.host import DrawnRows, read_goal
+from holdall.delivery.batch_builder import BatchBuilder
+from holdall.delivery.delivery import Delivery, Rows
+from holdall.delivery.drawn_rows import DrawnRows, read_goal
 from holdall.delivery.staging import (
     Layout,
     Slot,
@@ -91,9 +92,7 @@ class DeviceDelivery(Delivery):
     def __init__(self, schema: Schema, device: str, *, is_jax: bool = False) -> None:
         self._schema = schema
         self._columns = Columns(schema)
-        self._observation = Nesting(schema.observation)
-        self._action = Nesting(schema.action)
-        self._extras = Nesting(schema.extras)
+        self._builder = BatchBuilder(schema)
         self._device = find_device(device)
         self._is_jax = is_jax
         self._staging = Staging(self._device)
@@ -158,16 +157,7 @@ class DeviceDelivery(Delivery):
 
     def _send(self, draw: Draw, drawn: DrawnRows) -> _Prepared:
         """Begin to send rows to the device."""
-        columns = self._columns
-        arrays: dict[Key, Array] = {
-            columns.reward_output: drawn.reward,
-            columns.terminated_output: drawn.terminated,
-            columns.truncated_output: drawn.truncated,
-        }
-        arrays |= zip(columns.obs_outputs, drawn.obs, strict=True)
-        arrays |= zip(columns.next_obs_outputs, drawn.next_obs, strict=True)
-        arrays |= zip(columns.action_outputs, drawn.action, strict=True)
-        arrays |= zip(columns.extra_outputs, drawn.extras, strict=True)
+        arrays: dict[Key, Array] = dict(zip(self._columns.batch_outputs, drawn.join(), strict=True))
         arrays |= _list_others(draw)
         transfer = _Transfer(self._staging, self._row_bytes, None, self._stream)
         transfer.send(arrays)
@@ -212,24 +202,12 @@ class DeviceDelivery(Delivery):
     def _make_batch(self, draw: Draw, tensors: dict[Key, torch.Tensor]) -> Batch:
         """Return the batch from the tensors of all outputs and of the arrays of a draw."""
         columns = self._columns
+        rows = DrawnRows.split(columns, [tensors[output] for output in columns.batch_outputs])
         if draw.ids.ndim > 1:
-            shape = draw.ids.shape
-            for output in columns.batch_outputs:
-                tensors[output] = tensors[output].reshape(*shape, *tensors[output].shape[1:])
-        reward = tensors[columns.reward_output if draw.reward is None else _REPLACED_REWARD]
-        return Batch(
-            self._observation.build([tensors[output] for output in columns.obs_outputs]),
-            self._action.build([tensors[output] for output in columns.action_outputs]),
-            reward,
-            self._observation.build([tensors[output] for output in columns.next_obs_outputs]),
-            tensors[columns.terminated_output],
-            tensors[columns.truncated_output],
-            self._extras.build([tensors[output] for output in columns.extra_outputs]),
-            draw.ids,
-            tensors["weights"],
-            tensors.get("discount"),
-            tensors.get("mask"),
-        )
+            rows = rows.reshape(draw.ids.shape)
+        if draw.reward is not None:
+            rows = rows._replace(reward=tensors[_REPLACED_REWARD])
+        return self._builder.build(rows, draw.ids, tensors["weights"], tensors.get("discount"), tensors.get("mask"))
 
 
 class _Transfer:

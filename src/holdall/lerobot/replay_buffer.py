@@ -252,7 +252,7 @@ class ReplayBuffer:
 
     def _new_memory(self, layout: TransitionLayout) -> ReplayMemory:
         memory = ReplayMemory(layout.schema, None, self.capacity, **self._tiers)
-        memory.store.set_reward_dtype(np.dtype(np.float32))
+        memory.host_store.set_reward_dtype(np.dtype(np.float32))
         return memory
 
     # ---------------------------------------------------------------- sampling
@@ -312,7 +312,7 @@ class ReplayBuffer:
             raise ClosedError("The buffer was closed. Make a new one.")
         if self._memory is None:
             raise ClosedError("Cannot sample from an empty buffer. Add transitions first.")
-        view = self._memory.store.view()
+        view = self._memory.host_store.view()
         ids = self._draw_ids(view, min(batch_size, view.next_id - view.first_id))
         return DrawnBatch(ids, lambda rows: self._read(view, ids[rows]))
 
@@ -419,10 +419,10 @@ class ReplayBuffer:
         return self._layout
 
     def _read_now(self, ids: Ids) -> BatchTransition:
-        return self._read(self.memory.store.view(), ids)
+        return self._read(self.memory.host_store.view(), ids)
 
     def _read_without_images(self, ids: Ids) -> StoredRows:
-        return self._known_layout.read_rows(self.memory.store.view(), ids)
+        return self._known_layout.read_rows(self.memory.host_store.view(), ids)
 
     def _make_column(self, read: Callable[..., torch.Tensor]) -> SlotTensor:
         memory = self.memory
@@ -503,7 +503,7 @@ class ReplayBuffer:
         """
         if not len(self):
             raise ArgumentError("The replay buffer is empty. Cannot convert to a dataset. Add transitions first.")
-        view = self.memory.store.view()
+        view = self.memory.host_store.view()
         count = view.next_id - view.first_id
         layout = self._known_layout
         first = self._read(view, np.array([view.first_id]))
@@ -614,7 +614,7 @@ class ReplayBuffer:
     def _restore_draws(self) -> None:
         """Continue the saved iterators and torch's generators."""
         attached = self.memory.attached
-        view = self.memory.store.view()
+        view = self.memory.host_store.view()
         self._restored = unpack_queues(
             attached[_DRAWN_FILE], partial(self._read, view), range(view.first_id, view.next_id), self.device
         )

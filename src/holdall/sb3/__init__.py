@@ -5,10 +5,10 @@ Every name is imported from its module when it is first used, so `from holdall.s
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from holdall.errors import MissingPackageError
+from holdall.lazy_names import attach_names
 
 try:
     import stable_baselines3  # noqa: F401  Only to check that it is installed.
@@ -38,30 +38,15 @@ __all__ = [
     "resume",
 ]
 
-_MODULE_BY_NAME = {
-    "CheckpointCallback": "holdall.sb3.checkpoint",
-    "HerReplayBuffer": "holdall.sb3.her",
-    "LintCallback": "holdall.tools.sb3",
-    "LintError": "holdall.tools.sb3",
-    "LintWarning": "holdall.tools.sb3",
-    "PrioritizedDQN": "holdall.sb3.prioritized",
-    "PrioritizedReplay": "holdall.sb3.prioritized",
-    "PrioritizedReplayBuffer": "holdall.sb3.prioritized",
-    "ReplayBuffer": "holdall.sb3.replay",
-    "RolloutBuffer": "holdall.sb3.rollout",
-    "WatchCallback": "holdall.tools.sb3",
-    "resume": "holdall.sb3.checkpoint",
-}
-
-if not TYPE_CHECKING:  # A type checker would accept every misspelt name.
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULE_BY_NAME:
-            raise AttributeError(f"module 'holdall.sb3' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_BY_NAME})
+if not TYPE_CHECKING:  # With `__getattr__`, a type checker would accept every misspelt name.
+    __getattr__, __dir__ = attach_names(
+        __name__,
+        {
+            "holdall.sb3.checkpoint": ("CheckpointCallback", "resume"),
+            "holdall.sb3.her": ("HerReplayBuffer",),
+            "holdall.sb3.prioritized": ("PrioritizedDQN", "PrioritizedReplay", "PrioritizedReplayBuffer"),
+            "holdall.sb3.replay": ("ReplayBuffer",),
+            "holdall.sb3.rollout": ("RolloutBuffer",),
+            "holdall.tools.sb3": ("LintCallback", "LintError", "LintWarning", "WatchCallback"),
+        },
+    )

@@ -22,6 +22,7 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, 
 
 from holdall.batch import Draw, Goals
 from holdall.errors import ArgumentError, DamageError
+from holdall.sb3.batch_path import BatchPath
 from holdall.sb3.replay import ReplayBuffer
 from holdall.store.tuning import Tuning
 
@@ -139,18 +140,20 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
         self._forget_evicted_episodes()
-        if self._replaced_hooks or self._overrides_goals():
+        if self._overrides_conversion or self._overrides_goals():
             return her_replay_buffer.HerReplayBuffer.sample(self, batch_size, env)
-        if self._can_deliver(env):
-            return self._deliver_next(batch_size)
-        batch = self.memory.batch_source.deliver(self._draw(batch_size))
-        return self._make_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+        return self._draw_samples(batch_size, env)
+
+    def _choose_path(self, env: VecNormalize | None) -> BatchPath:
+        """Return how a batch is made. Goals are replaced in a batch, so there is no direct path."""
+        path = super()._choose_path(env)
+        return BatchPath.HOST if path is BatchPath.DIRECT else path
 
     def _overrides_goals(self) -> bool:
         """Return whether a subclass, or this object, overrides methods that choose goals."""
         return _has_overridden_goals(type(self)) or not self.__dict__.keys().isdisjoint(_GOAL_HOOKS)
 
-    def _draw(self, batch_size: int) -> Draw:
+    def _draw(self, batch_size: int, env: VecNormalize | None = None) -> Draw:
         if self._drawable is None:
             self._drawable = np.flatnonzero(self.ep_length > 0)
         if self._drawable.size == 0:

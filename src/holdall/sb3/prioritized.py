@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from holdall.batch import Batch, Draw
 from holdall.checks import require_number
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
+from holdall.sb3.batch_path import BatchPath
 from holdall.sb3.replay import ReplayBuffer
 from holdall.schema import move_to_host
 
@@ -78,29 +78,28 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
-        if self._can_deliver(env):
-            samples: PrioritizedSamples = self._deliver_next(batch_size)
-        else:
-            ids, weights = self._draw_weighted(batch_size)
-            plain: ReplayBufferSamples | DictReplayBufferSamples = self._gather_samples(ids, env)
-            samples = PrioritizedSamples.of(plain, self._to_tensor(weights.reshape(-1, 1)), ids)
+        samples: PrioritizedSamples = self._draw_samples(batch_size, env)
         if self.on_sample is not None:
             self.on_sample(samples)
         return samples
 
-    def _draw_weighted(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Draw by priority. Return ids and weights."""
-        if self.sampler.alpha == 0:
-            return self._draw_ids(batch_size), np.ones(batch_size, np.float32)
-        draw = self.memory.batch_source.draw(batch_size)
-        return draw.ids, draw.weights
-
-    def _draw(self, batch_size: int) -> Draw:
-        ids, weights = self._draw_weighted(batch_size)
-        return replace(self._make_draw(ids), weights=weights)
+    def _draw_samples(self, batch_size: int, env: VecNormalize | None) -> Any:
+        path = self._choose_path(env)
+        if path is BatchPath.DEVICE:
+            return super()._draw_samples(batch_size, env)
+        draw = self._draw(batch_size, env)
+        samples: ReplayBufferSamples | DictReplayBufferSamples = self._make_samples(draw, path, env)
+        return PrioritizedSamples.of(samples, self._to_tensor(draw.weights.reshape(-1, 1)), draw.ids)
 
     def _make_device_samples(self, batch: Batch) -> Any:
         return PrioritizedSamples.of(super()._make_device_samples(batch), batch.weights.reshape(-1, 1), batch.ids)
+
+    def _draw(self, batch_size: int, env: VecNormalize | None = None) -> Draw:
+        """Draw a batch by priority."""
+        if self.sampler.alpha == 0:
+            return super()._draw(batch_size, env)
+        drawn = self.memory.batch_source.draw(batch_size)
+        return self._make_draw(drawn.ids, env, drawn.weights)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, as `ReplayMemory.update_priorities` does."""

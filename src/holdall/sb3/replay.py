@@ -6,8 +6,9 @@ to the dtype of their space, actions from float64, rewards to float32), this cla
 
 Tick `t` is in slot `t % buffer_size`. Arrays over slots are gathered when they are read.
 
-If `device` is a GPU, batches are made there. With `prefetch`, a background thread makes them ahead of time. Each batch
-is then drawn `prefetch` calls earlier, so later steps and priorities do not affect it.
+`BatchPath` lists the three ways in which a batch is made. If `device` is a GPU, batches are made there. With
+`prefetch`, a background thread makes them ahead of time. Each batch is then drawn `prefetch` calls earlier, so later
+steps and priorities do not affect it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from holdall.checks import require_count, to_whole
 from holdall.errors import ArgumentError
 from holdall.report import MemoryReport
 from holdall.sb3.ahead import BatchesAhead
+from holdall.sb3.batch_path import BatchPath
 from holdall.sb3.casts import cast, cast_flags, read_time_limits
 from holdall.sb3.n_steps import require_steps, sum_rewards, warn_of_ignored_steps
 from holdall.sb3.slot_arrays import ReadRows, SlotArray, SlotField, WriteRows
@@ -54,9 +56,8 @@ _TORCH_ALIGNMENT_BYTES = 64
 """Alignment of torch's own tensors. Matrix products of floats with another alignment add up in another order, so their
 last bits differ, and so do the weights (seen with MKL on rows at 4 and 8 bytes after a multiple of 16)."""
 _BOX_DEFAULTS = tuple(ReplayBufferSamples._field_defaults.values())
-_HOOKS = frozenset({"_get_samples", "_normalize_obs", "_normalize_reward", "to_torch"})
-"""Methods that Stable-Baselines3 calls between a draw and its tensors."""
-_ONLY_SAMPLES = frozenset({"_get_samples"})
+_CONVERSIONS = ("_normalize_obs", "_normalize_reward", "to_torch")
+"""Methods that Stable-Baselines3 calls between the rows of a batch and its tensors."""
 
 
 class ReplayBuffer(buffers.ReplayBuffer):
@@ -98,7 +99,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
     _checked_device: th.device | None = None  # Device that `_is_cpu` describes.
     _is_cpu = False
     _casts = False  # Whether steps have to be cast before the memory accepts them.
-    _replaced_hooks: frozenset[str] = frozenset()  # Hooks that a subclass, or this object, overrides.
+    # Whether a subclass, or this object, overrides `_get_samples`.
+    _overrides_get_samples = False
+    # Whether a subclass, or this object, overrides one of `_CONVERSIONS`.
+    _overrides_conversion = False
 
     def __init__(
         self,
@@ -147,16 +151,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self._forget_moves()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Record the hooks that a subclass overrides."""
+        """Record which methods of Stable-Baselines3 a subclass overrides."""
         super().__init_subclass__(**settings)
-        cls._replaced_hooks = frozenset(
-            name for name in _HOOKS if getattr(cls, name) is not getattr(ReplayBuffer, name)
-        )
+        cls._overrides_get_samples = cls._get_samples is not ReplayBuffer._get_samples
+        cls._overrides_conversion = any(getattr(cls, name) is not getattr(ReplayBuffer, name) for name in _CONVERSIONS)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. If `name` is a hook, record that this object overrides hooks."""
-        if name in _HOOKS:
-            super().__setattr__("_replaced_hooks", _HOOKS)
+        """Set an attribute. If it is a method of Stable-Baselines3, record that this object overrides it."""
+        if name == "_get_samples":
+            self._overrides_get_samples = True
+        elif name in _CONVERSIONS:
+            self._overrides_conversion = True
         super().__setattr__(name, value)
 
     # ---------------------------------------------------------------- which steps are held
@@ -243,7 +248,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 action = action.reshape(self._action_shape)
             read_infos = infos if self.handle_timeout_termination else None
             try:
-                self.memory.store.append(
+                self.memory.host_store.append(
                     obs, action, reward, next_obs, done, self._none_truncated, None, None, read_infos
                 )
             except ArgumentError:
@@ -286,18 +291,24 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
         if type(batch_size) is not int or batch_size < 0:
             batch_size = require_count("batch_size", batch_size, 0)
-        replaced = self._replaced_hooks
-        if env is None and self.n_steps == 1 and not replaced and not self._is_moved and self._is_on_cpu():
-            return self._read_samples(self._draw_ids(batch_size))
         if self._is_moved and self.full and self._count_ticks() == 0:
             return self._make_samples_of_zeros(batch_size, env)
-        if "_get_samples" in replaced:
+        if self._overrides_get_samples:
             self._require_steps(batch_size)
             slots = np.random.randint(0, self._filled, size=batch_size)  # noqa: NPY002  Stable-Baselines3's generator
             return self._get_samples(slots, env=env)
-        if self._can_deliver(env):
-            return self._deliver_next(batch_size)
-        return self._gather_samples(self._draw_ids(batch_size), env)
+        return self._draw_samples(batch_size, env)
+
+    def _draw_samples(self, batch_size: int, env: VecNormalize | None) -> Any:
+        """Draw a batch, and return its samples."""
+        path = self._choose_path(env)
+        if path is BatchPath.DIRECT:
+            # Making a `Draw` would add a fifth to the time of a small batch.
+            return self._read_samples(self._draw_ids(batch_size))
+        if path is BatchPath.DEVICE and self.prefetch > 0:
+            batch = self._ahead.take(self.memory, str(self.device), batch_size, self.prefetch, self._draw)
+            return self._make_device_samples(batch)
+        return self._make_samples(self._draw(batch_size, env), path, env)
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         slots = np.asarray(batch_inds)
@@ -308,6 +319,18 @@ class ReplayBuffer(buffers.ReplayBuffer):
             )
         lanes = np.random.randint(0, high=self.n_envs, size=slots.shape)  # noqa: NPY002  Stable-Baselines3's generator
         return self._gather_samples(self._replace_evicted(self._find_ids(slots, lanes)), env)
+
+    def _gather_samples(self, ids: Ids, env: VecNormalize | None) -> Any:
+        """Return samples of transitions, or of the n-step returns that begin with them."""
+        return self._make_samples(self._make_draw(ids, env), self._choose_path(env), env)
+
+    def _choose_path(self, env: VecNormalize | None) -> BatchPath:
+        """Return how a batch is made."""
+        if env is not None or self._overrides_conversion:
+            return BatchPath.HOST
+        if not self._is_on_cpu():
+            return BatchPath.DEVICE
+        return BatchPath.DIRECT if self.n_steps == 1 else BatchPath.HOST
 
     def _is_on_cpu(self) -> bool:
         """Return whether `device` is the CPU. Users may assign another device."""
@@ -325,7 +348,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
         Stable-Baselines3 draws differently with `optimize_memory_usage`. This class never does.
         """
-        catalog = self.memory.store.catalog
+        catalog = self.memory.host_store.catalog
         ticks = catalog.next_tick
         slots = self.buffer_size
         filled = self._filled if self._is_moved else min(ticks, slots)
@@ -349,48 +372,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
             return np.where(is_evicted, redrawn, ids)
         return ids
 
-    def _read_samples(self, ids: Ids) -> Any:
-        """Return samples on the CPU, without normalization."""
-        to_tensor = th.from_numpy
-        arrays = self.memory.store.view().read(ids, self._outputs)
-        rewards = to_tensor(arrays[-1].reshape(-1, 1))
-        if not self._is_dict:
-            obs, action, next_obs, ended, _ = arrays
-            tensors = (to_tensor(obs), to_tensor(action), to_tensor(next_obs), to_tensor(ended), rewards)
-            # This is faster than calling the class.
-            return tuple.__new__(ReplayBufferSamples, (*tensors, *_BOX_DEFAULTS))
-        keys = self._obs_specs
-        count = len(keys)
-        return DictReplayBufferSamples(
-            dict(zip(keys, map(to_tensor, arrays[:count]), strict=True)),
-            to_tensor(arrays[count]),
-            dict(zip(keys, map(to_tensor, arrays[count + 1 : -2]), strict=True)),
-            to_tensor(arrays[-2]),
-            rewards,
-        )
-
-    def _gather_samples(self, ids: Ids, env: VecNormalize | None) -> Any:
-        """Return samples of transitions, or of the n-step returns that begin with them."""
-        if self._can_deliver(env):
-            return self._make_device_samples(
-                self.memory.batch_source.deliver(self._make_draw(ids), device=str(self.device))
-            )
-        is_plain = env is None and self.n_steps == 1 and self._is_on_cpu()
-        if is_plain and self._replaced_hooks <= _ONLY_SAMPLES:
-            return self._read_samples(ids)
-        batch = self.memory.batch_source.deliver(self._make_draw(ids, env))
-        rewards = batch.reward.reshape(-1, 1)
-        if self.n_steps > 1:  # Rewards were normalized before they were summed.
-            return self._make_samples(batch, rewards, env, batch.discount.reshape(-1, 1))
-        return self._make_samples(batch, self._normalize_reward(rewards, env), env)
-
-    def _draw(self, batch_size: int) -> Draw:
+    def _draw(self, batch_size: int, env: VecNormalize | None = None) -> Draw:
         """Draw a batch, in Stable-Baselines3's order."""
-        return self._make_draw(self._draw_ids(batch_size))
+        return self._make_draw(self._draw_ids(batch_size), env)
 
-    def _make_draw(self, ids: Ids, env: VecNormalize | None = None) -> Draw:
-        """Return the draw of transitions, or of the n-step returns that begin with them."""
-        weights = np.ones(len(ids), np.float32)
+    def _make_draw(self, ids: Ids, env: VecNormalize | None, weights: NDArray[np.float32] | None = None) -> Draw:
+        """Return the draw of transitions, or of the n-step returns that begin with them. None: all weights are 1."""
+        if weights is None:
+            weights = np.ones(len(ids), np.float32)
         if self.n_steps == 1:
             return Draw(ids, weights)
         rewards, ends = self._read_following(ids)
@@ -411,11 +400,52 @@ class ReplayBuffer(buffers.ReplayBuffer):
         is_newest = steps // self.n_envs == self._count_ticks() - 1
         return np.where(is_written, rewards, np.float32(0)), terminated | truncated | is_newest
 
-    def _make_samples(self, batch: Batch, rewards: Any, env: VecNormalize | None, discounts: Any = None) -> Any:
-        """Return a batch of NumPy arrays as Stable-Baselines3's tuple of tensors."""
+    # ---------------------------------------------------------------- from rows to samples
+
+    def _make_samples(self, draw: Draw, path: BatchPath, env: VecNormalize | None) -> Any:
+        """Return the samples of a draw. `path` and `env` are those of the draw."""
+        if path is BatchPath.DIRECT:
+            return self._read_samples(draw.ids)
+        if path is BatchPath.DEVICE:
+            return self._make_device_samples(self.memory.batch_source.deliver(draw, device=str(self.device)))
+        return self._make_host_samples(self.memory.batch_source.deliver(draw), env)
+
+    def _read_samples(self, ids: Ids) -> Any:
+        """Return samples of one-step transitions. For `BatchPath.DIRECT`."""
+        to_tensor = th.from_numpy
+        arrays = self.memory.store.view().read(ids, self._outputs)
+        rewards = to_tensor(arrays[-1].reshape(-1, 1))
+        if not self._is_dict:
+            obs, action, next_obs, ended, _ = arrays
+            tensors = (to_tensor(obs), to_tensor(action), to_tensor(next_obs), to_tensor(ended), rewards)
+            # This is faster than calling the class.
+            return tuple.__new__(ReplayBufferSamples, (*tensors, *_BOX_DEFAULTS))
+        keys = self._obs_specs
+        count = len(keys)
+        return DictReplayBufferSamples(
+            dict(zip(keys, map(to_tensor, arrays[:count]), strict=True)),
+            to_tensor(arrays[count]),
+            dict(zip(keys, map(to_tensor, arrays[count + 1 : -2]), strict=True)),
+            to_tensor(arrays[-2]),
+            rewards,
+        )
+
+    def _make_device_samples(self, batch: Batch) -> Any:
+        """Return a batch of tensors on the GPU as Stable-Baselines3's samples. For `BatchPath.DEVICE`."""
+        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
+        ended = (batch.terminated > batch.truncated).to(th.float32)
+        discounts = () if batch.discount is None else (batch.discount.unsqueeze(1),)
+        # Positional arguments are faster than named ones.
+        return kind(batch.obs, batch.action, batch.next_obs, ended.unsqueeze(1), batch.reward.unsqueeze(1), *discounts)
+
+    def _make_host_samples(self, batch: Batch, env: VecNormalize | None) -> Any:
+        """Return a batch of NumPy arrays as Stable-Baselines3's samples. For `BatchPath.HOST`."""
+        rewards = batch.reward.reshape(-1, 1)
+        if self.n_steps == 1:  # The rewards of longer returns were normalized before they were summed.
+            rewards = self._normalize_reward(rewards, env)
         ended = (batch.terminated & ~batch.truncated).astype(np.float32).reshape(-1, 1)
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        further = {} if discounts is None else {"discounts": self._to_tensor(discounts)}
+        further = {} if batch.discount is None else {"discounts": self._to_tensor(batch.discount.reshape(-1, 1))}
         return kind(
             observations=self._to_tensors(self._normalize_obs(batch.obs, env)),
             actions=self._to_tensor(batch.action),
@@ -433,7 +463,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         rewards = np.zeros(count, np.float32)
         action = np.zeros((count, self.action_dim), self._action_dtype)
         batch = Batch(obs, action, rewards, obs, flags, flags, {}, np.full(count, -1), np.ones(count, np.float32))
-        return self._make_samples(batch, self._normalize_reward(rewards.reshape(-1, 1), env), env)
+        return self._make_host_samples(batch, env)
 
     def _to_tensors(self, observed: Any) -> Any:
         if self._is_dict:
@@ -445,7 +475,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
         On the CPU, the tensor shares the memory of the array unless torch needs another alignment.
         """
-        if not self._replaced_hooks <= _ONLY_SAMPLES:
+        if self._overrides_conversion:
             return self.to_torch(array)
         tensor = th.from_numpy(array)
         if not self._is_on_cpu():
@@ -453,29 +483,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if tensor.is_floating_point() and tensor.data_ptr() % _TORCH_ALIGNMENT_BYTES:
             return tensor.clone()
         return tensor
-
-    # ---------------------------------------------------------------- batches on a GPU
-
-    def _can_deliver(self, env: VecNormalize | None) -> bool:
-        """Return whether batches are made on the device. Normalized batches are made on the host and copied."""
-        return env is None and not self._is_on_cpu() and self._replaced_hooks <= _ONLY_SAMPLES
-
-    def _deliver_next(self, batch_size: int) -> Any:
-        """Return the next samples on the GPU. With `prefetch`, later batches are made in the background."""
-        if self.prefetch == 0:
-            return self._make_device_samples(
-                self.memory.batch_source.deliver(self._draw(batch_size), device=str(self.device))
-            )
-        batch = self._ahead.take(self.memory, str(self.device), batch_size, self.prefetch, self._draw)
-        return self._make_device_samples(batch)
-
-    def _make_device_samples(self, batch: Batch) -> Any:
-        """Return a batch that is on the GPU as Stable-Baselines3's tuple of tensors."""
-        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        ended = (batch.terminated > batch.truncated).to(th.float32)
-        discounts = () if batch.discount is None else (batch.discount.unsqueeze(1),)
-        # Positional arguments are faster than named ones.
-        return kind(batch.obs, batch.action, batch.next_obs, ended.unsqueeze(1), batch.reward.unsqueeze(1), *discounts)
 
     # ---------------------------------------------------------------- arrays over slots
 
@@ -641,7 +648,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             **self._choose_sampler(),
             _tuning=self._tuning,
         )
-        memory.store.set_reward_dtype(_FLOAT32)
+        memory.host_store.set_reward_dtype(_FLOAT32)
         return memory
 
     def _choose_sampler(self) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class SlotArray(NDArrayOperatorsMixin):
         positions = self._select_positions(outer)
         rows = self._read_rows(positions)
         rows.flags.writeable = not is_view
-        return rows[(*[slice(None)] * np.ndim(positions), *inner)]
+        # NumPy returns a single element as an array if the key has an ellipsis, and as a scalar if it has none.
+        row_axes = [...] if any(part is ... for part in parts) else [slice(None)] * np.ndim(positions)
+        return rows[(*row_axes, *inner)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._write is None:

@@ -18,8 +18,9 @@ from holdall import lint
 from holdall.errors import ArgumentError, HoldallError
 from holdall.sb3.checkpoint import CheckpointCallback
 from holdall.tools.lint.output import format_line
+from holdall.tools.part_groups import GROUP_NAMES
 from holdall.tools.watch.guard import OnPressure
-from holdall.tools.watch.reading import GROUPS, MemoryReading
+from holdall.tools.watch.reading import MemoryReading
 from holdall.watch import Watch, start
 
 _MIB = 2.0**20
@@ -142,7 +143,7 @@ class WatchCallback(BaseCallback):
 def compute_metrics(reading: MemoryReading) -> dict[str, float]:
     """Return a reading as numbers by name, in MiB."""
     metrics = {"memory/total_mib": reading.pss / _MIB, "memory/peak_mib": reading.peak / _MIB}
-    for group in GROUPS:
+    for group in GROUP_NAMES:
         group_bytes = reading.of(group)
         if group_bytes:
             metrics[f"memory/{group}_mib"] = group_bytes / _MIB

@@ -1,6 +1,6 @@
 """TorchRL's replay buffers over a memory: `HoldallStorage` replaces LazyTensorStorage.
 
-TorchRL writes to any position of a storage, but a memory can only append. This module maps positions to transitions:
+TorchRL writes to any position of a storage, but a memory can only append. positions.py maps positions to transitions:
 writing to a position appends transitions and records their ids. Before the memory evicts a transition that a position
 still refers to, the transition is appended again. Writing only some keys of a position rewrites these keys in place if
 they are extras of the memory. fields.py decides how the keys of a TensorDict are stored in the memory.
@@ -18,7 +18,6 @@ import os
 import shutil
 import tempfile
 import weakref
-import zlib
 from collections.abc import Collection, Mapping
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -41,6 +40,7 @@ from holdall.checks import refuse_malformed, require_count, to_whole
 from holdall.memory import ReplayMemory
 from holdall.store.tuning import Tuning
 from holdall.torchrl.fields import Fields, Ids, Key, StoredTensor, TensorField, numpy_index
+from holdall.torchrl.positions import PositionMap
 
 __all__ = ["HoldallStorage", "StoredTensor"]
 
@@ -119,7 +119,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             )
         self._fields: Fields | None = None
         self._memory: ReplayMemory | None = None
-        self._ids: Ids = np.zeros(0, np.int64)  # For every cell, the id of its transition plus 1. 0: not written yet.
+        self._map = PositionMap((0,))
         self._settings: dict[str, Any] = {
             "budget": budget,
             "prefer": prefer,
@@ -127,7 +127,6 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             "_tuning": _tuning,
         }
         self._collection: Any = None  # The tensorclass of the data, or torch.Tensor. None for a TensorDict.
-        self._oldest = 0  # Lower bound of the ids of all cells.
         self._folder: Path | None = None  # Files of the last `state_dict` or `load_state_dict`.
         super().__init__(None, max_size, device=device, ndim=ndim)
 
@@ -136,7 +135,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     @property
     def _storage(self) -> Any:
         """All elements, as a TensorDict whose keys are read when they are used."""
-        return None if self._fields is None else self._make_lazy(self._cells)
+        return None if self._fields is None else self._make_lazy(self._map.cells)
 
     @_storage.setter
     def _storage(self, value: Any) -> None:
@@ -164,11 +163,6 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             raise ArgumentError("The storage is empty, so it has no memory yet. Add data first.")
         return self._memory
 
-    @property
-    def _rows_per_element(self) -> int:
-        """Number of transitions at one position."""
-        return prod(self._ids.shape[1:])
-
     def _init(self, data: TensorDictBase) -> None:
         """Make the memory for elements like `data`."""
         self._begin(data.unsqueeze(0))
@@ -191,8 +185,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         lanes = rows if self.ndim > 1 else 1
         self._memory = fields.new_memory((size + spare) * rows, lanes, device=str(self.device), **self._settings)
         self._fields = fields
-        self._oldest = 0
-        self._ids = np.zeros((size, *element_shape), np.int64)
+        self._map = PositionMap((size, *element_shape))
         self.max_size = size * counted
         if is_tensorclass(data):
             self._collection = type(data)
@@ -215,7 +208,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         self._write(positions, data)
         if set_cursor:
             self._set_last_cursor(cursor)
-            self._len = min(self._len + len(positions) * prod(self._ids.shape[1 : self.ndim]), self.max_size)
+            self._len = min(self._len + len(positions) * prod(self._map.shape[1 : self.ndim]), self.max_size)
         self._bump_mutation_revision()
 
     def _wrap_in_tensordict(self, data: Any, batch_dims: int) -> TensorDictBase:
@@ -239,35 +232,31 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         if isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind in "iu":
             return index.astype(np.int64), data
         if isinstance(index, slice):
-            return np.arange(len(self._ids))[index], data
-        cells = np.asarray(self._cells[index])
+            return np.arange(self._map.shape[0])[index], data
+        cells = np.asarray(self._map.cells[index])
         return self._complete_elements(cells.reshape(-1), data.expand(cells.shape).reshape(-1))
 
     def _complete_elements(self, cells: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
         """Return the positions of the elements that contain `cells`, and these elements with `data` in the cells."""
-        if self._rows_per_element == 1:
-            return cells, data.reshape(len(cells), *self._ids.shape[1:])
-        positions, which = np.unique(cells // self._rows_per_element, return_inverse=True)
-        whole = self._gather(self._ids[positions])
+        rows = self._map.rows
+        if rows == 1:
+            return cells, data.reshape(len(cells), *self._map.shape[1:])
+        positions, which = np.unique(cells // rows, return_inverse=True)
+        whole = self._gather(self._map.find_ids(positions))
         flat = whole.reshape(-1)
-        flat[torch.from_numpy(which.reshape(-1) * self._rows_per_element + cells % self._rows_per_element)] = data
+        flat[torch.from_numpy(which.reshape(-1) * rows + cells % rows)] = data
         return positions, flat.reshape(whole.shape)
-
-    @property
-    def _cells(self) -> Ids:
-        """The numbers of all cells, in the shape of `_ids`."""
-        return np.arange(self._ids.size).reshape(self._ids.shape)
 
     def _rewrite_some(self, cursor: Any, data: TensorDictBase) -> bool:
         """Rewrite some keys in place. Return False, and write nothing, if that is not possible."""
         fields = self._known_fields
         index = numpy_index(cursor)
-        if not fields.find_missing(data) or not self._ids[index].all():
+        if not fields.find_missing(data) or not self._map.is_written(index):
             return False  # A write to an element that was not written yet needs all keys.
-        tensors = fields.match_tensors(data.expand(self._ids[index].shape))
+        tensors = fields.match_tensors(data.expand(self._map.find_ids(index).shape))
         if not self._make_rewritable(tensors):
             return False
-        self._rewrite(self._ids[index].reshape(-1) - 1, tensors)
+        self._rewrite(self._map.find_ids(index).reshape(-1), tensors)  # `_make_rewritable` may have changed the ids.
         return True
 
     def _make_rewritable(self, fields: Collection[TensorField]) -> bool:
@@ -293,26 +282,26 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         values = tensor.reshape(len(flat), *tensor.shape[cells.ndim :])
         field = fields.tensors[number]
         if self._make_rewritable([field]):
-            self._rewrite(self._require_written(self._ids.reshape(-1)[flat]), {field: values})
+            self._rewrite(self._map.find_ids_of_cells(flat), {field: values})
             self._bump_mutation_revision()
             return
         at_once = max(_MAX_COPIED_BYTES // max(fields.nbytes, 1), 1)
         for first in range(0, len(flat), at_once):
             some = flat[first : first + at_once]
-            data = self._gather(self._ids.reshape(-1)[some])
+            data = self._gather(self._map.find_ids_of_cells(some))
             data.set(field.key, values[first : first + at_once])
             self._write(*self._normalize(*self._complete_elements(some, data)))
         self._bump_mutation_revision()
 
     def read_key(self, number: int, cells: Ids) -> torch.Tensor:
         """Read one key of some cells. For `StoredTensor`."""
-        ids = self._require_written(self._ids.reshape(-1)[cells])
+        ids = self._map.find_ids_of_cells(cells)
         return self._known_fields.read(self.memory, number, ids).to(self.device)
 
     def _normalize(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
         """Return every position once, as a number of at least 0, and its last data. Raise if data does not fit."""
-        size = len(self._ids)
-        wanted = (len(positions), *self._ids.shape[1:])
+        size, *element_shape = self._map.shape
+        wanted = (len(positions), *element_shape)
         if len(positions) and not -size <= positions.min() <= positions.max() < size:
             raise IndexError(f"cursor has {positions.min()} to {positions.max()}, but there are {size} positions")
         positions = np.where(positions < 0, positions + size, positions)
@@ -333,45 +322,57 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return positions, data
 
     def _write(self, positions: Ids, data: TensorDictBase) -> None:
-        """Append elements to the memory, and record their ids."""
+        """Append elements to the memory, and record their ids.
+
+        If that fails, each position keeps its element or has the new one.
+        """
         memory = self.memory
-        rows = self._rows_per_element
-        lanes = memory.num_envs
         missing = self._known_fields.find_missing(data)
-        if missing and self._ids[positions].all():  # Missing keys keep their values.
-            data = self._gather(self._ids[positions]).select(*missing).update(data)
-        given = self._known_fields.make_arguments(data, (len(positions) * rows // lanes, lanes))
-        self._ids[positions] = 0
-        at_once = memory.capacity // rows - len(self._ids)
+        if missing and self._map.is_written(positions):  # Missing keys keep their values.
+            data = self._gather(self._map.find_ids(positions)).select(*missing).update(data)
+        rows = self._map.rows
+        at_once = self._spare_elements
+        if len(positions) > at_once:
+            # The oldest elements are replaced first. Otherwise most of them would be appended again before.
+            order = self._map.order_by_age(positions)
+            if not np.array_equal(order, np.arange(len(order))):
+                positions = positions[order]
+                data = data[torch.from_numpy(order)]
+        given = self._make_arguments(data)
         for first in range(0, len(positions), at_once):
             some = positions[first : first + at_once]
             self._make_room(len(some))
-            steps = slice(first * rows // lanes, (first + len(some)) * rows // lanes)
+            steps = slice(first * rows // memory.num_envs, (first + len(some)) * rows // memory.num_envs)
             self._append(some, _select_steps(given, steps))
+
+    @property
+    def _spare_elements(self) -> int:
+        """Number of elements for which the memory has room in addition to those of all positions."""
+        return self.memory.capacity // self._map.rows - self._map.shape[0]
+
+    def _make_arguments(self, data: TensorDictBase) -> dict[str, Any]:
+        """Return whole elements as arguments of `ReplayMemory.extend`."""
+        lanes = self.memory.num_envs
+        return self._known_fields.make_arguments(data, (len(data) * self._map.rows // lanes, lanes))
 
     def _make_room(self, elements: int) -> None:
         """Make room for `elements` more positions. Transitions in use that these would evict are appended again."""
         memory = self.memory
-        rows = self._rows_per_element
-        heads = self._ids.reshape(len(self._ids), -1)[:, 0]
-        while memory.next_id + elements * rows - memory.capacity > self._oldest:
-            live = heads.nonzero()[0]
-            self._oldest = int(heads[live].min()) - 1 if len(live) else memory.next_id
-            if memory.next_id + elements * rows - memory.capacity <= self._oldest:
-                return
-            window = max(_MAX_COPIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1) * rows
-            oldest = live[heads[live] - 1 < self._oldest + window]
-            oldest = oldest[np.argsort(heads[oldest])]
-            whole = self._gather(self._ids[oldest])
-            lanes = memory.num_envs
-            given = self._known_fields.make_arguments(whole, (len(oldest) * rows // lanes, lanes))
-            self._append(oldest, given)
+        rows = self._map.rows
+        max_elements = max(_MAX_COPIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1)
+        while self._map.has_id_before(memory.next_id + elements * rows - memory.capacity):
+            oldest = self._map.list_by_age(min(max_elements, self._spare_elements) * rows)
+            self._append(oldest, self._make_arguments(self._gather(self._map.find_ids(oldest))))
 
     def _append(self, positions: Ids, given: dict[str, Any]) -> None:
         """Append steps to the memory, and record their ids at `positions`."""
-        first = self.memory.next_id + 1
-        self.memory.extend(**given)
-        self._ids[positions] = np.arange(first, self.memory.next_id + 1).reshape(-1, *self._ids.shape[1:])
+        first_id = self.memory.next_id
+        try:
+            self.memory.extend(**given)
+        finally:
+            # An interrupt may end `extend` after some of the steps.
+            appended = (self.memory.next_id - first_id) // self._map.rows
+            self._map.record(positions[:appended], first_id)
 
     def _make_extras(self, keys: list[Key]) -> None:
         """Replace the memory by one that stores `keys` as extras. Copy all elements to it."""
@@ -379,26 +380,24 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         before = self.memory
         changed = fields.with_extras(keys)
         memory = changed.new_memory(before.capacity, before.num_envs, device=str(self.device), **self._settings)
-        ids = np.zeros(self._ids.shape, np.int64)
-        heads = self._ids.reshape(len(self._ids), -1)[:, 0]
-        live = heads.nonzero()[0]
-        live = live[np.argsort(heads[live])]
-        at_once = max(_MAX_COPIED_BYTES // max(fields.nbytes * self._rows_per_element, 1), 1)
+        positions = PositionMap(self._map.shape)
+        rows = positions.rows
+        at_once = max(_MAX_COPIED_BYTES // max(fields.nbytes * rows, 1), 1)
+        written = self._map.list_by_age()
         try:
-            for first in range(0, len(live), at_once):
-                some = live[first : first + at_once]
-                leading = (len(some) * self._rows_per_element // before.num_envs, before.num_envs)
-                given = changed.make_arguments(self._gather(self._ids[some]), leading)
-                next_id = memory.next_id + 1
+            for first in range(0, len(written), at_once):
+                some = written[first : first + at_once]
+                leading = (len(some) * rows // before.num_envs, before.num_envs)
+                given = changed.make_arguments(self._gather(self._map.find_ids(some)), leading)
+                first_id = memory.next_id
                 memory.extend(**given)
-                ids[some] = np.arange(next_id, memory.next_id + 1).reshape(-1, *ids.shape[1:])
+                positions.record(some, first_id)
         except BaseException:
             memory.close()
             raise
         self._memory = memory
         self._fields = changed
-        self._ids = ids
-        self._oldest = 0
+        self._map = positions
         before.close()
 
     # ---------------------------------------------------------------- reading
@@ -407,18 +406,18 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Return the elements at an integer, a sequence, a mask or a tuple. Read slices and keys when they are used."""
         if self._fields is None:
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
-        held = slice(None) if self._is_full else slice(self._len_along_dim0)
+        held = None if self._is_full else self._len_along_dim0
         parts = index if isinstance(index, tuple) else (index,)
         if any(isinstance(part, str) for part in parts):
-            return self._make_lazy(self._cells[held])[index]
+            return self._make_lazy(self._map.cells[:held])[index]
         if any(isinstance(part, slice) for part in parts):
-            return self._make_lazy(self._cells[held][numpy_index(index)])
-        return self._to_class(self._gather(np.asarray(self._ids[held][numpy_index(index)])))
+            return self._make_lazy(self._map.cells[:held][numpy_index(index)])
+        return self._to_class(self._gather(self._map.find_ids(numpy_index(index), held)))
 
     def _gather(self, ids: Ids) -> TensorDictBase:
-        """Return the elements of `ids`, which are entries of `_ids`."""
+        """Return the elements that consist of the transitions `ids`."""
         fields = self._known_fields
-        batch = self.memory.gather(self._require_written(ids).reshape(-1))
+        batch = self.memory.gather(ids.reshape(-1))
         return fields.build(fields.split(batch, ids.shape), ids.shape, self.device)
 
     def _make_lazy(self, cells: Ids) -> Any:
@@ -428,13 +427,6 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             for number, field in enumerate(self._known_fields.tensors)
         )
         return self._to_class(self._known_fields.build(stored, cells.shape, self.device))
-
-    @staticmethod
-    def _require_written(ids: Ids) -> Ids:
-        """Return the transition ids of positions. Raise IndexError if a position was not written yet."""
-        if not np.all(ids):
-            raise IndexError(f"index selects {int((ids == 0).sum())} positions that were not written yet")
-        return np.asarray(ids - 1)
 
     @property
     def _known_fields(self) -> Fields:
@@ -456,8 +448,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             self._memory = self._fields.new_memory(
                 before.capacity, before.num_envs, device=str(self.device), **self._settings
             )
-            self._ids = np.zeros(self._ids.shape, np.int64)
-            self._oldest = 0
+            self._map = PositionMap(self._map.shape)
             before.close()
 
     # ---------------------------------------------------------------- checkpoints
@@ -470,15 +461,13 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         layout = {
             "format": _FORMAT,
             "fields": self._fields.to_json(),
-            "shape": self._ids.shape,
+            "shape": self._map.shape,
             "ndim": self.ndim,
             "len": self._len,
             "last_cursor": None if cursor is None else int(cursor),
             "is_tensor": self._collection is torch.Tensor,
         }
-        steps = np.diff(self._ids.reshape(-1), prepend=0)
-        positions = zlib.compress(steps.astype("<i8").tobytes(), level=1)
-        attach = {_LAYOUT_FILE: json.dumps(layout).encode(), _POSITIONS_FILE: positions}
+        attach = {_LAYOUT_FILE: json.dumps(layout).encode(), _POSITIONS_FILE: self._map.pack()}
         self.memory.save(path, attach=attach, keep=1).result()
 
     def load_from(self, path: str | os.PathLike[str]) -> None:
@@ -487,7 +476,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         memory = ReplayMemory.load(path, device=str(device), **self._settings)
         try:
             with refuse_malformed(f"The storage that was saved in {path}"):
-                fields, ids, layout = self._read_layout(memory, path)
+                fields, positions, layout = self._read_layout(memory, path)
                 length = int(layout["len"])
                 is_tensor = bool(layout["is_tensor"])
                 last_cursor = layout["last_cursor"]
@@ -497,21 +486,20 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         before = self._memory
         self._memory = memory
         self._fields = fields
-        self._ids = ids
-        self._oldest = 0
+        self._map = positions
         self.device = device
         self._len = length
         self.initialized = True
         if is_tensor:
             self._collection = torch.Tensor
-        self.max_size = prod(ids.shape[: self.ndim])
+        self.max_size = prod(positions.shape[: self.ndim])
         self._set_last_cursor(last_cursor)
         self._bump_mutation_revision()
         if before is not None:
             before.close()
 
-    def _read_layout(self, memory: ReplayMemory, path: Any) -> tuple[Fields, Ids, dict[str, Any]]:
-        """Return the fields, ids and layout that were saved with a memory. Raise if they do not fit this storage."""
+    def _read_layout(self, memory: ReplayMemory, path: Any) -> tuple[Fields, PositionMap, dict[str, Any]]:
+        """Return what was saved with a memory: fields, map and layout. Raise if they do not fit this storage."""
         if _LAYOUT_FILE not in memory.attached:
             raise CheckpointError(
                 f"{path} is a checkpoint of a memory, but not of a HoldallStorage. Load it with ReplayMemory.load."
@@ -534,12 +522,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
                 f"ndim={self.ndim}, or other keys. Make an empty one with max_size={prod(shape[: layout['ndim']])} and "
                 f"ndim={layout['ndim']}."
             )
-        steps = zlib.decompressobj().decompress(memory.attached[_POSITIONS_FILE], 8 * prod(shape) + 1)
-        ids = np.cumsum(np.frombuffer(steps, "<i8")).astype(np.int64)
-        is_lost = (ids != 0) & ((ids <= memory.first_id) | (ids > memory.next_id))
-        if ids.size != prod(shape) or is_lost.any():
+        positions = PositionMap.unpack(memory.attached[_POSITIONS_FILE], shape)
+        if not positions.has_only_ids_within(memory.first_id, memory.next_id):
             raise CheckpointError(f"{path} refers to elements that it does not contain. Load another checkpoint.")
-        return fields, ids.reshape(shape), layout
+        return fields, positions, layout
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files of a checkpoint as tensors of bytes, for `torch.save`. `dumps` writes the files to disk."""

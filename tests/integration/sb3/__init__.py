@@ -1,1 +1,1 @@
-"""The Stable-Baselines3 drop-in held to Stable-Baselines3's own buffers, bit for bit."""
+"""The drop-ins for Stable-Baselines3, compared with Stable-Baselines3's own buffers, bit for bit."""

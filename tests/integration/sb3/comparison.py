@@ -1,4 +1,4 @@
-"""The same work twice, with Stable-Baselines3's buffer and with holdall's, and every bit compared."""
+"""The same training with Stable-Baselines3's buffer and with holdall's, and a comparison of every bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from holdall.sb3 import ReplayBuffer
 
-from .environments import each
+from .environments import repeat
 
 ALGORITHMS: dict[str, type[OffPolicyAlgorithm]] = {"DQN": DQN, "DDPG": DDPG, "TD3": TD3, "SAC": SAC}
 SEED = 5
@@ -29,8 +29,8 @@ BATCH = 16
 Action = Callable[[OffPolicyAlgorithm], object]
 
 
-class Glance(BaseFeaturesExtractor):
-    """One convolution over every image, and whatever else is seen: a small network for small images."""
+class SmallExtractor(BaseFeaturesExtractor):
+    """A small network: one convolution for every image, and all other observations flattened."""
 
     def __init__(self, observation_space: spaces.Space[Any]) -> None:
         parts = observation_space if isinstance(observation_space, spaces.Dict) else {"": observation_space}
@@ -47,7 +47,7 @@ class Glance(BaseFeaturesExtractor):
         self._features_dim = width
 
     def forward(self, observations: Any) -> torch.Tensor:
-        """Join what was seen."""
+        """Return the features of all observations in one row."""
         parts = observations if isinstance(observations, dict) else {"": observations}
         seen = [self.eyes[key or "_"](part) if part.ndim == 4 else part.flatten(1) for key, part in parts.items()]
         return torch.cat(seen, dim=1)
@@ -55,7 +55,7 @@ class Glance(BaseFeaturesExtractor):
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, apart from the buffer."""
+    """The settings of a training, except for the buffer."""
 
     environment: Callable[[], Any]
     algorithm: str = "DDPG"
@@ -65,11 +65,11 @@ class Task:
     wrap: Callable[[VecEnv], VecEnv] = lambda vec_env: vec_env
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def model(self, buffer_class: type[PlainReplayBuffer] | None, **settings: Any) -> OffPolicyAlgorithm:
+    def make_model(self, buffer_class: type[PlainReplayBuffer] | None, **settings: Any) -> OffPolicyAlgorithm:
         """Make an algorithm that stores its experience in `buffer_class`."""
         policy: dict[str, Any] = {"net_arch": [8]}
         if self.policy != "MlpPolicy":
-            policy["features_extractor_class"] = Glance
+            policy["features_extractor_class"] = SmallExtractor
         chosen: dict[str, Any] = {"replay_buffer_class": buffer_class, "policy_kwargs": policy, "seed": SEED}
         chosen |= {"learning_starts": LEARNING_STARTS, "batch_size": BATCH, "train_freq": 1, "device": "cpu"}
         chosen |= {"buffer_size": self.buffer_size, "learning_rate": 0.01}
@@ -78,59 +78,59 @@ class Task:
         else:
             noise = NormalActionNoise(np.zeros(2), np.full(2, 0.1))
             chosen["action_noise"] = None if self.algorithm == "SAC" else noise
-        vec_env = self.wrap(DummyVecEnv(each(self.environment, self.lanes)))
+        vec_env = self.wrap(DummyVecEnv(repeat(self.environment, self.lanes)))
         return ALGORITHMS[self.algorithm](self.policy, vec_env, **(chosen | self.settings | settings))
 
 
-def learn(steps: int, **how: Any) -> Action:
+def make_learning(steps: int, **how: Any) -> Action:
     """Return a function that learns for `steps` steps."""
     return lambda model: model.learn(steps, **how)
 
 
-def trained(model: OffPolicyAlgorithm, *acts: Action) -> OffPolicyAlgorithm:
-    """Do `acts` with a model that was just made: making one seeds the generators that all of them draw from."""
+def train(model: OffPolicyAlgorithm, *acts: Action) -> OffPolicyAlgorithm:
+    """Call `acts` with a model that was just made, because making a model seeds the shared generators."""
     for act in acts:
         act(model)
     return model
 
 
 def assert_same_training(task: Task, *acts: Action, **settings_of_ours: Any) -> None:
-    """Do `acts` with either buffer and compare all that was learned."""
-    acts = acts or (learn(LEARNING_STARTS + 55 * task.lanes),)
-    plain = trained(task.model(None), *acts)
-    ours = trained(task.model(ReplayBuffer, **settings_of_ours), *acts)
+    """Call `acts` with either buffer, and compare everything that was learned."""
+    acts = acts or (make_learning(LEARNING_STARTS + 55 * task.lanes),)
+    plain = train(task.make_model(None), *acts)
+    ours = train(task.make_model(ReplayBuffer, **settings_of_ours), *acts)
     assert type(plain.replay_buffer) in {PlainReplayBuffer, DictReplayBuffer}
     assert type(ours.replay_buffer) is ReplayBuffer
-    assert plain._n_updates > 50, "too short a training proves nothing"
+    assert plain._n_updates > 50, "the training was too short for a comparison"
     assert_same_learning(plain, ours)
 
 
 def assert_same_learning(plain: OffPolicyAlgorithm, ours: OffPolicyAlgorithm) -> None:
     """Compare every tensor of policy, optimizers and entropy coefficient, byte for byte."""
     assert plain.num_timesteps == ours.num_timesteps
-    expected = dict(learned(plain))
-    got = dict(learned(ours))
+    expected = dict(list_learned_tensors(plain))
+    got = dict(list_learned_tensors(ours))
     assert expected.keys() == got.keys()
     differing = [name for name, bits in expected.items() if got[name] != bits]
-    assert not differing, f"{len(differing)} of {len(expected)} differ, {differing[:3]} among them"
+    assert not differing, f"{len(differing)} of {len(expected)} tensors differ, for example {differing[:3]}"
 
 
-def learned(model: OffPolicyAlgorithm) -> Iterator[tuple[str, bytes]]:
-    """Name every tensor that training changes, with its bytes."""
+def list_learned_tensors(model: OffPolicyAlgorithm) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the bytes of every tensor that training changes."""
     _, variables = model._get_torch_save_params()
-    yield from _bits("", model.get_parameters())
+    yield from _list_bits("", model.get_parameters())
     for name in variables:
-        yield from _bits(name, getattr(model, name))
+        yield from _list_bits(name, getattr(model, name))
 
 
-def _bits(name: str, value: Any) -> Iterator[tuple[str, bytes]]:
+def _list_bits(name: str, value: Any) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, torch.Tensor):
         yield name, value.detach().contiguous().numpy().tobytes()
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _bits(f"{name}.{key}", part)
+            yield from _list_bits(f"{name}.{key}", part)
     elif isinstance(value, list | tuple):
         for position, part in enumerate(value):
-            yield from _bits(f"{name}.{position}", part)
+            yield from _list_bits(f"{name}.{position}", part)
     else:
         yield name, repr(value).encode()

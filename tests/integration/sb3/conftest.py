@@ -1,4 +1,4 @@
-"""One thread: sums over threads depend on how many there are, and two runs must differ in the buffer alone."""
+"""The number of threads is one, because it changes the sums of floats. Two runs must differ in the buffer only."""
 
 from collections.abc import Iterator
 

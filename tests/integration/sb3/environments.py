@@ -1,7 +1,7 @@
-"""Small environments that end in every way there is, for training in seconds.
+"""Small environments for trainings of some seconds.
 
-In:  a seed.   Out: observations of any space; episodes that terminate, are truncated, or both kinds in turn.
-Invariant: one seed, one stream of observations, rewards and endings, whatever is done with them.
+They have observations of any space, and episodes that terminate or are truncated. One seed gives one stream of
+observations, rewards and ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BUTTONS = spaces.Discrete(3)
 
 
 class Wander(gym.Env[Any, Any]):
-    """Observe samples of a space: a walk of Gaussian steps where that is possible, fresh draws elsewhere.
+    """An environment whose observations are random samples of a space.
 
     Args:
-        terminates: Chance of an ending at each step.
+        terminates: Probability of a termination at each step.
         max_steps: Steps until an episode is truncated.
     """
 
@@ -43,18 +43,18 @@ class Wander(gym.Env[Any, Any]):
         self.action_space = action_space
         self._terminates = terminates
         self._max_steps = max_steps
-        self._steps = 0
+        self.steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._steps = 0
+        self.steps = 0
         return self._look(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._steps += 1
+        self.steps += 1
         terminated = bool(self.np_random.random() < self._terminates)
-        # Both at once is legal: Stable-Baselines3 then says that no time limit was the cause.
-        truncated = self._steps >= self._max_steps
+        # Both at once is legal. Stable-Baselines3 then does not regard it as a time limit.
+        truncated = self.steps >= self._max_steps
         reward = float(self.np_random.normal() - np.square(np.asarray(action, np.float64)).mean())
         return self._look(), reward, terminated, truncated, {}
 
@@ -63,7 +63,7 @@ class Wander(gym.Env[Any, Any]):
 
 
 class Stacked(Wander):
-    """Frames of a film that mostly moves on, the last four of them stacked along the last axis."""
+    """Frames of a film, in which some frames are repeated. The last four frames are stacked along the last axis."""
 
     def __init__(self, action_space: spaces.Space[Any] = BUTTONS, **endings: Any) -> None:
         shape = (FRAME_PX, FRAME_PX, STACK)
@@ -72,7 +72,7 @@ class Stacked(Wander):
 
     def _look(self) -> NDArray[np.uint8]:
         newest = self.np_random.integers(0, 256, (FRAME_PX, FRAME_PX, 1), np.uint8)
-        if self._steps == 0:
+        if self.steps == 0:
             self._frames = np.repeat(newest, STACK, axis=-1)
         elif self.np_random.random() < 0.8:  # Otherwise the frame is repeated.
             self._frames = np.concatenate([self._frames[..., 1:], newest], axis=-1)
@@ -80,7 +80,7 @@ class Stacked(Wander):
 
 
 class Stretched(VecEnvWrapper):
-    """Observations in a wider dtype than their space names, as some wrappers hand them on."""
+    """Observations in a wider dtype than their space has, as some wrappers return them."""
 
     def reset(self) -> Any:
         return self._stretch(self.venv.reset())
@@ -97,14 +97,14 @@ class Stretched(VecEnvWrapper):
         return np.asarray(observation, np.float64) * np.pi
 
 
-def dict_space(image: tuple[int, int, int] = (FRAME_PX, FRAME_PX, 3)) -> spaces.Dict:
-    """Describe a camera, a vector and a gear."""
+def make_dict_space(image: tuple[int, int, int] = (FRAME_PX, FRAME_PX, 3)) -> spaces.Dict:
+    """Return a space with a camera, a vector and a gear."""
     camera = spaces.Box(0, 255, image, np.uint8)
     return spaces.Dict({"camera": camera, "state": VECTOR, "gear": spaces.Discrete(4)})
 
 
 def draw(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
-    """Draw an observation with a generator of ours: a space's own is not seeded by an environment."""
+    """Draw an observation with `rng`, because an environment does not seed the generator of its space."""
     if isinstance(space, spaces.Dict):
         return {key: draw(part, rng) for key, part in space.items()}
     if isinstance(space, spaces.Discrete):
@@ -114,12 +114,12 @@ def draw(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
     if isinstance(space, spaces.MultiBinary):
         return rng.integers(0, 2, space.shape).astype(space.dtype)
     if not isinstance(space, spaces.Box):
-        raise TypeError(f"no way to draw from {space}")
+        raise TypeError(f"cannot draw from {space}")
     if space.dtype.kind == "f":
         return rng.normal(size=space.shape).astype(space.dtype)
     return rng.integers(0, 2 if space.dtype.kind == "b" else 100, space.shape).astype(space.dtype)
 
 
-def each(environment: Callable[[], gym.Env[Any, Any]], lanes: int) -> list[Callable[[], gym.Env[Any, Any]]]:
-    """Make one environment per lane, for a vectorised one."""
+def repeat(environment: Callable[[], gym.Env[Any, Any]], lanes: int) -> list[Callable[[], gym.Env[Any, Any]]]:
+    """Return the constructors of `lanes` environments."""
     return [environment] * lanes

@@ -1,4 +1,4 @@
-"""A pytest plugin: Stable-Baselines3 and sb3-contrib find holdall's buffers where they look for their own.
+"""A pytest plugin that replaces the buffers of Stable-Baselines3 and sb3-contrib by holdall's.
 
 Their own tests are run with `-p tests.integration.sb3.in_place`; see test_their_own_tests.py.
 """
@@ -21,18 +21,18 @@ import holdall.sb3.contrib
 
 
 class DictReplayBuffer(holdall.sb3.ReplayBuffer):
-    """One class for Box and Dict in holdall. Their tests tell two apart."""
+    """holdall has one class for Box and Dict observations. Stable-Baselines3's tests use two."""
 
 
 class NStepReplayBuffer(holdall.sb3.ReplayBuffer):
-    """An argument of `ReplayBuffer` in holdall."""
+    """holdall's `ReplayBuffer` has an argument for n-step returns. Stable-Baselines3's tests use this class."""
 
     def __init__(self, *args: Any, n_steps: int = 3, **settings: Any) -> None:
         super().__init__(*args, n_steps=n_steps, **settings)
 
 
 class DictRolloutBuffer(holdall.sb3.RolloutBuffer):
-    """As `DictReplayBuffer`."""
+    """See `DictReplayBuffer`."""
 
 
 IN_PLACE: dict[types.ModuleType, dict[str, type]] = {
@@ -53,10 +53,10 @@ IN_PLACE: dict[types.ModuleType, dict[str, type]] = {
 }
 
 
-def put_in_place() -> None:
-    """Exchange the classes in every module that imported them, and in the modules that tests import them from.
+def replace_classes() -> None:
+    """Replace the classes in every module that imported them, and in the modules that tests import them from.
 
-    The modules that define them stay as they are under another name: holdall's classes inherit from theirs.
+    The original modules do not change, because holdall's classes inherit from their classes.
     """
     importlib.import_module("sb3_contrib")
     users = [
@@ -78,4 +78,4 @@ def put_in_place() -> None:
     assert stable_baselines3.HerReplayBuffer is holdall.sb3.HerReplayBuffer
 
 
-put_in_place()
+replace_classes()

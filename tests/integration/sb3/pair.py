@@ -1,4 +1,4 @@
-"""Stable-Baselines3's buffer and holdall's, side by side, fed with the same steps."""
+"""Stable-Baselines3's buffer and holdall's, with the same steps."""
 
 from __future__ import annotations
 
@@ -24,60 +24,62 @@ Step = tuple[Any, Any, NDArray[Any], NDArray[Any], NDArray[Any], list[dict[str, 
 
 @dataclass(frozen=True)
 class Case:
-    """What is stored, and how its observations arrive."""
+    """The spaces of a test, and the form of its observations."""
 
     observation: spaces.Space[Any]
     action: spaces.Space[Any] = field(default_factory=lambda: spaces.Box(-1, 1, (2,), np.float32))
     lanes: int = 1
-    stacked: bool = False  # the first axis is a window that moves on by one
-    transposed: bool = False  # images come as views of arrays whose channels are last
-    given_as: str | None = None  # dtype in which observations come, if not their space's
+    stacked: bool = False  # The first axis is a window that shifts by one in each step.
+    transposed: bool = False  # Images are views of arrays whose channels are last.
+    given_as: str | None = None  # Dtype of the given observations. None: the space's.
 
     def __str__(self) -> str:
         kinds = [kind for kind in ("stacked", "transposed") if getattr(self, kind)]
         given = [] if self.given_as is None else [f"as {self.given_as}"]
-        return " ".join([_name(self.observation), _name(self.action), f"{self.lanes} lanes", *kinds, *given])
+        return " ".join(
+            [_describe_space(self.observation), _describe_space(self.action), f"{self.lanes} lanes", *kinds, *given]
+        )
 
 
 class Pair:
-    """Two buffers that should be the same to whoever uses them."""
+    """Stable-Baselines3's buffer and holdall's, which must behave the same."""
 
     def __init__(self, case: Case, buffer_size: int = 70, seed: int = 3, **settings: Any) -> None:
         is_dict = isinstance(case.observation, spaces.Dict)
         plain_class: type[PlainReplayBuffer] = DictReplayBuffer if is_dict else PlainReplayBuffer
         of_plain: dict[str, Any] = {"device": "cpu", "n_envs": case.lanes} | settings
-        of_plain.pop("optimize_memory_usage", None)  # means something else there
+        of_plain.pop("optimize_memory_usage", None)  # It has another meaning in Stable-Baselines3.
         of_ours: dict[str, Any] = {"device": "cpu", "n_envs": case.lanes} | settings
         self.case = case
         self.plain = plain_class(buffer_size, case.observation, case.action, **of_plain)
         self.ours = ReplayBuffer(buffer_size, case.observation, case.action, **of_ours)
-        self.steps = steps(case, np.random.default_rng(seed))
+        self.steps = make_steps(case, np.random.default_rng(seed))
 
     def feed(self, ticks: int) -> None:
-        """Add the next steps to both. What is added is then overwritten, as environments do."""
+        """Add the next steps to both. Overwrite the arrays afterwards, as environments do."""
         for _ in range(ticks):
             step = next(self.steps)
             self.plain.add(*copy.deepcopy(step))
-            lent = copy.deepcopy(step)
-            self.ours.add(*lent)
-            _spoil(lent)
+            given = copy.deepcopy(step)
+            self.ours.add(*given)
+            _overwrite(given)
 
     def assert_same_samples(self, batch: int = 64, draws: int = 3, env: VecNormalize | None = None) -> None:
         """Draw from both with the same seed and compare every tensor."""
         for seed in range(draws):
             assert_same_batch(
-                seeded(seed, lambda: self.plain.sample(batch, env=env)),
-                seeded(seed, lambda: self.ours.sample(batch, env=env)),
+                call_seeded(seed, lambda: self.plain.sample(batch, env=env)),
+                call_seeded(seed, lambda: self.ours.sample(batch, env=env)),
             )
 
     def assert_same_arrays(self) -> None:
-        """Compare all that either holds, and where."""
+        """Compare position, size and all arrays."""
         assert (self.ours.pos, self.ours.full, self.ours.size()) == (self.plain.pos, self.plain.full, self.plain.size())
-        for name, theirs, ours in self.arrays():
+        for name, theirs, ours in self.list_arrays():
             assert_same_bits(theirs, np.asarray(ours), name)
 
-    def arrays(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name every array of slots, Stable-Baselines3's and holdall's."""
+    def list_arrays(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the name of every array, Stable-Baselines3's array and holdall's."""
         for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
             theirs = getattr(self.plain, name)
             ours = getattr(self.ours, name)
@@ -88,19 +90,21 @@ class Pair:
                 yield name, theirs, ours
 
 
-def steps(case: Case, rng: np.random.Generator) -> Iterator[Step]:
-    """Yield steps that end in every way, and that sometimes restart without an end."""
-    first = [_look(case, rng, None) for _ in range(case.lanes)]
+def make_steps(case: Case, rng: np.random.Generator) -> Iterator[Step]:
+    """Yield steps with terminations, time limits, and restarts without an end."""
+    first = [_observe(case, rng, None) for _ in range(case.lanes)]
     while True:
-        after = [_look(case, rng, seen) for seen in first]
+        after = [_observe(case, rng, seen) for seen in first]
         done = rng.random(case.lanes) < 0.15
         cut = done & (rng.random(case.lanes) < 0.5)
         reward = rng.normal(size=case.lanes).astype(np.float32)
         action = np.stack([np.asarray(draw(case.action, rng)) for _ in range(case.lanes)])
         infos = [{"TimeLimit.truncated": bool(was_cut)} if rng.random() < 0.7 or was_cut else {} for was_cut in cut]
         yield _batch(case, first), _batch(case, after), action, reward, done, infos
-        anew = done | (rng.random(case.lanes) < 0.04)
-        first = [_look(case, rng, None) if begins else seen for begins, seen in zip(anew, after, strict=True)]
+        is_restarted = done | (rng.random(case.lanes) < 0.04)
+        first = [
+            _observe(case, rng, None) if begins else seen for begins, seen in zip(is_restarted, after, strict=True)
+        ]
 
 
 def assert_same_batch(expected: Any, got: Any) -> None:
@@ -124,12 +128,12 @@ def assert_same_tensor(expected: torch.Tensor, got: torch.Tensor, name: str) -> 
     assert (got.device, got.dtype) == (expected.device, expected.dtype), name
     assert got.stride() == expected.stride() or expected.numel() == 0, name
     if got.is_floating_point():
-        assert got.data_ptr() % 64 == 0, f"{name} does not begin where a tensor of torch's own would"
+        assert got.data_ptr() % 64 == 0, f"{name} is not aligned like a tensor of torch"
     assert_same_bits(expected.numpy(), got.numpy(), name)
 
 
 def assert_same_bits(expected: Any, got: Any, name: str) -> None:
-    """Compare shape, dtype and every byte: NaN payloads and negative zeros are told apart."""
+    """Compare shape, dtype and every byte, so that NaN payloads and signs of zeros count."""
     theirs = np.asarray(expected)
     ours = np.asarray(got)
     assert ours.shape == theirs.shape, name
@@ -137,13 +141,13 @@ def assert_same_bits(expected: Any, got: Any, name: str) -> None:
     assert ours.tobytes() == theirs.tobytes(), name
 
 
-def seeded(seed: int, act: Any) -> Any:
-    """Act with the generator seeded that Stable-Baselines3 draws from."""
-    np.random.seed(seed)  # noqa: NPY002  its generator
+def call_seeded(seed: int, act: Any) -> Any:
+    """Call `act` after seeding the generator of Stable-Baselines3."""
+    np.random.seed(seed)  # noqa: NPY002  Stable-Baselines3's generator.
     return act()
 
 
-def _look(case: Case, rng: np.random.Generator, before: Any) -> Any:
+def _observe(case: Case, rng: np.random.Generator, before: Any) -> Any:
     """Draw an observation that follows `before`, or a first one."""
     fresh = draw(case.observation, rng)
     if not case.stacked or isinstance(fresh, dict):
@@ -155,11 +159,11 @@ def _look(case: Case, rng: np.random.Generator, before: Any) -> Any:
 
 def _batch(case: Case, lanes: list[Any]) -> Any:
     if isinstance(lanes[0], dict):
-        return {key: _arrive(case, np.stack([lane[key] for lane in lanes])) for key in lanes[0]}
-    return _arrive(case, np.stack(lanes))
+        return {key: _convert(case, np.stack([lane[key] for lane in lanes])) for key in lanes[0]}
+    return _convert(case, np.stack(lanes))
 
 
-def _arrive(case: Case, batch: NDArray[Any]) -> NDArray[Any]:
+def _convert(case: Case, batch: NDArray[Any]) -> NDArray[Any]:
     if case.transposed and batch.ndim == 4:
         batch = np.ascontiguousarray(batch.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
         assert not batch.flags.c_contiguous
@@ -168,18 +172,18 @@ def _arrive(case: Case, batch: NDArray[Any]) -> NDArray[Any]:
     return batch
 
 
-def _spoil(step: Step) -> None:
+def _overwrite(step: Step) -> None:
     obs, next_obs, action, reward, done, infos = step
-    for array in [*_parts(obs), *_parts(next_obs), action, reward, done]:
+    for array in [*_list_arrays(obs), *_list_arrays(next_obs), action, reward, done]:
         array[...] = 1
     infos.clear()
 
 
-def _parts(obs: Any) -> list[NDArray[Any]]:
+def _list_arrays(obs: Any) -> list[NDArray[Any]]:
     return list(obs.values()) if isinstance(obs, dict) else [obs]
 
 
-def _name(space: spaces.Space[Any]) -> str:
+def _describe_space(space: spaces.Space[Any]) -> str:
     if isinstance(space, spaces.Dict):
         return "Dict"
     return f"{type(space).__name__}{space.shape}{space.dtype}"

@@ -1,4 +1,4 @@
-"""Trainings that can be stopped and resumed, also run as a program that is killed as soon as its checkpoint is safe."""
+"""Trainings that can be stopped and resumed. As a program, a training kills itself after its first checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VECTOR = spaces.Box(-np.inf, np.inf, (5,), np.float32)
 
 
 class DriftEnv(gym.Env[Any, Any]):
-    """A walk that ends now and then. What comes next depends on its place, its generator and the action."""
+    """A walk that ends at random. The next step depends on its place, its generator and the action."""
 
     def __init__(self, action_space: spaces.Space[Any] = ARM) -> None:
         self.observation_space = VECTOR
@@ -52,7 +52,7 @@ class DriftEnv(gym.Env[Any, Any]):
 
 
 class CameraEnv(DriftEnv):
-    """The walk as an image: a bright square whose position is that of the walk."""
+    """The walk as an image with a bright square at its position."""
 
     def __init__(self) -> None:
         super().__init__(spaces.Discrete(3))
@@ -73,7 +73,7 @@ class CameraEnv(DriftEnv):
         return image
 
 
-def environments(kind: str, lanes: int = 2) -> VecEnv:
+def make_environments(kind: str, lanes: int = 2) -> VecEnv:
     """Return the environments of a training, the same for every process."""
     space: spaces.Space[Any] = spaces.Discrete(3) if kind.endswith("DQN") else ARM
     if kind == "HER":
@@ -86,11 +86,11 @@ def environments(kind: str, lanes: int = 2) -> VecEnv:
     return env
 
 
-def new_model(kind: str, lanes: int = 2, **settings: Any) -> BaseAlgorithm:
-    """Return a model that has learnt nothing."""
+def make_model(kind: str, lanes: int = 2, **settings: Any) -> BaseAlgorithm:
+    """Return an untrained model."""
     torch.set_num_threads(1)
     common: Any = {
-        "env": environments(kind, lanes),
+        "env": make_environments(kind, lanes),
         "learning_starts": 20,
         "batch_size": 16,
         "buffer_size": 150,
@@ -110,37 +110,37 @@ def new_model(kind: str, lanes: int = 2, **settings: Any) -> BaseAlgorithm:
         noise = OrnsteinUhlenbeckActionNoise(np.zeros(2), 0.1 * np.ones(2))
         return DDPG("MlpPolicy", action_noise=noise, **common)
     if kind == "HER":
-        # Fewer slots than steps: episodes were forgotten before the checkpoint, and the slots taken again.
+        # There are fewer slots than steps, so episodes are evicted before the checkpoint.
         common |= {"replay_buffer_class": HerReplayBuffer, "buffer_size": 90}
         return SAC("MultiInputPolicy", replay_buffer_kwargs={"copy_info_dict": True}, **common)
     return SAC("MlpPolicy", **common)
 
 
-def _innermost(env: VecEnv) -> Any:
+def _find_inner_env(env: VecEnv) -> Any:
     while not isinstance(env, DummyVecEnv):
-        env = env.venv  # type: ignore[attr-defined]  # only wrappers are left
+        env = env.venv  # type: ignore[attr-defined]  # Everything else is a wrapper.
     return env
 
 
 def get_state(env: VecEnv) -> bytes:
     """Return the positions of the environments. holdall saves their generators."""
-    inner = _innermost(env)
+    inner = _find_inner_env(env)
     if isinstance(inner.envs[0].unwrapped, Reach):
         reaching = [one.unwrapped for one in inner.envs]
-        return json.dumps([[one._at.tolist(), one._goal.tolist(), one._steps] for one in reaching]).encode()
+        return json.dumps([[one.at.tolist(), one.goal.tolist(), one.steps] for one in reaching]).encode()
     return json.dumps([[one.unwrapped.place.tolist(), one.unwrapped.steps] for one in inner.envs]).encode()
 
 
 def set_state(env: VecEnv, state: bytes) -> None:
-    """Put the environments where they were."""
+    """Restore the positions of the environments."""
     env.reset()
-    inner = _innermost(env)
+    inner = _find_inner_env(env)
     if isinstance(inner.envs[0].unwrapped, Reach):
         for one, (at, goal, steps) in zip(inner.envs, json.loads(state), strict=True):
             reaching = one.unwrapped
-            reaching._at = np.array(at, np.float32)
-            reaching._goal = np.array(goal, np.float32)
-            reaching._steps = steps
+            reaching.at = np.array(at, np.float32)
+            reaching.goal = np.array(goal, np.float32)
+            reaching.steps = steps
         return
     for one, (place, steps) in zip(inner.envs, json.loads(state), strict=True):
         one.unwrapped.place = np.array(place, np.float32)
@@ -151,7 +151,7 @@ ENV_STATE = (get_state, set_state)
 
 
 class KilledCallback(CheckpointCallback):
-    """Ends its process, as a power cut would, once its checkpoint is acknowledged."""
+    """Kills its process once its checkpoint is acknowledged."""
 
     def _on_rollout_start(self) -> None:
         super()._on_rollout_start()
@@ -161,9 +161,9 @@ class KilledCallback(CheckpointCallback):
 
 
 def main(kind: str, steps: int, path: str, with_state: bool) -> None:
-    """Train until the checkpoint is there, and be killed."""
+    """Train until the callback kills the process."""
     callback = KilledCallback(steps // 2, Path(path), env_state=ENV_STATE if with_state else None)
-    new_model(kind).learn(10 * steps, callback=callback)
+    make_model(kind).learn(10 * steps, callback=callback)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The arrays of holdall's buffers are NumPy arrays to whoever reads them: the plain arrays of SB3's decide."""
+"""The arrays of holdall's buffers can be read like NumPy arrays. The results are those of SB3's arrays."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hypothesis.extra import numpy as npst
 
 from holdall.errors import ArgumentError
 
-from .environments import VECTOR, dict_space
+from .environments import VECTOR, make_dict_space
 from .pair import Case, Pair, assert_same_bits
 
 CASES = [
     Case(VECTOR, lanes=3),
     Case(spaces.Box(0, 255, (4, 6, 5), np.uint8), lanes=2, stacked=True),
-    Case(dict_space((3, 40, 40)), lanes=2, transposed=True),
+    Case(make_dict_space((3, 40, 40)), lanes=2, transposed=True),
 ]
 NAMES = ["observations", "next_observations", "actions", "rewards", "dones", "timeouts"]
 READS: dict[str, Callable[[Any], Any]] = {
@@ -68,7 +68,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @cache
-def filled(number: int, ticks: int) -> Pair:
+def make_pair(number: int, ticks: int) -> Pair:
     pair = Pair(CASES[number], buffer_size=14 * CASES[number].lanes)
     pair.feed(ticks)
     return pair
@@ -89,33 +89,33 @@ def assert_same(theirs: Any, ours: Any, name: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 @pytest.mark.parametrize("ticks", [9, 33], ids=["filling", "wrapped"])
-def test_whatever_reads_an_array_reads_the_same(number: int, ticks: int) -> None:
-    """Methods, functions of NumPy's, operators, iteration, copies and torch."""
-    for name, theirs, ours in filled(number, ticks).arrays():
+def test_every_read_of_an_array_gives_the_result_of_sb3s_array(number: int, ticks: int) -> None:
+    """The reads are methods, NumPy's functions, operators, iteration, copies and torch."""
+    for name, theirs, ours in make_pair(number, ticks).list_arrays():
         for described, read in READS.items():
             assert_same(read(theirs), read(ours), f"{described} of {name}")
 
 
 @pytest.mark.parametrize("compare", [operator.eq, operator.lt, operator.add, operator.mul])
 def test_two_arrays_of_a_buffer_can_be_combined(compare: Callable[[Any, Any], Any]) -> None:
-    pair = filled(0, 33)
+    pair = make_pair(0, 33)
     assert_same(
         compare(pair.plain.rewards, pair.plain.dones), compare(pair.ours.rewards, pair.ours.dones), compare.__name__
     )
-    # A plain array beside it, on either side.
+    # One of both may be a plain array.
     assert_same(compare(pair.plain.rewards, pair.plain.dones), compare(pair.plain.rewards, pair.ours.dones), "left")
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_swap_and_flatten_is_sb3s(number: int) -> None:
-    pair = filled(number, 33)
-    for name, theirs, ours in pair.arrays():
+    pair = make_pair(number, 33)
+    for name, theirs, ours in pair.list_arrays():
         assert_same_bits(pair.plain.swap_and_flatten(theirs), pair.ours.swap_and_flatten(ours), name)
 
 
 @st.composite
 def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
-    """Make any key that NumPy takes, and some that it refuses."""
+    """Draw any key that NumPy accepts, and some that it refuses."""
     basic = npst.basic_indices(shape, allow_newaxis=True, max_dims=len(shape) + 2)
     length = draw(st.integers(1, 4))
     part = st.one_of(
@@ -138,10 +138,10 @@ def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
 
 @settings(max_examples=max(400, settings().max_examples))
 @given(data=st.data())
-def test_any_key_reads_what_the_plain_array_gives(data: Any) -> None:
-    """And where NumPy refuses a key, it is refused with the same kind of error."""
+def test_any_key_gives_the_result_of_the_plain_array(data: Any) -> None:
+    """If NumPy refuses a key, holdall refuses it with the same kind of error."""
     number = data.draw(st.sampled_from([0, 1]), "case")
-    pair = filled(number, data.draw(st.sampled_from([9, 33]), "ticks"))
+    pair = make_pair(number, data.draw(st.sampled_from([9, 33]), "ticks"))
     name = data.draw(st.sampled_from(NAMES), "name")
     theirs = getattr(pair.plain, name)
     ours = getattr(pair.ours, name)
@@ -158,7 +158,7 @@ def assert_same_key(theirs: Any, ours: Any, key: Any) -> None:
     got = ours[key]
     assert_same(expected, got, repr(key))
     if isinstance(expected, np.ndarray) and expected.size:
-        # A view there: a write would reach the buffer. Here it cannot, and says so.
+        # NumPy returns a view here, which can change the buffer. holdall's result is read-only instead.
         assert got.flags.writeable == (not np.shares_memory(expected, theirs)), repr(key)
 
 
@@ -166,6 +166,8 @@ def assert_same_key(theirs: Any, ours: Any, key: Any) -> None:
     "key",
     [
         (..., 0),
+        (..., 0, 0, 0, 0, 0),
+        (0, 0, 0, 0, 0),
         (..., slice(0, 2)),
         (..., None),
         (0, ..., -1),
@@ -176,8 +178,8 @@ def assert_same_key(theirs: Any, ours: Any, key: Any) -> None:
     ],
     ids=str,
 )
-def test_keys_that_were_read_wrong_once(key: Any) -> None:
-    pair = filled(1, 33)
+def test_keys_of_earlier_mistakes_are_read_right(key: Any) -> None:
+    pair = make_pair(1, 33)
     assert_same_key(pair.plain.observations, pair.ours.observations, key)
 
 
@@ -185,7 +187,7 @@ def test_keys_that_were_read_wrong_once(key: Any) -> None:
 @given(data=st.data())
 @example(data=None)
 def test_flags_are_written_under_any_key(data: Any) -> None:
-    """`dones` and `timeouts`: the same array afterwards, or the same kind of error and nothing changed."""
+    """`dones` and `timeouts` are equal afterwards, or both writes raise the same kind of error."""
     pair = Pair(CASES[0], buffer_size=24)
     pair.feed(15)
     for _ in range(3):
@@ -217,8 +219,8 @@ def test_flags_are_assigned_and_changed_in_place() -> None:
 
 @pytest.mark.parametrize("name", ["observations", "next_observations", "actions", "rewards"])
 @pytest.mark.parametrize("number", [0, 2])
-def test_what_cannot_be_changed_says_so(name: str, number: int) -> None:
-    """Assigned, written to, changed in place, or through what NumPy would return as a view."""
+def test_other_arrays_cannot_be_written_to(name: str, number: int) -> None:
+    """The error of an assignment or a write names the array. Views of it are read-only."""
     pair = Pair(CASES[number], buffer_size=24)
     pair.feed(15)
     with pytest.raises(ArgumentError, match=name):
@@ -228,7 +230,7 @@ def test_what_cannot_be_changed_says_so(name: str, number: int) -> None:
         with pytest.raises(ArgumentError, match=name):
             one[3] = 0
         with pytest.raises(ArgumentError, match=name):
-            one += 1  # noqa: PLW2901  what is tried
+            one += 1  # noqa: PLW2901  The test tries this.
         with pytest.raises(ValueError, match="read-only"):
             one[3][0] = 0
         with pytest.raises(ValueError, match="read-only"):
@@ -238,8 +240,8 @@ def test_what_cannot_be_changed_says_so(name: str, number: int) -> None:
     pair.assert_same_arrays()
 
 
-def test_flags_that_cannot_be_kept_are_refused() -> None:
-    """Half an end, and an end in a slot that holds nothing: Stable-Baselines3's array would keep either."""
+def test_flags_that_cannot_be_stored_are_refused() -> None:
+    """Stable-Baselines3's array would store half an end, and an end in an unused slot."""
     pair = Pair(CASES[0], buffer_size=24)
     pair.feed(3)
     with pytest.raises(ArgumentError, match=r"dones.*0 or 1"):

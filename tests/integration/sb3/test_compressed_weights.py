@@ -1,4 +1,4 @@
-"""Training from compressed memory ends in the very weights of Stable-Baselines3's own buffer."""
+"""Training from compressed memory gives the weights of Stable-Baselines3's own buffer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from holdall.sb3 import ReplayBuffer
 from holdall.store.tuning import Tuning
 
-from .comparison import Task, assert_same_learning, learn, trained
-from .environments import ARM, FRAME_PX, STACK, Stacked, Wander, dict_space
+from .comparison import Task, assert_same_learning, make_learning, train
+from .environments import ARM, FRAME_PX, STACK, Stacked, Wander, make_dict_space
 
 pytestmark = pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer:UserWarning")
 
 
 class Film(Stacked):
-    """The same as `Stacked`, with frames that can be compressed: each is striped in shades of its own."""
+    """`Stacked` with frames that can be compressed, because they are striped."""
 
     def _look(self) -> NDArray[np.uint8]:
         stripes = self.np_random.integers(0, 256, (FRAME_PX, 1, 1), np.uint8)
         newest = np.repeat(stripes, FRAME_PX, axis=1)
-        if self._steps == 0:
+        if self.steps == 0:
             self._frames = np.repeat(newest, STACK, axis=-1)
         else:
             self._frames = np.concatenate([self._frames[..., 1:], newest], axis=-1)
@@ -39,17 +39,22 @@ def assert_same_from_compressed(task: Task, field: str) -> ReplayBuffer:
     """Train with either buffer. In the second half, ours draws from compressed segments."""
     compressed: list[int] = []
 
-    def seal_all(model: OffPolicyAlgorithm) -> None:
+    def wait_for_compression(model: OffPolicyAlgorithm) -> None:
         if isinstance(model.replay_buffer, ReplayBuffer):
             model.replay_buffer.memory.store.wait_idle()
             reports = {report.name: report for report in model.replay_buffer.report().fields}
             compressed.append(reports[field].compressed_bytes)
 
-    acts = (learn(110), seal_all, learn(110, reset_num_timesteps=False), seal_all)
+    acts = (
+        make_learning(110),
+        wait_for_compression,
+        make_learning(110, reset_num_timesteps=False),
+        wait_for_compression,
+    )
     kept: dict[str, Any] = {"replay_buffer_kwargs": {"budget": None, "prefer": "memory", "_tuning": SMALL_SEGMENTS}}
-    plain = trained(task.model(None), *acts)
-    ours = trained(task.model(ReplayBuffer, **kept), *acts)
-    assert plain._n_updates > 50, "too short a training proves nothing"
+    plain = train(task.make_model(None), *acts)
+    ours = train(task.make_model(ReplayBuffer, **kept), *acts)
+    assert plain._n_updates > 50, "the training was too short for a comparison"
     assert all(compressed), compressed
     assert_same_learning(plain, ours)
     assert isinstance(ours.replay_buffer, ReplayBuffer)
@@ -57,7 +62,7 @@ def assert_same_from_compressed(task: Task, field: str) -> ReplayBuffer:
 
 
 def test_dqn_learns_the_same_from_compressed_frame_stacks() -> None:
-    """Stacks along the last axis that Stable-Baselines3 transposes."""
+    """The stacks are along the last axis, and Stable-Baselines3 transposes them."""
     buffer = assert_same_from_compressed(Task(Film, "DQN", "CnnPolicy"), "obs")
     report = buffer.report()
     assert report.failure == ""
@@ -67,13 +72,13 @@ def test_dqn_learns_the_same_from_compressed_frame_stacks() -> None:
 
 @pytest.mark.parametrize("lanes", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_sac_learns_the_same_from_compressed_cameras(lanes: int) -> None:
-    """An image large enough for segments, a vector and a discrete key, in Dict observations."""
-    environment = partial(Wander, dict_space((40, 40, 3)), ARM)
+    """The Dict observations have a large image, a vector and a discrete key."""
+    environment = partial(Wander, make_dict_space((40, 40, 3)), ARM)
     task = Task(environment, "SAC", "MultiInputPolicy", lanes=lanes)
     assert assert_same_from_compressed(task, "obs.camera").report().failure == ""
 
 
 def test_ddpg_learns_the_same_while_segments_are_compressed_and_evicted() -> None:
-    """A buffer that wraps around: whatever the worker is at, the rows are the same."""
-    environment = partial(Wander, dict_space((40, 40, 3)), ARM)
+    """The buffer becomes full, so blocks are evicted while others are compressed."""
+    environment = partial(Wander, make_dict_space((40, 40, 3)), ARM)
     assert_same_from_compressed(Task(environment, "DDPG", "MultiInputPolicy", buffer_size=70), "obs.camera")

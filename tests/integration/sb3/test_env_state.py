@@ -1,4 +1,4 @@
-"""Environments that are pickled with a checkpoint continue in the middle of their episodes, whatever wraps them."""
+"""Environments that are pickled with a checkpoint continue in the middle of their episodes, also in wrappers."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Counter(gym.Env[Any, Any]):
         return np.full((36, 36, 3), self.steps, np.uint8)
 
 
-def wrap(stack: bool) -> Any:
+def make_env(stack: bool) -> Any:
     env = DummyVecEnv([Counter, Counter])
     return VecFrameStack(env, 3) if stack else env
 
 
-def new_model(env: Any) -> Any:
+def make_model(env: Any) -> Any:
     return DQN(
         "CnnPolicy", env, replay_buffer_class=ReplayBuffer, buffer_size=400, learning_starts=200, seed=3, device="cpu"
     )
@@ -57,11 +57,11 @@ def new_model(env: Any) -> Any:
 @pytest.mark.parametrize("stack", [False, True])
 def test_wrapped_image_environments_continue(tmp_path: Path, stack: bool) -> None:
     """The transitions after a resume are those of a training that was not interrupted."""
-    whole = new_model(wrap(stack))
+    whole = make_model(make_env(stack))
     whole.learn(128)
-    part = new_model(wrap(stack))
+    part = make_model(make_env(stack))
     part.learn(64, callback=CheckpointCallback(10, tmp_path, env_state="pickle"))
-    part = resume(tmp_path, wrap(stack), env_state="pickle", device="cpu")
+    part = resume(tmp_path, make_env(stack), env_state="pickle", device="cpu")
     part.learn(64, reset_num_timesteps=False)
     assert part.num_timesteps == 128
     ids = np.arange(128)
@@ -71,8 +71,8 @@ def test_wrapped_image_environments_continue(tmp_path: Path, stack: bool) -> Non
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
 
 
-def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
-    """Environments in other processes, and values that are neither "pickle" nor two functions."""
+def test_environments_that_cannot_be_pickled_are_refused(tmp_path: Path) -> None:
+    """These are environments in other processes. A wrong value of `env_state` is refused, too."""
     with pytest.raises(ArgumentError, match="env_state \\('pickles'\\)"):
         CheckpointCallback(10, tmp_path, env_state="pickles")  # type: ignore[arg-type]
     env = SubprocVecEnv([partial(gym.make, "CartPole-v1")])

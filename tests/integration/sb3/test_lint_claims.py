@@ -1,4 +1,4 @@
-"""What the rules say of Stable-Baselines3, Python and torch is what happens."""
+"""The claims of the lint rules about Stable-Baselines3, Python and torch are true."""
 
 import io
 import pickle
@@ -17,11 +17,11 @@ from stable_baselines3.common.vec_env import VecEnv
 from holdall.tools.lint.rules import RULES
 
 
-def carts(count: int) -> VecEnv:
+def make_carts(count: int) -> VecEnv:
     return make_vec_env("CartPole-v1", n_envs=count)
 
 
-def test_learning_that_never_starts_leaves_the_weights_as_they_were() -> None:  # L03
+def test_weights_do_not_change_before_learning_starts() -> None:  # L03
     model = DQN("MlpPolicy", "CartPole-v1", learning_starts=40, buffer_size=100, seed=0)
     before = [parameter.detach().clone() for parameter in model.policy.parameters()]
     model.learn(40)
@@ -31,7 +31,7 @@ def test_learning_that_never_starts_leaves_the_weights_as_they_were() -> None:  
 
 
 def test_a_frequency_counts_calls_and_not_steps(tmp_path: Path) -> None:  # L02, L17
-    model = PPO("MlpPolicy", carts(2), n_steps=8, batch_size=16, device="cpu")
+    model = PPO("MlpPolicy", make_carts(2), n_steps=8, batch_size=16, device="cpu")
     model.learn(16, callback=CheckpointCallback(4, str(tmp_path)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rl_model_16_steps.zip", "rl_model_8_steps.zip"]
     never = tmp_path / "never"
@@ -53,12 +53,12 @@ def test_an_empty_replay_buffer_is_written_whole(tmp_path: Path) -> None:  # M09
 
 
 def test_rollouts_are_completed_beyond_the_total() -> None:  # L10
-    model = PPO("MlpPolicy", carts(2), n_steps=8, batch_size=16, device="cpu")
+    model = PPO("MlpPolicy", make_carts(2), n_steps=8, batch_size=16, device="cpu")
     model.learn(17)
     assert model.num_timesteps == 32
 
 
-def test_capacity_is_rounded_down_and_updates_fall_behind() -> None:  # M10, L06
+def test_capacity_is_rounded_down_and_there_are_fewer_updates_than_steps() -> None:  # M10, L06
     model = SAC("MlpPolicy", make_vec_env("Pendulum-v1", n_envs=3), buffer_size=100, learning_starts=0)
     assert model.replay_buffer is not None
     assert model.replay_buffer.buffer_size * 3 == 99
@@ -68,10 +68,10 @@ def test_capacity_is_rounded_down_and_updates_fall_behind() -> None:  # M10, L06
 
 def test_a_target_interval_below_the_environments_is_every_call() -> None:  # L15
     with pytest.warns(UserWarning, match="greater than the target network update interval"):
-        DQN("MlpPolicy", carts(4), target_update_interval=2, buffer_size=100)
+        DQN("MlpPolicy", make_carts(4), target_update_interval=2, buffer_size=100)
 
 
-def test_each_learn_counts_from_zero_unless_told_otherwise() -> None:  # L11
+def test_each_learn_counts_from_zero_by_default() -> None:  # L11
     model = PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu")
     model.learn(8)
     model.learn(8)
@@ -100,10 +100,10 @@ def test_a_loaded_model_has_an_empty_replay_buffer(tmp_path: Path) -> None:  # S
 
 
 class _Nowhere(io.RawIOBase):
-    """A file that forgets what is written."""
+    """A file that discards its content."""
 
     def write(self, data: object) -> int:
-        return memoryview(data).nbytes  # type: ignore[arg-type]  # anything that has a buffer
+        return memoryview(data).nbytes  # type: ignore[arg-type]  # It accepts every object with a buffer.
 
     def writable(self) -> bool:
         return True

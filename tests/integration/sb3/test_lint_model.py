@@ -1,4 +1,4 @@
-"""Lint of live models, and the callback that does it as training starts."""
+"""Lint of live models, and the callback that runs it when training starts."""
 
 import warnings
 from typing import Any
@@ -33,7 +33,7 @@ class Camera(gym.Env[Any, Any]):
         return self.observation_space.sample(), 0.0, False, False, {}
 
 
-def ids(*arguments: Any, **keywords: Any) -> set[str]:
+def find_rules(*arguments: Any, **keywords: Any) -> set[str]:
     return {finding.rule for finding in lint.model(*arguments, **keywords)}
 
 
@@ -41,7 +41,7 @@ class OwnSAC(SAC):
     pass
 
 
-def test_every_value_of_a_live_model_is_known() -> None:
+def test_all_settings_of_a_live_model_are_inspected() -> None:
     live = OwnSAC("MultiInputPolicy", Camera(), buffer_size=100)
     run = Snapshot("", "live", **inspect_model(live, 50, []))
     (model,) = run.learning_models
@@ -57,7 +57,7 @@ def test_every_value_of_a_live_model_is_known() -> None:
     assert (buffer.transitions, buffer.is_sb3) == (100, True)
 
 
-def test_the_steps_of_a_resumed_run_say_nothing() -> None:
+def test_the_total_of_a_resumed_run_is_not_its_number_of_steps() -> None:
     live = PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu").learn(8)
     (model,) = Snapshot("", "live", **inspect_model(live, 50, [])).learning_models
     assert model.is_on_policy
@@ -72,7 +72,7 @@ def test_a_buffer_beyond_the_budget_is_found_with_the_bytes_that_were_allocated(
     allocated = sum(array.nbytes for array in [*arrays, buffer.rewards, buffer.dones, buffer.timeouts])
     (finding,) = lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated - 1))
     assert finding.numbers["needed_bytes"] == allocated
-    assert finding.severity is lint.Severity.WARNING  # the run may be too short to fill the buffer
+    assert finding.severity is lint.Severity.WARNING  # The run may be too short to fill the buffer.
     (certain,) = lint.model(model, 2_000, settings=lint.Settings(select=("M01",), budget=allocated - 1))
     assert certain.severity is lint.Severity.ERROR
     assert lint.model(model, 500, settings=lint.Settings(select=("M01",), budget=allocated - 1)) == []
@@ -98,10 +98,12 @@ def test_holdalls_own_buffer_without_a_budget_is_not_judged_by_the_plain_layout(
 def test_rules_about_steps_and_batches_see_a_live_model() -> None:
     model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2), n_steps=50, batch_size=50, device="cpu")
     model.batch_size = 64
-    assert "L05" in ids(model)
-    assert "L10" in ids(model, total_timesteps=150)
-    assert "L10" not in ids(model)
-    assert "L03" in ids(DQN("MlpPolicy", "CartPole-v1", learning_starts=1000, buffer_size=100), total_timesteps=100)
+    assert "L05" in find_rules(model)
+    assert "L10" in find_rules(model, total_timesteps=150)
+    assert "L10" not in find_rules(model)
+    assert "L03" in find_rules(
+        DQN("MlpPolicy", "CartPole-v1", learning_starts=1000, buffer_size=100), total_timesteps=100
+    )
 
 
 def test_images_as_floats_and_stacks_are_seen() -> None:
@@ -113,13 +115,13 @@ def test_images_as_floats_and_stacks_are_seen() -> None:
 
     env = VecFrameStack(make_vec_env(Screen, n_envs=1), n_stack=4)
     model = DQN("MlpPolicy", env, buffer_size=100)
-    assert "M06" in ids(model)
+    assert "M06" in find_rules(model)
     (copies,) = lint.model(model, settings=lint.Settings(select=("M07",), budget=1_000_000))
     assert copies.numbers["times"] == 8
     assert copies.numbers["repeated_bytes"] == 100 * 36 * 36 * 4 * 7
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_an_object_that_is_not_a_model_is_refused() -> None:
     with pytest.raises(holdall.ArgumentError, match="model"):
         lint.model(object())
 
@@ -131,9 +133,9 @@ def test_the_callback_warns_before_the_first_step() -> None:
     evaluate = EvalCallback(env, eval_freq=1_000_000, verbose=0)
     with pytest.warns(LintWarning) as caught:
         model.learn(16, callback=CallbackList([callback, evaluate]))
-    told = {str(warning.message).split(": ")[1].split()[0] for warning in caught}
-    assert told == {"L17", "L18"}
-    assert {finding.rule for finding in callback.findings} >= told
+    codes = {str(warning.message).split(": ")[1].split()[0] for warning in caught}
+    assert codes == {"L17", "L18"}
+    assert {finding.rule for finding in callback.findings} >= codes
 
 
 def test_the_callback_stops_a_run_that_cannot_learn() -> None:
@@ -145,7 +147,7 @@ def test_the_callback_stops_a_run_that_cannot_learn() -> None:
         model.learn(8, callback=LintCallback(lint.Settings(fail_on="never")))
 
 
-def test_a_sound_run_is_left_in_peace(tmp_path: Any) -> None:
+def test_a_run_without_mistakes_causes_no_warning(tmp_path: Any) -> None:
     model = PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

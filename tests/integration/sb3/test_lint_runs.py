@@ -29,8 +29,8 @@ MACHINE = Machine(cores=8, ram_bytes=32 * 2**30, limit_bytes=32 * 2**30, limit_n
 MACHINE_NAMES = {field.name for field in fields(Machine)}
 
 
-class Stopped(Exception):  # noqa: N818  It is no error.
-    """Training is about to start."""
+class Stopped(Exception):  # noqa: N818  This is not an error.
+    """The trigger was reached: training is about to start."""
 
     def __init__(self, context: dict[str, Any]) -> None:
         super().__init__()
@@ -45,12 +45,15 @@ class Stopper:
 
 
 @pytest.fixture(autouse=True)
-def _stops_at_learn() -> Iterator[None]:
-    method = base_class.BaseAlgorithm._setup_learn
+def _stop_at_learn() -> Iterator[None]:
+    algorithm = base_class.BaseAlgorithm
+    before = dict(vars(algorithm))
     stopper: Any = Stopper()
     Learn("stable_baselines3.common.base_class").install(base_class, stopper)
     yield
-    base_class.BaseAlgorithm._setup_learn = method  # type: ignore[method-assign]
+    for name, attribute in before.items():
+        if vars(algorithm)[name] is not attribute:
+            setattr(algorithm, name, attribute)
 
 
 def run(example: RuleExample, folder: Path) -> Snapshot:
@@ -103,37 +106,37 @@ def test_a_bad_example_is_found(rule: Rule, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", RUN_RULES, ids=lambda rule: rule.code)
-def test_a_good_example_is_left_alone(rule: Rule, tmp_path: Path) -> None:
+def test_a_good_example_has_no_finding(rule: Rule, tmp_path: Path) -> None:
     (example,) = rule.doc.good
     assert [finding for finding in check(example, tmp_path) if finding.rule == rule.code] == []
 
 
-def messages(code: str, folder: Path) -> Finding:
+def check_bad_example(code: str, folder: Path) -> Finding:
     (example,) = RULES[code].doc.bad
     (finding,) = [finding for finding in check(example, folder) if finding.rule == code]
     return finding
 
 
-def test_figures_are_those_of_the_buffer(tmp_path: Path) -> None:
-    pendulum_bytes = 2 * 3 * 4 + 4 + 3 * 4  # both observations, action, reward, done, timeout
-    too_large = messages("M01", tmp_path)
+def test_the_figures_of_a_finding_are_those_of_the_buffer(tmp_path: Path) -> None:
+    pendulum_bytes = 2 * 3 * 4 + 4 + 3 * 4  # Both observations, action, reward, done, timeout.
+    too_large = check_bad_example("M01", tmp_path)
     assert too_large.numbers == {"needed_bytes": 50_000 * pendulum_bytes, "limit_bytes": 10**6}
     assert "1.9 MiB" in too_large.message
     fitting = int(0.8 * 10**6 // pendulum_bytes)
     assert f"a capacity of {fitting:,} would take 80 % of it" in too_large.message
 
-    repeated = messages("M07", tmp_path)
+    repeated = check_bad_example("M07", tmp_path)
     assert repeated.numbers["repeated_bytes"] == 10_000 * 3 * 4
     assert repeated.numbers["needed_bytes"] == 10_000 * pendulum_bytes
 
-    rollout = messages("M05", tmp_path)
+    rollout = check_bad_example("M05", tmp_path)
     image_bytes = 84 * 84
     assert rollout.numbers["flatten_bytes"] == 512 * 2 * image_bytes
     assert rollout.numbers["rollout_bytes"] == 512 * 2 * (image_bytes + 8 + 6 * 4)
 
-    large = messages("M19", tmp_path)
+    large = check_bad_example("M19", tmp_path)
     assert large.numbers["repeated_bytes"] == 80_000 * image_bytes
 
-    checkpoints = messages("S01", tmp_path)
+    checkpoints = check_bad_example("S01", tmp_path)
     assert checkpoints.numbers["checkpoints"] == 100
     assert checkpoints.numbers["checkpoint_bytes"] == 10_000 * pendulum_bytes

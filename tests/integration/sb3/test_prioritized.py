@@ -1,4 +1,4 @@
-"""`PrioritizedReplayBuffer`: draws by priority, and hands out what a loss has to be weighted with."""
+"""`PrioritizedReplayBuffer` draws by priority, and returns the weights of the rows."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from holdall.sb3 import PrioritizedReplayBuffer, ReplayBuffer
 
-from .comparison import Task, learn, trained
-from .environments import ARM, VECTOR, Wander, dict_space
-from .pair import Case, assert_same_batch, seeded, steps
+from .comparison import Task, make_learning, train
+from .environments import ARM, VECTOR, Wander, make_dict_space
+from .pair import Case, assert_same_batch, call_seeded, make_steps
 
-HAS_STEPS = hasattr(buffers, "NStepReplayBuffer")  # from 2.7 on
+HAS_STEPS = hasattr(buffers, "NStepReplayBuffer")  # From 2.7 on.
 
 
-def filled(kind: Any = PrioritizedReplayBuffer, space: Any = VECTOR, lanes: int = 2, **how: Any) -> Any:
-    np.random.seed(0)  # noqa: NPY002  as Stable-Baselines3 does before it makes a buffer
+def fill(kind: Any = PrioritizedReplayBuffer, space: Any = VECTOR, lanes: int = 2, **how: Any) -> Any:
+    np.random.seed(0)  # noqa: NPY002  Stable-Baselines3 also seeds it before it makes a buffer.
     buffer = kind(80, space, ARM, device="cpu", n_envs=lanes, **how)
-    stream = steps(Case(space, ARM, lanes), np.random.default_rng(0))
+    stream = make_steps(Case(space, ARM, lanes), np.random.default_rng(0))
     for _ in range(60):
         buffer.add(*next(stream))
     return buffer
 
 
-@pytest.mark.parametrize("space", [VECTOR, dict_space((3, 40, 40))], ids=["box", "dict"])
+@pytest.mark.parametrize("space", [VECTOR, make_dict_space((3, 40, 40))], ids=["box", "dict"])
 @pytest.mark.parametrize("n_steps", [1, 3] if HAS_STEPS else [1])
 def test_rows_are_those_of_the_plain_buffer(space: Any, n_steps: int) -> None:
-    """Only which rows are drawn differs."""
-    buffer = filled(space=space, n_steps=n_steps)
-    plain = filled(ReplayBuffer, space, n_steps=n_steps)
+    """The plain buffer has the same rows, and draws others."""
+    buffer = fill(space=space, n_steps=n_steps)
+    plain = fill(ReplayBuffer, space, n_steps=n_steps)
     samples = buffer.sample(50)
     expected = plain._gather_samples(samples.ids, None)
     assert_same_batch(expected, type(expected)(*samples[: len(expected)]))
 
 
-def test_priorities_decide_what_is_drawn_and_weights_say_how_much() -> None:
-    """TD errors as they come out of a network: (batch, 1), with a gradient."""
-    buffer = filled(alpha=1.0, beta=1.0)
+def test_priorities_decide_which_rows_are_drawn_and_how_they_are_weighted() -> None:
+    """The TD errors have the shape (batch, 1) and a gradient, as those of a network."""
+    buffer = fill(alpha=1.0, beta=1.0)
     ids = np.arange(buffer.memory.first_id, buffer.memory.next_id)
     errors = torch.where(torch.from_numpy(ids % 4 == 0), 30.0, 0.01).reshape(-1, 1).requires_grad_()
     buffer.update_priorities(ids, errors.abs())
@@ -56,14 +56,14 @@ def test_priorities_decide_what_is_drawn_and_weights_say_how_much() -> None:
 
 
 def test_one_seed_gives_one_training() -> None:
-    """The memory's own generator is seeded from Stable-Baselines3's."""
-    drawn = [seeded(7, filled).sample(40).ids.tolist() for _ in range(2)]
+    """The seed of the memory is drawn from Stable-Baselines3's generator."""
+    drawn = [call_seeded(7, fill).sample(40).ids.tolist() for _ in range(2)]
     assert drawn[0] == drawn[1]
 
 
-def test_saved_priorities_draw_on(tmp_path: Path) -> None:
-    """A loaded buffer draws what the saved one would have."""
-    buffer = filled()
+def test_a_loaded_buffer_draws_by_the_saved_priorities(tmp_path: Path) -> None:
+    """It draws the batches that the saved buffer draws."""
+    buffer = fill()
     buffer.update_priorities(buffer.sample(60).ids, np.linspace(0, 5, 60))
     save_to_pkl(tmp_path / "buffer.pkl", buffer)
     loaded = load_from_pkl(tmp_path / "buffer.pkl")
@@ -73,19 +73,20 @@ def test_saved_priorities_draw_on(tmp_path: Path) -> None:
 
 
 def test_resetting_forgets_priorities() -> None:
-    """And a new memory begins."""
-    buffer = filled()
+    """The buffer has a new memory afterwards."""
+    buffer = fill()
     buffer.sample(10)
     buffer.reset()
-    stream = steps(Case(VECTOR, ARM, 2), np.random.default_rng(0))
+    stream = make_steps(Case(VECTOR, ARM, 2), np.random.default_rng(0))
     buffer.add(*next(stream))
     assert set(buffer.sample(2).ids.tolist()) <= {0, 1}
 
 
-def test_algorithms_take_it() -> None:
-    """Without being told of priorities they learn from even draws, in Dict spaces too."""
-    task = Task(partial(Wander, dict_space()), "SAC", "MultiInputPolicy", lanes=2)
-    model = trained(
-        task.model(PrioritizedReplayBuffer, replay_buffer_kwargs={"n_steps": 2 if HAS_STEPS else 1}), learn(80)
+def test_an_algorithm_without_priorities_can_train_from_it() -> None:
+    """Without an update of priorities, all rows are drawn equally often. The observations are Dicts."""
+    task = Task(partial(Wander, make_dict_space()), "SAC", "MultiInputPolicy", lanes=2)
+    model = train(
+        task.make_model(PrioritizedReplayBuffer, replay_buffer_kwargs={"n_steps": 2 if HAS_STEPS else 1}),
+        make_learning(80),
     )
     assert model._n_updates > 20

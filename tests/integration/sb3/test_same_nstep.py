@@ -1,4 +1,4 @@
-"""n-step returns: `ReplayBuffer(n_steps=...)` gives the samples and weights of `NStepReplayBuffer`."""
+"""n-step returns: `ReplayBuffer(n_steps=...)` gives the samples and trained weights of `NStepReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from holdall.sb3 import ReplayBuffer
 from holdall.testing import OracleMemory
 from holdall.testing.oracle import assert_same_bits, n_step_batch
 
-from .comparison import Task, assert_same_learning, learn, trained
-from .environments import ARM, BUTTONS, VECTOR, Stacked, Wander, dict_space, each
-from .pair import Case, assert_same_batch, seeded, steps
+from .comparison import Task, assert_same_learning, make_learning, train
+from .environments import ARM, BUTTONS, VECTOR, Stacked, Wander, make_dict_space, repeat
+from .pair import Case, assert_same_batch, call_seeded, make_steps
 
 if not hasattr(buffers, "NStepReplayBuffer"):
     pytest.skip("Stable-Baselines3 has n-step returns from 2.7 on", allow_module_level=True)
@@ -32,24 +32,24 @@ HOW: dict[str, Any] = {"n_steps": 3, "gamma": 0.97}
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("handle_timeout_termination", [True, False])
 def test_every_sample_is_sb3s(n_steps: int, lanes: int, handle_timeout_termination: bool) -> None:
-    """Filling, just full and wrapped. Every tensor is the same, the discounts too."""
+    """The rule holds before the buffer is full and after it. Every tensor is the same, also the discounts."""
     case = Case(VECTOR, lanes=lanes)
     how: dict[str, Any] = {"n_envs": lanes, "n_steps": n_steps, "gamma": 0.9, "device": "cpu"}
     how["handle_timeout_termination"] = handle_timeout_termination
     plain = NStepReplayBuffer(40, case.observation, case.action, **how)
     ours = ReplayBuffer(40, case.observation, case.action, **how)
-    stream = steps(case, np.random.default_rng(1))
+    stream = make_steps(case, np.random.default_rng(1))
     for _ in range(45):
         step = next(stream)
         plain.add(*copy.deepcopy(step))
         ours.add(*copy.deepcopy(step))
-        expected = seeded(3, lambda: plain.sample(50))
-        assert_same_batch(expected, seeded(3, lambda: ours.sample(50)))
+        expected = call_seeded(3, lambda: plain.sample(50))
+        assert_same_batch(expected, call_seeded(3, lambda: ours.sample(50)))
 
 
 def test_normalised_samples_are_sb3s() -> None:
-    """Rewards are normalised one by one, before they are added up."""
-    normalise = VecNormalize(DummyVecEnv(each(Wander, 2)))
+    """Rewards are normalised one by one, before they are summed."""
+    normalise = VecNormalize(DummyVecEnv(repeat(Wander, 2)))
     normalise.reset()
     for _ in range(20):
         normalise.step(np.zeros((2, 2)))
@@ -57,31 +57,31 @@ def test_normalised_samples_are_sb3s() -> None:
     how: dict[str, Any] = {"n_envs": 2, "device": "cpu", **HOW}
     plain = NStepReplayBuffer(40, case.observation, case.action, **how)
     ours = ReplayBuffer(40, case.observation, case.action, **how)
-    stream = steps(case, np.random.default_rng(1))
+    stream = make_steps(case, np.random.default_rng(1))
     for _ in range(30):
         step = next(stream)
         plain.add(*copy.deepcopy(step))
         ours.add(*copy.deepcopy(step))
-    expected = seeded(3, lambda: plain.sample(50, env=normalise))
-    assert_same_batch(expected, seeded(3, lambda: ours.sample(50, env=normalise)))
+    expected = call_seeded(3, lambda: plain.sample(50, env=normalise))
+    assert_same_batch(expected, call_seeded(3, lambda: ours.sample(50, env=normalise)))
 
 
 @pytest.mark.parametrize("algorithm", ["DQN", "SAC", pytest.param("TD3", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_training_ends_in_the_same_weights(algorithm: str, lanes: int) -> None:
-    """A buffer that wraps around, episodes that terminate and are truncated."""
+    """The buffer becomes full. Some episodes terminate, and some are truncated."""
     actions = BUTTONS if algorithm == "DQN" else ARM
     task = Task(partial(Wander, VECTOR, actions), algorithm, lanes=lanes, buffer_size=90)
     assert_same_n_step_training(task, lanes)
 
 
 def test_frame_stacks_end_in_the_same_weights() -> None:
-    """First and last observations of a return share frames."""
+    """The first and the last observation of a return share frames."""
     assert_same_n_step_training(Task(partial(Stacked, BUTTONS), "DQN", "CnnPolicy", buffer_size=90), 1)
 
 
 def test_normalised_training_ends_in_the_same_weights() -> None:
-    """VecNormalize, with the statistics of the moment of the draw."""
+    """VecNormalize normalises with the statistics at the moment of the draw."""
 
     def normalise(vec_env: VecEnv) -> VecEnv:
         return VecNormalize(vec_env)
@@ -90,9 +90,9 @@ def test_normalised_training_ends_in_the_same_weights() -> None:
 
 
 def assert_same_n_step_training(task: Task, lanes: int) -> None:
-    acts = (learn(150 * lanes),)
-    plain = trained(task.model(NStepReplayBuffer, replay_buffer_kwargs=HOW), *acts)
-    ours = trained(task.model(ReplayBuffer, replay_buffer_kwargs=HOW), *acts)
+    acts = (make_learning(150 * lanes),)
+    plain = train(task.make_model(NStepReplayBuffer, replay_buffer_kwargs=HOW), *acts)
+    ours = train(task.make_model(ReplayBuffer, replay_buffer_kwargs=HOW), *acts)
     assert type(plain.replay_buffer) is NStepReplayBuffer
     assert plain._n_updates > 50
     assert_same_learning(plain, ours)
@@ -100,18 +100,18 @@ def assert_same_n_step_training(task: Task, lanes: int) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_dict_samples_are_the_oracles(lanes: int) -> None:
-    """Stable-Baselines3's own refuses Dict observations: there a plain list decides."""
-    space = dict_space((3, 40, 40))
+    """Stable-Baselines3's own buffer refuses Dict observations, so the samples are compared with the oracle."""
+    space = make_dict_space((3, 40, 40))
     ours = ReplayBuffer(40 * lanes, space, ARM, device="cpu", n_envs=lanes, **HOW)
     oracle = OracleMemory(40 * lanes, lanes)
-    stream = steps(Case(space, ARM, lanes), np.random.default_rng(2))
+    stream = make_steps(Case(space, ARM, lanes), np.random.default_rng(2))
     for _ in range(70):
         obs, next_obs, action, reward, done, infos = next(stream)
         cut = np.array([info.get("TimeLimit.truncated", False) for info in infos])
         ours.add(obs, next_obs, action, reward, done, infos)
         oracle.add(obs, action, reward, next_obs, done & ~cut, cut)
-    batch = seeded(1, lambda: ours.sample(60))
-    slots, envs = seeded(1, lambda: (np.random.randint(0, 40, 60), np.random.randint(0, lanes, 60)))  # noqa: NPY002
+    batch = call_seeded(1, lambda: ours.sample(60))
+    slots, envs = call_seeded(1, lambda: (np.random.randint(0, 40, 60), np.random.randint(0, lanes, 60)))  # noqa: NPY002
     ids = ours._find_ids(slots, envs)
     expected = n_step_batch(oracle, ids, 3, 0.97)
     for key in space.spaces:
@@ -124,13 +124,13 @@ def test_dict_samples_are_the_oracles(lanes: int) -> None:
 
 
 def test_dict_observations_can_be_trained_on() -> None:
-    """Where Stable-Baselines3 says that it cannot."""
-    task = Task(partial(Wander, dict_space()), "SAC", "MultiInputPolicy", lanes=2)
-    model = trained(task.model(ReplayBuffer, replay_buffer_kwargs=HOW), learn(100))
+    """Stable-Baselines3's own buffer refuses Dict observations."""
+    task = Task(partial(Wander, make_dict_space()), "SAC", "MultiInputPolicy", lanes=2)
+    model = train(task.make_model(ReplayBuffer, replay_buffer_kwargs=HOW), make_learning(100))
     assert model._n_updates > 20
 
 
-def test_a_number_of_steps_that_makes_no_sense_is_refused() -> None:
+def test_a_wrong_number_of_steps_is_refused() -> None:
     """The refusal names the argument."""
     with pytest.raises(ArgumentError, match=r"^n_steps \(0\)"):
         ReplayBuffer(40, VECTOR, spaces.Discrete(2), n_steps=0)

@@ -1,4 +1,4 @@
-"""One seed, one policy: PPO and A2C with holdall's rollout buffer end in the very weights of Stable-Baselines3's."""
+"""With one seed, PPO and A2C with holdall's rollout buffer end in the weights of Stable-Baselines3's."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 from holdall.errors import ArgumentError
 from holdall.sb3 import RolloutBuffer
 
-from .comparison import Glance, learned
-from .environments import ARM, BUTTONS, VECTOR, Stacked, Stretched, Wander, dict_space, each
+from .comparison import SmallExtractor, list_learned_tensors
+from .environments import ARM, BUTTONS, VECTOR, Stacked, Stretched, Wander, make_dict_space, repeat
 
 STEPS = 24
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:You have specified a mini-batch size of 17:UserWarning"
-    ),  # a last one of its own
+    # The last minibatch is smaller.
+    pytest.mark.filterwarnings("ignore:You have specified a mini-batch size of 17:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are trying to run:UserWarning"),
 ]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, apart from the buffer."""
+    """The settings of a training, except for the buffer."""
 
     environment: Callable[[], Any]
     algorithm: type[OnPolicyAlgorithm] = PPO
@@ -44,25 +43,25 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def learn(self, buffer_class: type[buffers.RolloutBuffer] | None, **buffer: Any) -> tuple[Any, list[Any]]:
-        """Train, and return the model with all that was logged on the way."""
+        """Train. Return the model and everything that it logged."""
         policy: dict[str, Any] = {"net_arch": [8]}
         if self.policy != "MlpPolicy":
-            policy["features_extractor_class"] = Glance
+            policy["features_extractor_class"] = SmallExtractor
         chosen: dict[str, Any] = {"rollout_buffer_class": buffer_class, "rollout_buffer_kwargs": buffer, "seed": 5}
         chosen |= {"policy_kwargs": policy, "n_steps": STEPS, "device": "cpu", "learning_rate": 0.01}
         if self.algorithm is PPO:
             chosen |= {"batch_size": 17, "n_epochs": 3}
-        vec_env = self.wrap(DummyVecEnv(each(self.environment, self.lanes)))
+        vec_env = self.wrap(DummyVecEnv(repeat(self.environment, self.lanes)))
         kind: Any = self.algorithm
         model = kind(self.policy, vec_env, **(chosen | self.settings))
         curve: list[Any] = []
 
-        def note(_locals: dict[str, Any], _globals: dict[str, Any]) -> bool:
+        def record_logs(_locals: dict[str, Any], _globals: dict[str, Any]) -> bool:
             logged = model.logger.name_to_value
             curve.append({name: value for name, value in logged.items() if not name.startswith("time/")})
             return True
 
-        model.learn(4 * STEPS * self.lanes, callback=note)
+        model.learn(4 * STEPS * self.lanes, callback=record_logs)
         return model, curve
 
 
@@ -72,10 +71,10 @@ def assert_same_training(task: Task, **buffer: Any) -> Any:
     ours, curve = task.learn(RolloutBuffer, **buffer)
     assert type(plain.rollout_buffer) in {buffers.RolloutBuffer, buffers.DictRolloutBuffer}
     assert type(ours.rollout_buffer) is RolloutBuffer
-    weights = dict(learned(plain))
-    our_weights = dict(learned(ours))
+    weights = dict(list_learned_tensors(plain))
+    our_weights = dict(list_learned_tensors(ours))
     differing = [name for name, bits in weights.items() if our_weights[name] != bits]
-    assert not differing, f"{len(differing)} of {len(weights)} differ, {differing[:3]} among them"
+    assert not differing, f"{len(differing)} of {len(weights)} tensors differ, for example {differing[:3]}"
     assert any("train/explained_variance" in logged for logged in expected)
     assert repr(curve) == repr(expected)
     return ours
@@ -89,8 +88,8 @@ def test_vectors_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorit
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
 def test_dicts_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorithm]) -> None:
-    """An image that Stable-Baselines3 transposes, a vector and a discrete key. Episodes end in both ways."""
-    assert_same_training(Task(partial(Wander, dict_space(), BUTTONS), algorithm, "MultiInputPolicy"))
+    """The observations have an image that Stable-Baselines3 transposes, a vector and a discrete key."""
+    assert_same_training(Task(partial(Wander, make_dict_space(), BUTTONS), algorithm, "MultiInputPolicy"))
 
 
 @pytest.mark.parametrize("compress", [None, "memory"])
@@ -98,7 +97,7 @@ def test_dicts_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorithm
 def test_frame_stacks_give_the_same_weights_and_each_frame_is_stored_once(
     algorithm: type[OnPolicyAlgorithm], compress: str | None
 ) -> None:
-    """Stacks of an environment's own, channels last, that reach the buffer transposed and not contiguous."""
+    """The environment stacks frames with channels last, so the buffer gets transposed views."""
     endings = {"terminates": 0.01, "max_steps": 90}
     task = Task(partial(Stacked, BUTTONS, **endings), algorithm, "CnnPolicy", settings={"n_steps": 64})
     ours = assert_same_training(task, compress=compress)
@@ -135,19 +134,19 @@ def test_every_action_space_gives_the_same_weights(space: spaces.Space[Any]) -> 
 
 
 def test_wide_floats_give_the_same_weights() -> None:
-    """Sums of floats depend on where in memory a batch begins."""
+    """Sums of floats depend on the alignment of a batch."""
     assert_same_training(Task(partial(Wander, spaces.Box(-1, 1, (1025,), np.float32), ARM)))
 
 
 def test_normalised_and_stretched_observations_give_the_same_weights() -> None:
-    """Wrappers that hand on other dtypes than the space names."""
+    """Some wrappers return another dtype than their space has."""
     assert_same_training(Task(partial(Wander, VECTOR, ARM), wrap=VecNormalize))
     assert_same_training(Task(partial(Wander, VECTOR, ARM), wrap=Stretched))
 
 
 @pytest.mark.parametrize("gamma", [0.99, 1, np.float64(0.97), np.float32(0.9)], ids=repr)
 def test_advantages_have_the_bits_of_sb3s_own(gamma: Any) -> None:
-    """Python's numbers and NumPy's, which compute in another precision."""
+    """Gamma may be a number of Python or NumPy. They are computed with in different precision."""
     generator = np.random.default_rng(0)
     sides = [
         kind(STEPS, VECTOR, ARM, device="cpu", gae_lambda=0.95, gamma=gamma, n_envs=7)

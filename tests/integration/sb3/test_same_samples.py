@@ -1,4 +1,4 @@
-"""Without training: the same steps and the same seed give the same samples, bit for bit."""
+"""The same steps and the same seed give the same samples, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from .environments import VECTOR, Wander, dict_space, each
-from .pair import Case, Pair, assert_same_batch, assert_same_bits, seeded
+from .environments import VECTOR, Wander, make_dict_space, repeat
+from .pair import Case, Pair, assert_same_batch, assert_same_bits, call_seeded
 
-IMAGE = spaces.Box(0, 255, (3, 40, 40), np.uint8)  # beyond what is kept in flat rows
+IMAGE = spaces.Box(0, 255, (3, 40, 40), np.uint8)  # Too large for rows.
 FRAMES = spaces.Box(0, 255, (4, 36, 36), np.uint8)
-DICT = dict_space((3, 40, 40))
+DICT = make_dict_space((3, 40, 40))
 
 CASES = [
     Case(VECTOR),
@@ -51,7 +51,7 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 
 @EVERY_CASE
 def test_samples_are_equal_while_the_buffer_fills_and_after_it_wraps(case: Case) -> None:
-    """From the first step on, over several turns of the buffer, in a size that lanes do not divide."""
+    """The number of lanes does not divide the size of the buffer."""
     pair = Pair(case)
     for ticks in (1, 12, 60, 150):
         pair.feed(ticks)
@@ -61,8 +61,8 @@ def test_samples_are_equal_while_the_buffer_fills_and_after_it_wraps(case: Case)
 
 
 @EVERY_CASE
-def test_time_limits_may_count_as_endings(case: Case) -> None:
-    """`handle_timeout_termination=False`: every ending is one."""
+def test_time_limits_may_count_as_terminations(case: Case) -> None:
+    """With `handle_timeout_termination=False`, every end is a termination."""
     pair = Pair(case, handle_timeout_termination=False)
     pair.feed(90)
     pair.assert_same_samples()
@@ -73,7 +73,7 @@ def test_time_limits_may_count_as_endings(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(VECTOR, lanes=2), Case(DICT, lanes=2)], ids=str)
 def test_optimize_memory_usage_draws_as_without_it(case: Case) -> None:
-    """Accepted with Dict observations and with time limits, both of which Stable-Baselines3 refuses."""
+    """It also works with Dict observations and with time limits, which Stable-Baselines3 refuses."""
     pair = Pair(case, optimize_memory_usage=True)
     for ticks in (20, 120):
         pair.feed(ticks)
@@ -84,9 +84,9 @@ def test_optimize_memory_usage_draws_as_without_it(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(VECTOR, lanes=2), Case(DICT, lanes=2)], ids=str)
 def test_normalised_samples_are_equal(case: Case) -> None:
-    """Observations and rewards by the statistics of a VecNormalize."""
+    """Observations and rewards are normalised with the statistics of a VecNormalize."""
     keys = ["state"] if isinstance(case.observation, spaces.Dict) else None
-    env = VecNormalize(DummyVecEnv(each(lambda: Wander(case.observation), 2)), norm_obs_keys=keys)
+    env = VecNormalize(DummyVecEnv(repeat(lambda: Wander(case.observation), 2)), norm_obs_keys=keys)
     env.reset()
     for _ in range(30):
         env.step(np.zeros((2, 2), np.float32))
@@ -96,7 +96,7 @@ def test_normalised_samples_are_equal(case: Case) -> None:
 
 
 def test_rewards_that_are_not_float32_are_rounded_as_sb3_rounds_them() -> None:
-    """Rewards in float64, flags as integers: what some environments hand over."""
+    """Some environments return rewards in float64 and flags as integers."""
     pair = Pair(Case(VECTOR, lanes=2))
     for _ in range(20):
         obs, next_obs, action, reward, done, infos = next(pair.steps)
@@ -106,8 +106,8 @@ def test_rewards_that_are_not_float32_are_rounded_as_sb3_rounds_them() -> None:
     pair.assert_same_arrays()
 
 
-def test_odd_bits_come_back() -> None:
-    """NaN payloads, negative zeros, infinities and subnormal numbers."""
+def test_odd_floats_are_sampled_bit_for_bit() -> None:
+    """These are NaN payloads, negative zeros, infinities and subnormal numbers."""
     pair = Pair(Case(spaces.Box(-np.inf, np.inf, (6,), np.float32)))
     odd = np.array([[0x7FC01234, 0xFFC00001, 0x80000000, 0x7F800000, 0x00000001, 0xFF800000]], np.uint32)
     for buffer in (pair.plain, pair.ours):
@@ -120,31 +120,31 @@ def test_odd_bits_come_back() -> None:
 
 @pytest.mark.parametrize("case", [Case(FRAMES, stacked=True), Case(DICT, lanes=3)], ids=str)
 def test_get_samples_returns_the_slots_that_it_is_given(case: Case) -> None:
-    """Slots chosen by the caller. The environments are drawn, in Stable-Baselines3's order."""
+    """The caller chooses the slots. The environments are drawn, in Stable-Baselines3's order."""
     pair = Pair(case)
     pair.feed(90)
     slots = np.array([0, 5, 5, pair.ours.size() - 1, 1])
-    expected = seeded(1, lambda: pair.plain._get_samples(slots))
-    assert_same_batch(expected, seeded(1, lambda: pair.ours._get_samples(slots)))
+    expected = call_seeded(1, lambda: pair.plain._get_samples(slots))
+    assert_same_batch(expected, call_seeded(1, lambda: pair.ours._get_samples(slots)))
 
 
-def test_a_sample_draws_as_much_from_the_generator_as_sb3s() -> None:
-    """What is drawn after a sample is the same, too."""
+def test_a_sample_advances_the_generator_as_sb3s_sample_does() -> None:
+    """The next random number after a sample is the same."""
     pair = Pair(Case(VECTOR, lanes=3))
     pair.feed(40)
     drawn_after = []
-    for buffer in _both(pair):
-        seeded(4, lambda buffer=buffer: buffer.sample(9))
-        drawn_after.append(np.random.random())  # noqa: NPY002  its generator
+    for buffer in _list_buffers(pair):
+        call_seeded(4, lambda buffer=buffer: buffer.sample(9))
+        drawn_after.append(np.random.random())  # noqa: NPY002  Stable-Baselines3's generator.
     assert drawn_after[0] == drawn_after[1]
 
 
-def test_samples_in_hand_never_change() -> None:
-    """Ten samples held while a hundred more are drawn and the buffer wraps."""
+def test_a_held_sample_does_not_change() -> None:
+    """Meanwhile a hundred more are drawn, and all slots are overwritten."""
     pair = Pair(Case(FRAMES, stacked=True))
     pair.feed(80)
-    held = [seeded(seed, lambda: pair.ours.sample(64)) for seed in range(10)]
-    expected = [seeded(seed, lambda: pair.plain.sample(64)) for seed in range(10)]
+    held = [call_seeded(seed, lambda: pair.ours.sample(64)) for seed in range(10)]
+    expected = [call_seeded(seed, lambda: pair.plain.sample(64)) for seed in range(10)]
     for _ in range(100):
         pair.ours.sample(64)
     pair.feed(80)
@@ -164,22 +164,22 @@ def test_a_sample_belongs_to_the_caller() -> None:
 
 
 @pytest.mark.parametrize("case", [Case(VECTOR, lanes=2), Case(DICT, lanes=2)], ids=str)
-def test_extend_adds_step_by_step(case: Case) -> None:
-    """One list per argument, as in Stable-Baselines3."""
+def test_extend_adds_the_steps_that_add_adds(case: Case) -> None:
+    """Every argument is a list, as in Stable-Baselines3."""
     pair = Pair(case)
     taken = [next(pair.steps) for _ in range(50)]
-    for buffer in _both(pair):
+    for buffer in _list_buffers(pair):
         buffer.extend(*zip(*taken, strict=True))
     pair.assert_same_arrays()
     pair.assert_same_samples()
 
 
 @pytest.mark.parametrize("case", [Case(VECTOR), Case(FRAMES, lanes=2, stacked=True), Case(DICT)], ids=str)
-def test_reset_begins_anew(case: Case) -> None:
-    """After a reset only what is added from then on is drawn."""
+def test_reset_removes_all_steps(case: Case) -> None:
+    """After a reset, only steps that are added later are drawn."""
     pair = Pair(case)
     pair.feed(90)
-    for buffer in _both(pair):
+    for buffer in _list_buffers(pair):
         buffer.reset()
         assert (buffer.pos, buffer.full, buffer.size()) == (0, False, 0)
     pair.feed(7)
@@ -189,7 +189,7 @@ def test_reset_begins_anew(case: Case) -> None:
     pair.assert_same_samples()
 
 
-def test_more_lanes_than_slots_leave_one_slot() -> None:
+def test_a_buffer_size_below_the_number_of_lanes_gives_one_slot() -> None:
     """A buffer size below the number of environments holds one step of each, as in Stable-Baselines3."""
     pair = Pair(Case(VECTOR, lanes=4), buffer_size=3)
     assert pair.ours.buffer_size == pair.plain.buffer_size == 1
@@ -199,7 +199,7 @@ def test_more_lanes_than_slots_leave_one_slot() -> None:
 
 
 def test_swapped_and_flattened_arrays_are_equal() -> None:
-    """What else Stable-Baselines3's buffers offer still works."""
+    """Other methods of Stable-Baselines3's buffers work, too."""
     pair = Pair(Case(VECTOR, lanes=3))
     pair.feed(30)
     expected = pair.plain.swap_and_flatten(pair.plain.observations)
@@ -208,5 +208,5 @@ def test_swapped_and_flattened_arrays_are_equal() -> None:
     assert pair.ours.to_torch(array).tolist() == array.tolist()
 
 
-def _both(pair: Pair) -> tuple[Any, Any]:
+def _list_buffers(pair: Pair) -> tuple[Any, Any]:
     return pair.plain, pair.ours

@@ -1,4 +1,4 @@
-"""One seed, one policy: training with holdall's buffer ends in the very weights of Stable-Baselines3's."""
+"""With one seed, training with holdall's buffer ends in the weights of Stable-Baselines3's."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize, VecTransposeI
 
 from holdall.sb3 import ReplayBuffer
 
-from .comparison import ALGORITHMS, Task, assert_same_learning, assert_same_training, learn, trained
-from .environments import ARM, BUTTONS, VECTOR, Stacked, Stretched, Wander, dict_space
+from .comparison import ALGORITHMS, Task, assert_same_learning, assert_same_training, make_learning, train
+from .environments import ARM, BUTTONS, VECTOR, Stacked, Stretched, Wander, make_dict_space
 
 pytestmark = pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer:UserWarning")
 
 
-def actions_of(algorithm: str) -> spaces.Space[Any]:
+def get_action_space(algorithm: str) -> spaces.Space[Any]:
     return BUTTONS if algorithm == "DQN" else ARM
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_learns_the_same_from_vectors(algorithm: str) -> None:
-    """DQN, DDPG, TD3 and SAC on a float vector."""
-    assert_same_training(Task(partial(Wander, VECTOR, actions_of(algorithm)), algorithm))
+    assert_same_training(Task(partial(Wander, VECTOR, get_action_space(algorithm)), algorithm))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_learns_the_same_from_dicts(algorithm: str) -> None:
-    """An image that Stable-Baselines3 transposes, a vector and a discrete key, in two environments."""
-    environment = partial(Wander, dict_space(), actions_of(algorithm))
-    assert_same_training(Task(environment, algorithm, "MultiInputPolicy", lanes=2), learn(160))
+    """The observations have an image that Stable-Baselines3 transposes, a vector and a discrete key."""
+    environment = partial(Wander, make_dict_space(), get_action_space(algorithm))
+    assert_same_training(Task(environment, algorithm, "MultiInputPolicy", lanes=2), make_learning(160))
 
 
 @pytest.mark.parametrize("algorithm", ["DQN", "SAC"])
 def test_frame_stacks_transposed_by_sb3_give_the_same_weights(algorithm: str) -> None:
     """Images reach the buffer as (C, H, W) views that are not contiguous."""
-    environment = partial(Stacked, actions_of(algorithm))
+    environment = partial(Stacked, get_action_space(algorithm))
     assert_same_training(Task(environment, algorithm, "CnnPolicy"))
 
 
@@ -56,15 +55,14 @@ def test_frame_stacks_transposed_by_sb3_give_the_same_weights(algorithm: str) ->
     ids=str,
 )
 def test_every_observation_space_gives_the_same_weights(space: spaces.Space[Any]) -> None:
-    """Whatever Stable-Baselines3 can observe."""
     assert_same_training(Task(partial(Wander, space)))
 
 
 @pytest.mark.parametrize("algorithm", ["DQN", "SAC"])
 def test_wide_float_observations_give_the_same_weights(algorithm: str) -> None:
-    """Sums of floats depend on where in memory a batch begins, so that has to be where torch would put it."""
-    space = spaces.Box(-1, 1, (1025,), np.float32)  # rows whose length no alignment divides, in an odd number
-    task = Task(partial(Wander, space, actions_of(algorithm)), algorithm, settings={"batch_size": 33})
+    """Sums of floats depend on the alignment of a batch, so it must be that of torch's own tensors."""
+    space = spaces.Box(-1, 1, (1025,), np.float32)  # The length is odd, so rows are not aligned.
+    task = Task(partial(Wander, space, get_action_space(algorithm)), algorithm, settings={"batch_size": 33})
     assert_same_training(task)
 
 
@@ -76,19 +74,19 @@ def test_every_action_space_gives_the_same_weights(space: spaces.Space[Any]) -> 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy"])
 def test_four_environments_give_the_same_weights(policy: str) -> None:
-    """Four lanes whose episodes end at different steps. The size is no multiple of four."""
-    space = VECTOR if policy == "MlpPolicy" else dict_space()
-    assert_same_training(Task(partial(Wander, space), "TD3", policy, lanes=4, buffer_size=203), learn(320))
+    """Their episodes end at different steps. The size of the buffer is not a multiple of four."""
+    space = VECTOR if policy == "MlpPolicy" else make_dict_space()
+    assert_same_training(Task(partial(Wander, space), "TD3", policy, lanes=4, buffer_size=203), make_learning(320))
 
 
 @pytest.mark.parametrize("handle_timeout_termination", [True, False])
 @pytest.mark.parametrize("endings", [{"terminates": 0.2, "max_steps": 10_000}, {"terminates": 0.0, "max_steps": 7}])
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy"])
-def test_endings_are_told_apart_as_sb3_does(
+def test_terminations_and_time_limits_count_as_in_sb3(
     policy: str, endings: dict[str, Any], handle_timeout_termination: bool
 ) -> None:
-    """Terminating and truncating tasks, with time limits bootstrapped through or taken as ends."""
-    space = VECTOR if policy == "MlpPolicy" else dict_space()
+    """The tasks terminate or are truncated, and time limits count as terminations or not."""
+    space = VECTOR if policy == "MlpPolicy" else make_dict_space()
     settings = {"replay_buffer_kwargs": {"handle_timeout_termination": handle_timeout_termination}}
     environment = partial(Wander, space, ARM, **endings)
     assert_same_training(Task(environment, policy=policy, lanes=2, settings=settings))
@@ -96,41 +94,41 @@ def test_endings_are_told_apart_as_sb3_does(
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy"])
 def test_normalised_samples_give_the_same_weights(policy: str) -> None:
-    """VecNormalize: stored as observed, normalised with the statistics of the moment of the draw."""
-    space = VECTOR if policy == "MlpPolicy" else dict_space()
+    """VecNormalize normalises with the statistics at the moment of the draw. Stored observations are not normalised."""
+    space = VECTOR if policy == "MlpPolicy" else make_dict_space()
     keys = None if policy == "MlpPolicy" else ["state"]
 
     def normalise(vec_env: VecEnv) -> VecEnv:
         return VecNormalize(VecTransposeImage(vec_env) if keys else vec_env, norm_obs_keys=keys)
 
-    assert_same_training(Task(partial(Wander, space), policy=policy, lanes=2, wrap=normalise), learn(160))
+    assert_same_training(Task(partial(Wander, space), policy=policy, lanes=2, wrap=normalise), make_learning(160))
 
 
 def test_observations_in_another_dtype_are_cast_as_sb3_casts_them() -> None:
-    """Observations in float64 where the space says float32."""
+    """The observations are float64, and the space is float32."""
     assert_same_training(Task(Wander, lanes=2, wrap=Stretched))
 
 
 @pytest.mark.parametrize("reset_num_timesteps", [True, False])
 def test_learning_twice_gives_the_same_weights(reset_num_timesteps: bool) -> None:
     """The second call begins a new episode, or continues the last one."""
-    again = learn(60, reset_num_timesteps=reset_num_timesteps)
-    assert_same_training(Task(partial(Wander, dict_space()), policy="MultiInputPolicy"), learn(73), again)
+    again = make_learning(60, reset_num_timesteps=reset_num_timesteps)
+    assert_same_training(Task(partial(Wander, make_dict_space()), policy="MultiInputPolicy"), make_learning(73), again)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_small_buffer_that_wraps_around_gives_the_same_weights(lanes: int) -> None:
-    """Old transitions leave in the middle of episodes, several times over."""
+def test_a_small_buffer_gives_the_same_weights(lanes: int) -> None:
+    """Transitions are evicted in the middle of episodes."""
     task = Task(partial(Stacked, BUTTONS), "DQN", "CnnPolicy", lanes, buffer_size=41)
-    assert_same_training(task, learn(150 * lanes))
+    assert_same_training(task, make_learning(150 * lanes))
 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy"])
 def test_optimize_memory_usage_changes_nothing(policy: str) -> None:
-    """Unlike Stable-Baselines3's, it goes with Dict observations and with truncation, and draws as without it."""
-    space = VECTOR if policy == "MlpPolicy" else dict_space()
+    """It also works with Dict observations and with time limits, which Stable-Baselines3 refuses."""
+    space = VECTOR if policy == "MlpPolicy" else make_dict_space()
     task = Task(partial(Wander, space, ARM, 0.0, 7), policy=policy, lanes=2, buffer_size=60)
-    assert_same_training(task, learn(160), optimize_memory_usage=True)
+    assert_same_training(task, make_learning(160), optimize_memory_usage=True)
 
 
 def test_optimize_memory_usage_lets_sb3_end_the_last_episode() -> None:
@@ -141,13 +139,13 @@ def test_optimize_memory_usage_lets_sb3_end_the_last_episode() -> None:
         assert model.replay_buffer is not None
         model.replay_buffer.dones[model.replay_buffer.pos - 1] = True
 
-    plain = trained(task.model(None), learn(93), end_last_episode, learn(60))
-    ours = trained(task.model(ReplayBuffer, optimize_memory_usage=True), learn(93), learn(60))
+    plain = train(task.make_model(None), make_learning(93), end_last_episode, make_learning(60))
+    ours = train(task.make_model(ReplayBuffer, optimize_memory_usage=True), make_learning(93), make_learning(60))
     assert_same_learning(plain, ours)
 
 
 def test_one_wrong_reward_would_be_noticed() -> None:
-    """The comparison of weights tells runs apart that differ in one stored number."""
+    """The comparison of weights fails if one stored number differs."""
 
     class Wrong(PlainReplayBuffer):
         def add(self, *args: Any) -> None:
@@ -156,7 +154,7 @@ def test_one_wrong_reward_would_be_noticed() -> None:
                 self.rewards[14] = np.nextafter(self.rewards[14], np.float32(9))
 
     task = Task(Wander)
-    plain = trained(task.model(None), learn(75))
-    wrong = trained(task.model(Wrong), learn(75))
+    plain = train(task.make_model(None), make_learning(75))
+    wrong = train(task.make_model(Wrong), make_learning(75))
     with pytest.raises(AssertionError, match="differ"):
         assert_same_learning(plain, wrong)

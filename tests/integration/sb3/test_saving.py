@@ -1,4 +1,4 @@
-"""`save_replay_buffer` and `load_replay_buffer`: the same experience, the same training, no second copy in memory."""
+"""`save_replay_buffer` and `load_replay_buffer` keep the steps and the training, and make no second copy in memory."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from stable_baselines3.common.utils import set_random_seed
 
 from holdall.sb3 import ReplayBuffer
 
-from .comparison import Task, assert_same_learning, learn, trained
-from .environments import BUTTONS, VECTOR, Stacked, Wander, dict_space
+from .comparison import Task, assert_same_learning, make_learning, train
+from .environments import BUTTONS, VECTOR, Stacked, Wander, make_dict_space
 from .pair import Case, Pair
 
 CASES = [
     Case(VECTOR, lanes=3),
     Case(spaces.Box(0, 255, (4, 36, 36), np.uint8), lanes=2, stacked=True),
     Case(spaces.Box(-1, 1, (60, 7), np.float32), stacked=True),
-    Case(dict_space((3, 40, 40)), lanes=2, transposed=True),
+    Case(make_dict_space((3, 40, 40)), lanes=2, transposed=True),
     Case(spaces.Discrete(5), BUTTONS),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ticks", [0, 1, 13, 70, 190], ids=lambda ticks: f"{ticks} ticks")
-def test_a_loaded_buffer_is_the_one_that_was_saved(case: Case, ticks: int, tmp_path: Path) -> None:
-    """Empty, begun, full and wrapped. The loaded buffer continues as the saved one does."""
+def test_a_loaded_buffer_has_the_slots_of_the_saved_one(case: Case, ticks: int, tmp_path: Path) -> None:
+    """The loaded buffer continues as the saved one does."""
     pair = Pair(case)
     pair.feed(ticks)
     saved = pair.ours
@@ -47,8 +47,8 @@ def test_a_loaded_buffer_is_the_one_that_was_saved(case: Case, ticks: int, tmp_p
     pair.assert_same_samples()
 
 
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    """The buffer that was saved continues as if it had not been saved."""
+def test_saving_does_not_change_the_buffer(tmp_path: Path) -> None:
+    """It continues as if it had not been saved."""
     pair = Pair(CASES[1])
     for ticks in (13, 70, 100):
         pair.feed(ticks)
@@ -58,7 +58,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_saved_buffer_can_be_saved_again_after_loading(tmp_path: Path) -> None:
-    """Nothing is lost from one save to the next."""
+    """The buffer is saved and loaded several times."""
     pair = Pair(CASES[3])
     for ticks in (13, 70, 100):
         pair.feed(ticks)
@@ -73,24 +73,24 @@ def test_a_saved_buffer_can_be_saved_again_after_loading(tmp_path: Path) -> None
     [
         Task(partial(Wander, VECTOR), "SAC", lanes=2),
         Task(partial(Stacked, BUTTONS), "DQN", "CnnPolicy", buffer_size=60),
-        Task(partial(Wander, dict_space()), "TD3", "MultiInputPolicy", lanes=2),
+        Task(partial(Wander, make_dict_space()), "TD3", "MultiInputPolicy", lanes=2),
     ],
     ids=lambda task: task.policy,
 )
 def test_training_resumed_from_a_file_gives_the_same_weights(task: Task, tmp_path: Path) -> None:
-    """A new model takes weights and buffer from files and learns on."""
+    """A new model loads weights and buffer from files, and continues the training."""
 
-    def resumed(buffer_class: type[PlainReplayBuffer] | None) -> OffPolicyAlgorithm:
-        first = trained(task.model(buffer_class), learn(90))
+    def train_and_resume(buffer_class: type[PlainReplayBuffer] | None) -> OffPolicyAlgorithm:
+        first = train(task.make_model(buffer_class), make_learning(90))
         first.save(tmp_path / "model")
         first.save_replay_buffer(tmp_path / "buffer")
-        second = task.model(buffer_class)
+        second = task.make_model(buffer_class)
         second.set_parameters(str(tmp_path / "model.zip"))
         second.load_replay_buffer(tmp_path / "buffer")
         set_random_seed(11)
-        return trained(second, learn(80))
+        return train(second, make_learning(80))
 
-    assert_same_learning(resumed(None), resumed(ReplayBuffer))
+    assert_same_learning(train_and_resume(None), train_and_resume(ReplayBuffer))
 
 
 SPIKE = """
@@ -107,9 +107,9 @@ def kib(name):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
 
-def spike_of(act):
+def measure_spike(act):
     before = kib("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # This resets the peak.
     kept = act()
     return kept, {"peak": (kib("VmHWM") - before) * 1024, "kept": (kib("VmRSS") - before) * 1024}
 
@@ -120,25 +120,25 @@ space = spaces.Dict({"camera": image, "state": spaces.Box(-1, 1, (31,), np.float
 settings = {"budget": None} if is_compressed else {}
 buffer = ReplayBuffer(20_000, space, spaces.Box(-1, 1, (2,), np.float32), device="cpu", **settings)
 
-def look():
+def observe():
     camera = rng.integers(0, 200 if is_compressed else 256, (1, 3, 84, 84), np.uint8)
     return {"camera": camera, "state": rng.normal(size=(1, 31)).astype(np.float32)}
 
-obs = look()
+obs = observe()
 for step in range(6_000):
-    next_obs = look()
+    next_obs = observe()
     done = step % 50 == 49
     buffer.add(obs, next_obs, action, reward, np.array([done]), [{}])
-    obs = look() if done else next_obs
+    obs = observe() if done else next_obs
 
 buffer.memory.store.wait_idle()
 small = ReplayBuffer(10, space, spaces.Box(-1, 1, (2,), np.float32), device="cpu")
-save_to_pkl(path, small), load_from_pkl(path)  # imports what saving imports
+save_to_pkl(path, small), load_from_pkl(path)  # This imports the modules that saving needs.
 
 held = buffer.report().total_bytes
-_, saving = spike_of(lambda: save_to_pkl(path, buffer))
+_, saving = measure_spike(lambda: save_to_pkl(path, buffer))
 del buffer
-loaded, loading = spike_of(lambda: load_from_pkl(path))
+loaded, loading = measure_spike(lambda: load_from_pkl(path))
 print(json.dumps({"held": held, "file": path.stat().st_size, "saving": saving, "loading": loading}))
 """
 
@@ -147,7 +147,7 @@ print(json.dumps({"held": held, "file": path.stat().st_size, "saving": saving, "
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
 @pytest.mark.parametrize("form", ["raw", "compressed"])
 def test_saving_and_loading_take_no_second_copy(form: str, tmp_path: Path) -> None:
-    """Some 130 MB of images: less than 48 MB beside them at any moment, and no more in the file than in memory."""
+    """The buffer has some 130 MB. The peak is less than 48 MB above them, and the file is no larger than the buffer."""
     command = [sys.executable, "-c", SPIKE, str(tmp_path / "buffer.pkl"), form]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""SBX, which is Stable-Baselines3 with JAX: the same weights with holdall's buffer as with its own."""
+"""SBX, which is Stable-Baselines3 with JAX, learns the same weights with holdall's buffer as with its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print("the same weights")
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_sbx_learns_the_same_weights() -> None:
-    """In a process of its own: JAX has threads, and a process with it must not fork."""
+    """SBX runs in another process: JAX starts threads, and a process with threads must not fork."""
     if not (FETCHED / ".stamp").exists():
         pytest.skip("needs SBX, which `make nightly` fetches where there is a network")
     surroundings = os.environ | {"PYTHONPATH": str(FETCHED / "site"), "JAX_PLATFORMS": "cpu"}

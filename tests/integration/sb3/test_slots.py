@@ -1,4 +1,4 @@
-"""The buffer's arrays, read and written as code around Stable-Baselines3 does."""
+"""Reads and writes of the buffer's arrays, as in code around Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from holdall.errors import HoldallError
 
-from .environments import VECTOR, dict_space
+from .environments import VECTOR, make_dict_space
 from .pair import Case, Pair, assert_same_bits
 
 SLOTS = np.array([3, 0, 16, 3])
@@ -49,13 +49,13 @@ INNER_KEYS: dict[str, Any] = {
 CASES = [
     Case(VECTOR, lanes=4),
     Case(spaces.Box(0, 255, (4, 36, 36), np.uint8), lanes=4, stacked=True),
-    Case(dict_space((3, 40, 40)), lanes=4, transposed=True),
+    Case(make_dict_space((3, 40, 40)), lanes=4, transposed=True),
 ]
 
 
 @pytest.fixture(params=[9, 17, 40], ids=["filling", "just full", "wrapped"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """Seventeen slots of four lanes, after some ticks."""
+    """Return a pair of buffers with seventeen slots of four lanes, after some ticks."""
     pair = Pair(CASES[0])
     pair.feed(request.param)
     return pair
@@ -64,27 +64,26 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ticks", [9, 40])
 def test_every_array_reads_as_sb3s(case: Case, ticks: int) -> None:
-    """Under every kind of key. Slots that were never written to read as zeros."""
+    """The rule holds for every kind of key. Unused slots are read as zeros."""
     pair = Pair(case)
     pair.feed(ticks)
-    for name, theirs, ours in pair.arrays():
+    for name, theirs, ours in pair.list_arrays():
         for described, key in KEYS.items():
             assert_same_bits(theirs[key], ours[key], f"{name} at {described}")
         if theirs.ndim > 2 and "gear" not in name:
             for described, key in INNER_KEYS.items():
-                if name != "actions" or described != "an element":  # actions have two elements only
+                if name != "actions" or described != "an element":  # Actions have only two elements.
                     assert_same_bits(theirs[key], ours[key], f"{name} at {described}")
 
 
 def test_every_array_has_the_shape_and_dtype_of_sb3s(pair: Pair) -> None:
-    """Shape, dtype, number of axes and length, without gathering anything."""
-    for _, theirs, ours in pair.arrays():
+    """The test compares shape, dtype, number of axes and length."""
+    for _, theirs, ours in pair.list_arrays():
         assert (ours.shape, ours.dtype, ours.ndim, len(ours)) == (theirs.shape, theirs.dtype, theirs.ndim, len(theirs))
 
 
 def test_a_slot_out_of_range_is_an_index_error(pair: Pair) -> None:
-    """As in an array."""
-    for name, theirs, ours in pair.arrays():
+    for name, theirs, ours in pair.list_arrays():
         for key in (17, -18, (0, 4), [0, 17]):
             with pytest.raises(IndexError):
                 theirs[key]
@@ -93,7 +92,7 @@ def test_a_slot_out_of_range_is_an_index_error(pair: Pair) -> None:
             assert name
 
 
-def test_the_last_step_may_be_declared_an_end(pair: Pair) -> None:
+def test_the_last_step_may_be_marked_as_an_end(pair: Pair) -> None:
     """`_setup_learn` writes `dones[pos] = True`: all lanes of the newest slot."""
     last = (pair.ours.pos - 1) % pair.ours.buffer_size
     for buffer in (pair.plain, pair.ours):
@@ -102,7 +101,7 @@ def test_the_last_step_may_be_declared_an_end(pair: Pair) -> None:
     pair.assert_same_samples(batch=200)
 
 
-def test_the_last_step_may_be_declared_a_time_limit(pair: Pair) -> None:
+def test_the_last_step_may_be_marked_as_a_time_limit(pair: Pair) -> None:
     """`truncate_last_trajectory` writes `dones[pos - 1]`, then `timeouts[pos - 1]`. -1 is the last slot."""
     for buffer in (pair.plain, pair.ours):
         buffer.dones[buffer.pos - 1] = True
@@ -111,8 +110,8 @@ def test_the_last_step_may_be_declared_a_time_limit(pair: Pair) -> None:
     pair.assert_same_samples(batch=200)
 
 
-def test_flags_may_be_written_in_any_order_and_taken_back(pair: Pair) -> None:
-    """Each array keeps what was written to it, whatever the other says."""
+def test_flags_may_be_set_and_cleared_in_any_order(pair: Pair) -> None:
+    """Each array has the values that were written to it last."""
     newest = pair.ours.pos - 1
     writes = [("timeouts", True), ("dones", True), ("dones", False), ("timeouts", False), ("dones", True)]
     for name, value in writes:
@@ -123,7 +122,7 @@ def test_flags_may_be_written_in_any_order_and_taken_back(pair: Pair) -> None:
 
 
 def test_flags_of_one_lane_or_several_slots_may_be_written(pair: Pair) -> None:
-    """Under the keys of an array, with one value or one each."""
+    """The value is one flag, or one flag for each transition."""
     for buffer in (pair.plain, pair.ours):
         buffer.dones[3, 1] = True
         buffer.timeouts[np.array([0, 2, 5]), np.array([0, 0, 3])] = np.array([1.0, 0.0, 1.0])
@@ -133,7 +132,7 @@ def test_flags_of_one_lane_or_several_slots_may_be_written(pair: Pair) -> None:
     pair.assert_same_samples(batch=200)
 
 
-def test_a_time_limit_that_ended_nothing_is_kept_as_said() -> None:
+def test_a_time_limit_without_an_end_is_stored_as_given() -> None:
     """An environment may report a time limit without being done. Stable-Baselines3 stores both as they are."""
     pair = Pair(Case(VECTOR))
     for buffer in (pair.plain, pair.ours):
@@ -155,8 +154,8 @@ TIME_LIMITS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("given", TIME_LIMITS)
 @pytest.mark.parametrize("done", [True, False])
-def test_time_limits_come_in_any_form(given: str, done: bool) -> None:
-    """As in `extend(...)` of what was read from another buffer."""
+def test_time_limits_may_have_any_type(given: str, done: bool) -> None:
+    """Arrays of another buffer may be passed to `extend`, for example."""
     pair = Pair(Case(VECTOR))
     one = np.ones((1, 5), np.float32)
     for buffer in (pair.plain, pair.ours):
@@ -167,15 +166,15 @@ def test_time_limits_come_in_any_form(given: str, done: bool) -> None:
     pair.assert_same_samples()
 
 
-def test_time_limits_of_several_environments_come_in_any_form() -> None:
-    """Said for one of them, for some in other types, and once for all."""
+def test_time_limits_of_several_environments_may_have_any_type() -> None:
+    """They are given for some environments, in different types, or once for all."""
     pair = Pair(Case(VECTOR, lanes=3))
     one = np.ones((3, 5), np.float32)
-    said: list[list[dict[str, Any]]] = [
+    given_infos: list[list[dict[str, Any]]] = [
         [{"TimeLimit.truncated": np.True_}, {}, {"TimeLimit.truncated": 0}],
         [{"TimeLimit.truncated": 1}],
     ]
-    for infos in said:
+    for infos in given_infos:
         for buffer in (pair.plain, pair.ours):
             buffer.add(one, one, one[:, :2], np.zeros(3, np.float32), np.array([1.0, 0.0, 1.0]), infos)
     pair.assert_same_arrays()
@@ -192,7 +191,7 @@ def test_time_limits_of_several_environments_come_in_any_form() -> None:
 
 
 @pytest.mark.parametrize("given", [0.5, 2, float("nan"), -1])
-def test_a_time_limit_that_is_no_flag_is_refused(given: float) -> None:
+def test_a_time_limit_that_is_not_a_flag_is_refused(given: float) -> None:
     pair = Pair(Case(VECTOR))
     one = np.ones((1, 5), np.float32)
     with pytest.raises(HoldallError, match=r"TimeLimit\.truncated"):
@@ -200,8 +199,8 @@ def test_a_time_limit_that_is_no_flag_is_refused(given: float) -> None:
     assert pair.ours.pos == 0
 
 
-def test_a_buffer_that_is_only_said_to_be_full_gives_zeros() -> None:
-    """Slots that were never written to, as Stable-Baselines3's own tests of dtypes draw them."""
+def test_unused_slots_of_a_buffer_marked_as_full_are_zeros() -> None:
+    """Stable-Baselines3's own tests of dtypes draw such slots."""
     for case in CASES:
         pair = Pair(case)
         pair.plain.full = pair.ours.full = True
@@ -209,8 +208,8 @@ def test_a_buffer_that_is_only_said_to_be_full_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("name", ["rewards", "observations", "mean", "max", "iteration"])
-def test_reading_an_array_takes_little_beside_it(name: str) -> None:
-    """Some 60 MB of images, twice: all of one field are read in pieces, and nothing of that size is kept."""
+def test_reading_an_array_takes_little_additional_memory(name: str) -> None:
+    """The arrays of images have 30 MB each. They are read in pieces, and no buffer of that size remains."""
     read_as: dict[str, Any] = {
         "mean": lambda buffer: buffer.observations.mean(),
         "max": lambda buffer: np.max(buffer.observations),
@@ -221,12 +220,12 @@ def test_reading_an_array_takes_little_beside_it(name: str) -> None:
         step = next(pair.steps)
         for _ in range(50):
             pair.ours.add(*step)
-    pair.ours.memory.store.wait_idle()  # choosing a codec takes memory, too
+    pair.ours.memory.store.wait_idle()  # Choosing a codec takes memory, too.
 
     def read_all() -> Any:
         return read_as[name](pair.ours) if name in read_as else np.asarray(getattr(pair.ours, name))
 
-    read_all()  # threads make room for the longest unit that any memory of this process has
+    read_all()  # Threads allocate memory for the longest unit once.
     tracemalloc.start()
     read = read_all()
     _, peak = tracemalloc.get_traced_memory()
@@ -236,8 +235,8 @@ def test_reading_an_array_takes_little_beside_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["observations", "next_observations", "actions", "rewards"])
-def test_what_was_observed_cannot_be_rewritten(name: str) -> None:
-    """The error says so, instead of a write that goes nowhere."""
+def test_observations_actions_and_rewards_cannot_be_written_to(name: str) -> None:
+    """Without the error, the write would have no effect."""
     pair = Pair(CASES[0])
     pair.feed(5)
     with pytest.raises(HoldallError, match=name):
@@ -246,6 +245,6 @@ def test_what_was_observed_cannot_be_rewritten(name: str) -> None:
 
 
 @pytest.mark.parametrize("key", [None, (..., 0, 0), (0, 1, [0, 2]), (slice(3), SLOTS % 4, 0)], ids=str)
-def test_keys_that_pick_inside_of_rows_read_as_sb3s(pair: Pair, key: Any) -> None:
-    """New axes, leading ellipses, arrays of elements, and arrays whose axes NumPy moves to the front."""
+def test_keys_with_elements_of_rows_read_as_sb3s(pair: Pair, key: Any) -> None:
+    """The keys have new axes, leading ellipses, arrays of elements, and arrays whose axes NumPy moves to the front."""
     assert_same_bits(pair.plain.observations[key], pair.ours.observations[key], str(key))

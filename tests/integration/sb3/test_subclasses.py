@@ -1,4 +1,4 @@
-"""Users' own subclasses, callbacks that move `pos`, and steps that a plain buffer refuses: SB3's buffers decide."""
+"""Users' subclasses, callbacks that change `pos`, and odd steps have the effect that they have on SB3's buffers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from stable_baselines3.her import her_replay_buffer
 from holdall.errors import ArgumentError
 from holdall.sb3 import HerReplayBuffer, ReplayBuffer, RolloutBuffer
 
-from .environments import VECTOR, dict_space
-from .pair import Case, Pair, assert_same_batch, assert_same_bits, seeded, steps
+from .environments import VECTOR, make_dict_space
+from .pair import Case, Pair, assert_same_batch, assert_same_bits, call_seeded, make_steps
 from .test_same_her import Reach
 
 Subclass = Callable[[Any], Any]
 
 
-def doubled_tensors(base: Any) -> Any:
-    class Doubled(base):  # type: ignore[misc]  # a base that is passed in
+def double_tensors(base: Any) -> Any:
+    class Doubled(base):  # type: ignore[misc]  # The base is an argument.
         def to_torch(self, array: Any, copy: bool = True) -> Any:
             return super().to_torch(array, copy) * 2
 
     return Doubled
 
 
-def clipped_rewards(base: Any) -> Any:
-    class Clipped(base):  # type: ignore[misc]  # a base that is passed in
+def clip_rewards(base: Any) -> Any:
+    class Clipped(base):  # type: ignore[misc]  # The base is an argument.
         @staticmethod
         def _normalize_reward(reward: Any, env: Any = None) -> Any:
             return np.clip(reward, -0.5, 0.5)
@@ -41,8 +41,8 @@ def clipped_rewards(base: Any) -> Any:
     return Clipped
 
 
-def negative_observations(base: Any) -> Any:
-    class Negative(base):  # type: ignore[misc]  # a base that is passed in
+def negate_observations(base: Any) -> Any:
+    class Negative(base):  # type: ignore[misc]  # The base is an argument.
         @staticmethod
         def _normalize_obs(obs: Any, env: Any = None) -> Any:
             return {key: 1 - rows for key, rows in obs.items()} if isinstance(obs, dict) else 1 - obs
@@ -50,8 +50,8 @@ def negative_observations(base: Any) -> Any:
     return Negative
 
 
-def scaled_samples(base: Any) -> Any:
-    class Scaled(base):  # type: ignore[misc]  # a base that is passed in
+def scale_samples(base: Any) -> Any:
+    class Scaled(base):  # type: ignore[misc]  # The base is an argument.
         def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
             samples = super()._get_samples(batch_inds, env)
             return samples._replace(rewards=samples.rewards * 3)
@@ -59,8 +59,8 @@ def scaled_samples(base: Any) -> Any:
     return Scaled
 
 
-def scaled_advantages(base: Any) -> Any:
-    class Scaled(base):  # type: ignore[misc]  # a base that is passed in
+def scale_advantages(base: Any) -> Any:
+    class Scaled(base):  # type: ignore[misc]  # The base is an argument.
         def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
             samples = super()._get_samples(batch_inds, env)
             return samples._replace(advantages=samples.advantages * 3)
@@ -68,19 +68,19 @@ def scaled_advantages(base: Any) -> Any:
     return Scaled
 
 
-def small_size(base: Any) -> Any:
-    class Small(base):  # type: ignore[misc]  # a base that is passed in
+def limit_size(base: Any) -> Any:
+    class Small(base):  # type: ignore[misc]  # The base is an argument.
         def size(self) -> int:
-            return min(5, super().size())  # type: ignore[no-any-return]  # of a base that is passed in
+            return min(5, super().size())  # type: ignore[no-any-return]  # The base is an argument.
 
     return Small
 
 
-SUBCLASSES = [doubled_tensors, clipped_rewards, negative_observations, scaled_samples, small_size]
+SUBCLASSES = [double_tensors, clip_rewards, negate_observations, scale_samples, limit_size]
 
 
-def pair_of(subclass: Subclass, case: Case) -> Pair:
-    """Both buffers as one and the same subclass of a user's."""
+def make_pair(subclass: Subclass, case: Case) -> Pair:
+    """Return a pair of buffers, each of which is the user's subclass of its class."""
     pair = Pair(case)
     is_dict = isinstance(case.observation, spaces.Dict)
     plain = subclass(buffers.DictReplayBuffer if is_dict else buffers.ReplayBuffer)
@@ -91,10 +91,10 @@ def pair_of(subclass: Subclass, case: Case) -> Pair:
 
 
 @pytest.mark.parametrize("subclass", SUBCLASSES)
-@pytest.mark.parametrize("case", [Case(VECTOR, lanes=2), Case(dict_space((3, 40, 40)), lanes=2)], ids=str)
+@pytest.mark.parametrize("case", [Case(VECTOR, lanes=2), Case(make_dict_space((3, 40, 40)), lanes=2)], ids=str)
 def test_methods_that_a_subclass_overrides_are_called(subclass: Subclass, case: Case) -> None:
-    """Whatever Stable-Baselines3 calls between a draw and its tensors, and `size`, which it does not draw by."""
-    pair = pair_of(subclass, case)
+    """The methods are those that Stable-Baselines3 calls after a draw, and `size`, which does not affect draws."""
+    pair = make_pair(subclass, case)
     for ticks in (9, 60):
         pair.feed(ticks)
         pair.assert_same_samples()
@@ -109,31 +109,31 @@ def test_methods_that_are_set_on_one_buffer_are_called() -> None:
     pair.assert_same_samples()
 
 
-def other_goals(base: Any) -> Any:
-    class Other(base):  # type: ignore[misc]  # a base that is passed in
+def change_goals(base: Any) -> Any:
+    class Other(base):  # type: ignore[misc]  # The base is an argument.
         def _sample_goals(self, batch_indices: Any, env_indices: Any) -> Any:
             return super()._sample_goals(batch_indices, env_indices) + np.float32(1)
 
     return Other
 
 
-@pytest.mark.parametrize("subclass", [other_goals, doubled_tensors, clipped_rewards])
+@pytest.mark.parametrize("subclass", [change_goals, double_tensors, clip_rewards])
 def test_methods_that_a_subclass_of_hindsight_overrides_are_called(subclass: Subclass) -> None:
     env = DummyVecEnv([Reach])
     how: dict[str, Any] = {"env": env, "device": "cpu"}
     spaces_of: Any = env.observation_space, env.action_space
     both = [subclass(kind)(60, *spaces_of, **how) for kind in (her_replay_buffer.HerReplayBuffer, HerReplayBuffer)]
-    stream = steps(Case(*spaces_of), np.random.default_rng(1))
+    stream = make_steps(Case(*spaces_of), np.random.default_rng(1))
     for _ in range(80):
         step = next(stream)
         for buffer in both:
             buffer.add(*step)
-    assert_same_batch(*(seeded(2, lambda buffer=buffer: buffer.sample(40)) for buffer in both))
+    assert_same_batch(*(call_seeded(2, lambda buffer=buffer: buffer.sample(40)) for buffer in both))
 
 
 @pytest.mark.parametrize("ticks", [9, 70, 90], ids=["filling", "at slot 0", "wrapped"])
-def test_pos_and_full_that_are_set_back_forget_all_steps(ticks: int) -> None:
-    """As a callback does that empties a buffer whose arrays are written over."""
+def test_resetting_pos_and_full_removes_all_steps(ticks: int) -> None:
+    """Some callbacks empty a buffer in this way."""
     pair = Pair(Case(VECTOR, lanes=2), buffer_size=70)
     pair.feed(ticks)
     for buffer in (pair.plain, pair.ours):
@@ -144,8 +144,8 @@ def test_pos_and_full_that_are_set_back_forget_all_steps(ticks: int) -> None:
     pair.assert_same_samples()
 
 
-def test_pos_that_is_moved_is_refused_with_the_next_step() -> None:
-    """The next step would go elsewhere than there. Nothing is added."""
+def test_the_next_step_after_a_change_of_pos_is_refused() -> None:
+    """holdall would store the step in another slot than Stable-Baselines3. The step is not added."""
     pair = Pair(Case(VECTOR, lanes=2))
     pair.feed(9)
     pair.ours.pos -= 3
@@ -156,7 +156,7 @@ def test_pos_that_is_moved_is_refused_with_the_next_step() -> None:
     pair.assert_same_arrays()
 
 
-def test_a_buffer_that_was_copied_goes_on_behind_its_last_step() -> None:
+def test_steps_that_are_added_to_a_copy_follow_its_last_step() -> None:
     pair = Pair(Case(VECTOR, lanes=2), buffer_size=20)
     pair.feed(13)
     pair.ours = ReplayBuffer.copy_of(pair.plain)
@@ -174,24 +174,24 @@ LAYOUTS: dict[str, tuple[Case, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_observations_in_another_layout_are_refused(layout: str) -> None:
-    """Stable-Baselines3 refuses them, too. As many numbers in another order would be another observation."""
-    case, rearranged = LAYOUTS[layout]
+    """Stable-Baselines3 refuses them, too. The same numbers in another order are another observation."""
+    case, rearrange = LAYOUTS[layout]
     pair = Pair(case)
     pair.feed(2)
     obs, *rest = next(pair.steps)
     with pytest.raises(ValueError, match=r"shape|inhomogeneous"):
-        pair.plain.add(rearranged(obs), *rest)
+        pair.plain.add(rearrange(obs), *rest)
     with pytest.raises(ArgumentError, match="obs"):
-        pair.ours.add(rearranged(obs), *rest)
+        pair.ours.add(rearrange(obs), *rest)
     assert pair.ours.pos == 2
 
 
-def test_what_is_given_once_is_meant_for_all_environments() -> None:
-    """As in an assignment to an array."""
+def test_a_value_without_an_axis_for_environments_is_used_for_all() -> None:
+    """NumPy broadcasts values in the same way when they are assigned to an array."""
     pair = Pair(Case(VECTOR, lanes=3))
     obs, next_obs, action, _, _, infos = next(pair.steps)
     for buffer in (pair.plain, pair.ours):
-        buffer.add(obs[0], next_obs[:1], action, 1.5, True, infos)  # type: ignore[arg-type]  # numbers in place of arrays
+        buffer.add(obs[0], next_obs[:1], action, 1.5, True, infos)  # type: ignore[arg-type]  # The step has numbers, not arrays.
     pair.assert_same_arrays()
 
 
@@ -206,7 +206,7 @@ def test_what_is_given_once_is_meant_for_all_environments() -> None:
         ("reward", np.zeros(3)),
     ],
 )
-def test_a_step_that_cannot_be_is_refused_by_name(name: str, given: Any) -> None:
+def test_the_refusal_of_a_wrong_step_names_the_argument(name: str, given: Any) -> None:
     pair = Pair(Case(VECTOR, lanes=2))
     pair.feed(2)
     names = ("obs", "next_obs", "action", "reward", "done", "infos")
@@ -217,15 +217,15 @@ def test_a_step_that_cannot_be_is_refused_by_name(name: str, given: Any) -> None
     assert pair.ours.pos == 2
 
 
-def test_an_observation_without_a_key_is_refused_by_name() -> None:
-    pair = Pair(Case(dict_space((3, 40, 40)), lanes=2))
+def test_the_refusal_of_an_observation_names_the_missing_key() -> None:
+    pair = Pair(Case(make_dict_space((3, 40, 40)), lanes=2))
     obs, *rest = next(pair.steps)
     with pytest.raises(ArgumentError, match=r"obs has no 'state'.*keys"):
         pair.ours.add({key: rows for key, rows in obs.items() if key != "state"}, *rest)
 
 
 @pytest.mark.parametrize("batch_size", [-1, 2.0, None, (3,), "3"])
-def test_a_batch_size_that_is_none_is_refused(batch_size: Any) -> None:
+def test_a_wrong_batch_size_is_refused(batch_size: Any) -> None:
     pair = Pair(Case(VECTOR))
     with pytest.raises(ArgumentError, match="before a step was added"):
         pair.ours.sample(3)
@@ -235,21 +235,21 @@ def test_a_batch_size_that_is_none_is_refused(batch_size: Any) -> None:
 
 
 @pytest.mark.parametrize("slots", [[70], [-71], [[1, 2], [3, 4]]], ids=str)
-def test_slots_that_are_not_there_are_refused(slots: Any) -> None:
+def test_slots_outside_of_the_buffer_are_refused(slots: Any) -> None:
     pair = Pair(Case(VECTOR))
     pair.feed(90)
     with pytest.raises(ArgumentError, match="batch_inds"):
         pair.ours._get_samples(np.array(slots))
 
 
-def rollouts(subclass: Subclass, observed: spaces.Space[Any]) -> list[Any]:
-    """Make a full rollout in both buffers, of one and the same subclass."""
+def make_rollouts(subclass: Subclass, observed: spaces.Space[Any]) -> list[Any]:
+    """Return full rollouts of both buffers, each of the user's subclass of its class."""
     is_dict = isinstance(observed, spaces.Dict)
     made = []
     for kind in (buffers.DictRolloutBuffer if is_dict else buffers.RolloutBuffer, RolloutBuffer):
         rollout = subclass(kind)(6, observed, VECTOR, device="cpu", n_envs=2)
         rng = np.random.default_rng(2)
-        stream = steps(Case(observed, VECTOR, lanes=2), np.random.default_rng(1))
+        stream = make_steps(Case(observed, VECTOR, lanes=2), np.random.default_rng(1))
         for _ in range(6):
             obs, _, action, reward, done, _ = next(stream)
             value, log_prob = (torch.from_numpy(rng.normal(size=2).astype(np.float32)) for _ in range(2))
@@ -258,20 +258,20 @@ def rollouts(subclass: Subclass, observed: spaces.Space[Any]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("subclass", [doubled_tensors, scaled_advantages])
-@pytest.mark.parametrize("observed", [VECTOR, dict_space((3, 40, 40))], ids=["vector", "dict"])
+@pytest.mark.parametrize("subclass", [double_tensors, scale_advantages])
+@pytest.mark.parametrize("observed", [VECTOR, make_dict_space((3, 40, 40))], ids=["vector", "dict"])
 def test_methods_that_a_subclass_of_rollouts_overrides_are_called(subclass: Subclass, observed: Any) -> None:
     drawn = []
-    for rollout in rollouts(subclass, observed):
+    for rollout in make_rollouts(subclass, observed):
         rollout.compute_returns_and_advantage(torch.ones(2, 1), np.array([True, False]))
-        drawn.append(seeded(3, lambda rollout=rollout: [*rollout.get(5), *rollout.get()]))
+        drawn.append(call_seeded(3, lambda rollout=rollout: [*rollout.get(5), *rollout.get()]))
     for theirs, ours in zip(*drawn, strict=True):
         assert_same_batch(theirs, ours)
 
 
-def test_values_in_double_precision_are_computed_with_as_they_are() -> None:
+def test_values_in_double_precision_are_not_rounded_before_the_computation() -> None:
     """A policy of float64 gives float64 values for the end of a rollout, and NumPy continues in that precision."""
-    theirs, ours = rollouts(lambda base: base, VECTOR)
+    theirs, ours = make_rollouts(lambda base: base, VECTOR)
     for rollout in (theirs, ours):
         rollout.compute_returns_and_advantage(
             torch.tensor([[0.1], [1 / 3]], dtype=torch.float64), np.array([False] * 2)
@@ -279,12 +279,12 @@ def test_values_in_double_precision_are_computed_with_as_they_are() -> None:
     assert_same_bits(theirs.advantages, ours.advantages, "advantages")
 
 
-def test_arrays_that_are_exchanged_between_epochs_are_used() -> None:
-    """How minibatches are gathered is found out once, until an array is another one."""
+def test_arrays_that_are_replaced_between_epochs_are_used() -> None:
+    """The plan of a gather is cached until an array is replaced."""
     drawn = []
-    for rollout in rollouts(lambda base: base, VECTOR):
+    for rollout in make_rollouts(lambda base: base, VECTOR):
         rollout.compute_returns_and_advantage(torch.ones(2, 1), np.array([True, False]))
-        found = seeded(3, lambda rollout=rollout: list(rollout.get(5)))
+        found = call_seeded(3, lambda rollout=rollout: list(rollout.get(5)))
         rollout.advantages[:] = 7
         found += rollout.get(5)
         rollout.returns = rollout.returns[::-1] * 2
@@ -296,8 +296,8 @@ def test_arrays_that_are_exchanged_between_epochs_are_used() -> None:
         assert_same_batch(theirs, ours)
 
 
-def test_a_rollout_that_is_full_takes_no_more() -> None:
-    _, ours = rollouts(lambda base: base, VECTOR)
+def test_a_step_for_a_full_rollout_is_refused() -> None:
+    _, ours = make_rollouts(lambda base: base, VECTOR)
     row = np.zeros((2, 5), np.float32)
     number = torch.zeros(2)
     with pytest.raises(ArgumentError, match=r"all 6 steps.*reset\(\)"):

@@ -24,29 +24,29 @@ CANNOT_APPLY = {
     },
     "sb3_contrib": {},
 }
-"""Tests that say something of Stable-Baselines3's classes that holdall's do not promise, and why."""
+"""Tests of promises that holdall's classes do not make, with the reason."""
 ELSEWHERE = {
     "stable_baselines3": {
         "tests/test_logger.py::test_set_logger": "needs tensorboard",
-        "tests/test_logger.py::test_fps_logger[A2C]": "goes by the clock",
-        "tests/test_logger.py::test_fps_logger[DQN]": "goes by the clock",
+        "tests/test_logger.py::test_fps_logger[A2C]": "depends on the clock",
+        "tests/test_logger.py::test_fps_logger[DQN]": "depends on the clock",
         "tests/test_vec_envs.py::test_video_recorder": "needs pygame",
     },
     "sb3_contrib": {},
 }
-"""Tests that fail with their own buffers, too, where this suite runs."""
+"""Tests that also fail with Stable-Baselines3's own buffers here, with the reason."""
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 
 
-def fetched(project: str) -> Path:
+def find_tests(project: str) -> Path:
     found = sorted(FETCHED.glob(f"{project}-*/tests"))
     if not found or not (FETCHED / ".stamp").exists():
         pytest.skip(f"needs the tests of {project}, which `make nightly` fetches where there is a network")
     return found[0].parent
 
 
-def python(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(map(str, [ROOT / "src", ROOT, PLOTS]))
     surroundings = os.environ | {"PYTHONPATH": paths, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -56,12 +56,12 @@ def python(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("project", CANNOT_APPLY)
 def test_their_own_tests_pass_with_holdalls_buffers(project: str, tmp_path: Path) -> None:
-    """All but those listed above, each of which exists."""
-    folder = fetched(project)
+    """The tests that are listed above are left out. Each of them exists."""
+    folder = find_tests(project)
     results = tmp_path / "results.xml"
     left_out = list(CANNOT_APPLY[project] | ELSEWHERE[project])
     plugin = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.integration.sb3.in_place"]
-    done = python([*plugin, f"--junitxml={results}", *(f"--deselect={test}" for test in left_out), "tests"], folder)
+    done = run_python([*plugin, f"--junitxml={results}", *(f"--deselect={test}" for test in left_out), "tests"], folder)
     suite = ElementTree.parse(results).getroot().find("testsuite")
     assert suite is not None, done.stdout[-6000:]
     failed = [

@@ -1,4 +1,4 @@
-"""The drop-ins with the oldest version of Stable-Baselines3 that is declared, and with 2.7. The rest has the newest."""
+"""The drop-ins with the oldest declared version of Stable-Baselines3 and with 2.7. Other tests use the newest one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[3]
 FETCHED = ROOT / ".cache" / "sb3"
 HERE = "tests/integration/sb3"
 VERSIONS = ["2.6.0", "2.7.0"]
-FEW = [
+SOME_TESTS = [
     "test_same_weights.py::test_every_algorithm_learns_the_same_from_vectors[SAC]",
     "test_same_her.py::test_infos_reach_compute_reward",
     "test_same_rollouts.py::test_vectors_give_the_same_weights_and_curve[3-PPO]",
-    "test_copies.py::test_n_steps_need_a_version_that_knows_them",
+    "test_copies.py::test_n_steps_need_a_version_that_has_them",
     "test_prioritized.py::test_rows_are_those_of_the_plain_buffer",
     "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_dqn[MlpPolicy-3-33]",
     "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_qr_dqn[MlpPolicy]",
 ]
-ALL = [
+TEST_FILES = [
     "test_arrays.py",
     "test_budget.py",
     "test_contrib.py",
@@ -44,7 +44,7 @@ ALL = [
 
 
 def run_with(version: str, tests: list[str]) -> str:
-    """Run tests in a process that imports another version, and return what pytest printed last."""
+    """Run tests in a process that imports another version. Return the last line of pytest's output."""
     if not (FETCHED / ".stamp").exists():
         pytest.skip("needs older versions of Stable-Baselines3, which `make nightly` fetches where there is a network")
     places = [str(ROOT / "src"), str(FETCHED / version), str(FETCHED / "plots")]
@@ -56,8 +56,8 @@ def run_with(version: str, tests: list[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_the_oldest_version_that_is_declared_is_one_of_them() -> None:
-    """And so is that of sb3-contrib, for those who install it."""
+def test_the_oldest_tested_version_is_the_declared_one() -> None:
+    """The rule also holds for sb3-contrib."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     declared = [
         re.findall(r"(?:stable-baselines3|sb3-contrib)>=([\d.]+)", line) for line in extras["sb3"] + extras["contrib"]
@@ -65,16 +65,16 @@ def test_the_oldest_version_that_is_declared_is_one_of_them() -> None:
     assert sorted({version for found in declared for version in found}) == [VERSIONS[0].removesuffix(".0")]
 
 
-@pytest.mark.timeout(900)  # it imports another Stable-Baselines3, matplotlib and pandas
+@pytest.mark.timeout(900)  # It imports another Stable-Baselines3, matplotlib and pandas.
 @pytest.mark.nightly
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_drop_ins_work_with_an_older_version(version: str) -> None:
-    """One training of each kind, compared with that version's own buffers."""
-    assert " passed" in run_with(version, FEW)
+def test_one_training_of_each_kind_works_with_an_older_version(version: str) -> None:
+    """The trainings are compared with that version's own buffers."""
+    assert " passed" in run_with(version, SOME_TESTS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_everything_works_with_an_older_version(version: str) -> None:
-    assert " passed" in run_with(version, ALL)
+def test_all_tests_pass_with_an_older_version(version: str) -> None:
+    assert " passed" in run_with(version, TEST_FILES)

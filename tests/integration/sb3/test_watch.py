@@ -1,4 +1,4 @@
-"""`WatchCallback` in real trainings, and scripts that say nothing of holdall."""
+"""`WatchCallback` in real trainings, and scripts that do not import holdall."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from holdall import ArgumentError
 from holdall.machine import LINUX
 from holdall.sb3 import WatchCallback
 
-pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+pytestmark = pytest.mark.skipif(not LINUX, reason="reads /proc")
 
 
-class Kept(KVWriter):
-    """Keeps what is logged."""
+class LogKeeper(KVWriter):
+    """A log writer that keeps the logged names."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -33,11 +33,11 @@ class Kept(KVWriter):
         self.names |= set(key_values)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
 
 class UntilRecorded(BaseCallback):
-    """Ends a training once the watcher beside it has seen enough, however slow the machine is."""
+    """Ends a training once the recording has the needed phases and parts."""
 
     def __init__(self, record: Path) -> None:
         super().__init__()
@@ -46,20 +46,20 @@ class UntilRecorded(BaseCallback):
     def _on_step(self) -> bool:
         if self.n_calls % 256:
             return True
-        lines = _lines(self._record) if self._record.exists() else []
-        told = {line["name"] for line in lines if line["kind"] == "phase" and line["count"] > 1}
+        lines = _read_lines(self._record) if self._record.exists() else []
+        phases = {line["name"] for line in lines if line["kind"] == "phase" and line["count"] > 1}
         seen = [line for line in lines if line["kind"] == "reading" and (line["step"] or 0) > 256]
         is_named = bool(seen) and "optimizer state" in {part["name"] for part in seen[-1]["parts"]}
-        return not is_named or told != {"collect", "train"}
+        return not is_named or phases != {"collect", "train"}
 
 
-def _lines(record: Path) -> list[dict[str, Any]]:
-    """Read what is whole: a line may be under way."""
+def _read_lines(record: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a recording. The last line may be incomplete."""
     return [json.loads(line) for line in record.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-class Unhurried(gym.Wrapper[Any, Any, Any, Any]):
-    """Takes its time, so that there is something to watch."""
+class SlowEnv(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment with slow steps, so that the watcher has time for readings."""
 
     def step(self, action: Any) -> Any:
         time.sleep(0.002)
@@ -71,14 +71,14 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
-def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path) -> None:
-    model = PPO("MlpPolicy", Unhurried(gym.make("CartPole-v1")), n_steps=256, n_epochs=1, device="cpu")
-    kept = Kept()
+def test_a_training_is_logged_and_recorded_with_its_phases(tmp_path: Path) -> None:
+    model = PPO("MlpPolicy", SlowEnv(gym.make("CartPole-v1")), n_steps=256, n_epochs=1, device="cpu")
+    kept = LogKeeper()
     model.set_logger(Logger(None, [kept]))
     callback = WatchCallback(0.2, record=tmp_path / "run.jsonl")
     model.learn(100_000, callback=[callback, UntilRecorded(tmp_path / "run.jsonl")])
     assert {"memory/total_mib", "memory/buffers_mib", "memory/python_mib", "memory/left_mib"} <= kept.names
-    lines = _lines(tmp_path / "run.jsonl")
+    lines = _read_lines(tmp_path / "run.jsonl")
     readings = [line for line in lines if line["kind"] == "reading"]
     names = {part["name"] for part in readings[-1]["parts"]}
     assert {"rollout.observations", "rollout.advantages", "parameters", "optimizer state"} <= names
@@ -86,22 +86,22 @@ def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path) -> Non
     phases = {line["name"]: line for line in lines if line["kind"] == "phase"}
     assert set(phases) == {"collect", "train"}
     assert all(phase["peak"] > 100 * 2**20 and phase["count"] > 1 for phase in phases.values())
-    assert callback.watch is None, "the watcher ended with the training"
+    assert callback.watch is None, "the watcher must end with the training"
 
 
-def test_a_checkpoint_needs_somebody_who_saves() -> None:
+def test_on_pressure_checkpoint_needs_a_checkpoint_callback() -> None:
     with pytest.raises(ArgumentError, match="CheckpointCallback"):
         WatchCallback(on_pressure="checkpoint")
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_is_taken_between_two_steps_when_memory_runs_short(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_between_two_steps_under_memory_pressure(tmp_path: Path) -> None:
     from holdall import ReplayMemory
     from holdall.machine import held_bytes
     from holdall.sb3 import CheckpointCallback, ReplayBuffer
 
     saves = CheckpointCallback(10**9, tmp_path / "saved")
-    model = DQN("MlpPolicy", Unhurried(gym.make("CartPole-v1")), buffer_size=5000, replay_buffer_class=ReplayBuffer)
+    model = DQN("MlpPolicy", SlowEnv(gym.make("CartPole-v1")), buffer_size=5000, replay_buffer_class=ReplayBuffer)
     limit = held_bytes().proportional
     model.learn(600, callback=WatchCallback(0.5, limit=limit, on_pressure="checkpoint", checkpoint=saves))
     deadline = time.monotonic() + 30
@@ -112,7 +112,7 @@ def test_a_checkpoint_is_taken_between_two_steps_when_memory_runs_short(tmp_path
 
 
 @pytest.mark.nightly
-def test_a_script_that_says_nothing_of_holdall_is_watched_by_name(tmp_path: Path) -> None:
+def test_the_parts_of_a_script_without_holdall_have_names(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import time\n"

@@ -4,41 +4,29 @@ Live environments are recorded first, so that every library gets the same bytes.
 from round to round. The file has a header, then {"kind": "round"} for every process, {"kind": "buffer"} for every
 measured setup, and {"kind": "absent"} for every setup that could not be measured. docs/bench.md describes the fields.
 
-`python -m holdall.tools.bench.compare_buffers TASK`, with the task as JSON, measures one buffer in its own process. It
-prints {"done", "total"} during the measurement and {"result"} at the end. Bytes are the growth of the process's unique
-memory, from the moment before the buffer is made until the buffer is full. The library is imported and used before.
-Adds are timed in blocks, samples one by one, and loading until the first batch is drawn. In the first round, every row
-is compared with the oracle.
+In the first round, every row is compared with the oracle. `measure_buffer` measures one buffer in its own process.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
-import sys
 import tempfile
-import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
 from holdall.errors import ArgumentError
-from holdall.machine import held_bytes
-from holdall.tools import bench
-from holdall.tools.bench import ChildError, OnProgress
-from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
-from holdall.tools.bench.trace import Trace, TraceStep
+from holdall.tools.bench import OnProgress, find_version, make_header
+from holdall.tools.bench.buffer_libraries import BufferSetup
+from holdall.tools.bench.child import ChildError, make_module_command, read_result, run_child
+from holdall.tools.bench.measure_buffer import BufferTask, RoundFigures, RowComparison
+from holdall.tools.bench.trace import Trace
 from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
 
@@ -59,7 +47,7 @@ class BufferCase:
     @property
     def absence_reason(self) -> str | None:
         """Return why the case cannot be played, or None if it can."""
-        return f"{self.needs} is not installed" if self.needs and bench.find_version(self.needs) is None else None
+        return f"{self.needs} is not installed" if self.needs and find_version(self.needs) is None else None
 
 
 CASES = {
@@ -86,8 +74,8 @@ def record_case(
     count = transitions or 20_000
     file = folder / f"{case.name}.npz"
     options = ("--env", case.env, "--wrapper", case.wrapper, "--stack", case.stack, "--transitions", count)
-    for message in bench.run_child(bench.make_module_command("tools.bench.trace", *options, "--out", file)):
-        on_progress(message["done"] / message["total"])
+    for progress in run_child(make_module_command("tools.bench.trace", *options, "--out", file)):
+        on_progress(progress.share)
     return file, count
 
 
@@ -96,7 +84,7 @@ def measure_buffers(
 ) -> Iterator[Any]:
     """Measure all setups in all cases. Yield the header, then every record at once."""
     distributions = sorted({setup.distribution for setup in setups if setup.distribution != "holdall"})
-    yield bench.make_header(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
+    yield make_header(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
         for case in cases:
             if case.absence_reason is not None:
@@ -118,7 +106,7 @@ def _compare_on_trace(
     space = trace.observation_space
     laps = count / len(trace)
     del trace
-    results: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    results: defaultdict[str, list[RoundFigures]] = defaultdict(list)
     present = [setup for setup in setups if setup.explain_absence(space) is None]
     for setup in setups:
         if setup not in present:
@@ -128,15 +116,20 @@ def _compare_on_trace(
         for setup in present[first:] + present[:first]:
             report_share = partial(on_progress, f"{setup.name}, round {number + 1} of {rounds}")
             try:
-                result = _measure_round(setup, file, count, report_share, checks=number == 0)
+                figures = _measure_round(setup, file, count, report_share, has_comparison=number == 0)
             except ChildError as error:
                 present.remove(setup)
                 yield {"kind": "absent", "library": setup.name, "reason": str(error)}
                 continue
-            results[setup.name].append(result)
-            yield {"kind": "round", "library": setup.name, "round": number} | result
+            results[setup.name].append(figures)
+            yield {"kind": "round", "library": setup.name, "round": number} | figures.as_dict()
     for setup in present:
-        record: dict[str, Any] = {"kind": "buffer", "library": setup.name, "version": setup.version, "transitions": count}
+        record: dict[str, Any] = {
+            "kind": "buffer",
+            "library": setup.name,
+            "version": setup.version,
+            "transitions": count,
+        }
         record |= summarise_rounds(results[setup.name])
         if laps > 1:
             record["laps"] = laps
@@ -144,58 +137,55 @@ def _compare_on_trace(
 
 
 def _measure_round(
-    setup: BufferSetup, file: Path, count: int, on_progress: Callable[[float], None], *, checks: bool
-) -> dict[str, Any]:
-    task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
-
-    def report_share(message: dict[str, Any]) -> None:
-        if "done" in message:
-            on_progress(message["done"] / message["total"])
-
-    lines = bench.run_child(bench.make_module_command("tools.bench.compare_buffers", json.dumps(task)))
-    return bench.read_result(lines, report_share)
+    setup: BufferSetup, file: Path, count: int, on_progress: Callable[[float], None], *, has_comparison: bool
+) -> RoundFigures:
+    task = BufferTask(setup.name, str(file), count, has_comparison)
+    command = make_module_command("tools.bench.measure_buffer", json.dumps(asdict(task)))
+    return read_result(run_child(command, RoundFigures), lambda progress: on_progress(progress.share))
 
 
-def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise_rounds(rounds: Sequence[RoundFigures]) -> dict[str, Any]:
     """Return the medians over rounds, and the result of comparing rows, which the first round did.
 
     A row is wrong if one of its fields is wrong. docs/bench.md describes the keys.
     """
-    rows = rounds[0]["rows"]
-    loaded = rounds[0]["loaded_rows"]
+    rows = rounds[0].rows
+    loaded = rounds[0].loaded_rows
+    assert rows is not None
+    assert loaded is not None
     figures = {
-        "add_us": [1e6 * one["add_s"] for one in rounds],
-        "sample_ms": [1e3 * one["sample_s"] for one in rounds],
-        "save_s": [one["save_s"] for one in rounds],
-        "load_s": [one["load_s"] for one in rounds],
+        "add_us": [1e6 * one.add_s for one in rounds],
+        "sample_ms": [1e3 * one.sample_s for one in rounds],
+        "save_s": [one.save_s for one in rounds],
+        "load_s": [one.load_s for one in rounds],
     }
-    extras = [one["save_extra_bytes"] for one in rounds if one["save_extra_bytes"] is not None]
+    extras = [one.save_extra_bytes for one in rounds if one.save_extra_bytes is not None]
     return {
-        "bytes": int(median(one["bytes"] for one in rounds)),
+        "bytes": int(median(one.nbytes for one in rounds)),
         **{name: median(values) for name, values in figures.items()},
         "save_extra_bytes": int(median(extras)) if extras else None,
-        "file_bytes": int(median(one["file_bytes"] for one in rounds)),
-        "exact": rows["wrong"] == loaded["wrong"] == 0,
-        "wrong": rows["wrong"],
-        "wrong_loaded": loaded["wrong"],
-        "compared": rows["compared"],
+        "file_bytes": int(median(one.file_bytes for one in rounds)),
+        "exact": rows.wrong == loaded.wrong == 0,
+        "wrong": rows.wrong,
+        "wrong_loaded": loaded.wrong,
+        "compared": rows.compared,
         "note": _describe_errors(rows, loaded),
         "rounds": len(rounds),
         "fastest": {name: min(values) for name, values in figures.items()},
     }
 
 
-def _describe_errors(rows: dict[str, Any], loaded: dict[str, Any]) -> str:
+def _describe_errors(rows: RowComparison, loaded: RowComparison) -> str:
     differences = [("", rows)]
-    if loaded["wrong"] != rows["wrong"]:
+    if loaded.wrong != rows.wrong:
         differences.append(("after loading ", loaded))
     notes = [
-        f"{when}{', '.join(found['fields'])} wrong in {found['wrong']:,} of {found['compared']:,} rows"
+        f"{when}{', '.join(found.fields)} wrong in {found.wrong:,} of {found.compared:,} rows"
         for when, found in differences
-        if found["wrong"]
+        if found.wrong
     ]
-    if rows["dtypes"]:
-        notes.append(f"returns {', '.join(rows['dtypes'])}")
+    if rows.dtypes:
+        notes.append(f"returns {', '.join(rows.dtypes)}")
     return "; ".join(notes)
 
 
@@ -272,172 +262,3 @@ def list_remarks(records: Iterable[dict[str, Any]]) -> list[str]:
     if versions:
         lines.append(f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}")
     return list(dict.fromkeys(lines))
-
-
-# ---------------------------------------------------------------- measuring one buffer, in its own process
-
-_COMPARED_BYTES = 32 * 2**20
-"""Bytes of observations that are compared at once."""
-BATCH = 256
-"""Transitions of a batch."""
-_BLOCK = 50
-"""Transitions whose adding is timed together."""
-_EMIT_EVERY = 20 * _BLOCK
-"""Transitions between two reports of progress."""
-_WARM_UP_STEPS = 64
-"""Capacity of the small buffer that is used before anything is measured."""
-_BATCHES = 60
-"""Batches whose sampling is timed."""
-
-
-@dataclass(slots=True)
-class RowDifferences:
-    """Result of comparing rows with the oracle."""
-
-    compared: int = 0
-    wrong: int = 0
-    fields: set[str] = field(default_factory=set)  # Fields in which rows differ.
-    dtypes: set[str] = field(default_factory=set)  # Fields that were returned with another dtype.
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self) | {"fields": sorted(self.fields), "dtypes": sorted(self.dtypes)}
-
-
-def compare_rows(buffer: BufferAdapter, steps: Iterator[TraceStep], count: int) -> RowDifferences:
-    """Compare every one of the first `count` transitions."""
-    from holdall.testing import OracleMemory  # noqa: PLC0415  Only a measured process compares.
-
-    found = RowDifferences()
-    first = next(steps)
-    steps = chain([first], steps)
-    parts = first.obs.values() if isinstance(first.obs, dict) else [first.obs]
-    rows_at_once = max(1, _COMPARED_BYTES // max(2 * sum(part.nbytes for part in parts), 1))
-    while found.compared < count:
-        added = list(islice(steps, min(rows_at_once, count - found.compared)))
-        oracle = OracleMemory(capacity=len(added))
-        for step in added:
-            oracle.add(*step)
-        ids = np.arange(len(added))
-        _compare_fields(buffer.read_rows(found.compared + ids), oracle.gather(ids), len(added), found)
-        found.compared += len(added)
-    return found
-
-
-def _compare_fields(rows: dict[str, Any], oracle_batch: Any, count: int, found: RowDifferences) -> None:
-    """Compare `count` rows of a buffer with the rows of the oracle. Add the differences to `found`."""
-    wrong = np.zeros(count, np.bool_)
-    for name, value in rows.items():
-        ends = oracle_batch.terminated | oracle_batch.truncated
-        expected = ends if name == "done" else getattr(oracle_batch, name)
-        pairs = {name: (value, expected)}
-        if isinstance(expected, dict):
-            pairs = {f"{name}.{key}": (value[key], expected[key]) for key in expected}
-        for path, (read, wanted) in pairs.items():
-            differs = _find_different_rows(np.asarray(read), np.asarray(wanted), path, found)
-            if differs.any():
-                found.fields.add(path)
-                wrong |= differs
-    found.wrong += int(np.count_nonzero(wrong))
-
-
-def _find_different_rows(
-    read: NDArray[Any], expected: NDArray[Any], path: str, found: RowDifferences
-) -> NDArray[np.bool_]:
-    """Return a flag for every row that differs. Rows of the same dtype are compared byte for byte."""
-    count = len(expected)
-    if read.size != expected.size:
-        return np.ones(count, np.bool_)
-    read = read.reshape(count, -1)
-    expected = expected.reshape(count, -1)
-    if read.dtype == expected.dtype:
-        read = np.ascontiguousarray(read).view(np.uint8)
-        expected = np.ascontiguousarray(expected).view(np.uint8)
-    else:
-        found.dtypes.add(f"{path} as {read.dtype}")
-    return np.asarray((read != expected).any(axis=1))
-
-
-def measure(setup_name: str, file: str, transitions: int, *, checks: bool) -> dict[str, Any]:
-    """Measure one setup: fill its buffer, sample, save and load. With `checks`, compare every row."""
-    setup = BUFFER_SETUPS[setup_name]
-    importlib.import_module("torch")  # Every library returns batches of its tensors.
-    trace = Trace.load(Path(file))
-    _warm_up(setup, trace)
-    before = held_bytes().unique
-    buffer = setup.open(trace.observation_space, trace.action_space, transitions + 1)
-    result: dict[str, Any] = {"add_s": _time_adds(buffer, trace.repeat_steps(), transitions)}
-    result["bytes"] = held_bytes().unique - before
-    result["sample_s"] = _time_samples(buffer)
-    if checks:
-        result["rows"] = compare_rows(buffer, trace.repeat_steps(), transitions).as_dict()
-    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        saved = bench.measure_save(buffer.save, Path(folder))
-        result |= {"save_s": saved["seconds"], "save_extra_bytes": saved["extra"], "file_bytes": saved["bytes"]}
-        load = buffer.load
-        buffer.close()
-        del buffer
-        gc.collect()
-        result |= _measure_load(load, Path(folder), trace, transitions if checks else 0)
-    return result
-
-
-def _warm_up(setup: BufferSetup, trace: Trace) -> None:
-    """Use a small buffer once, so that the library loads all of its modules before anything is measured."""
-    buffer = setup.open(trace.observation_space, trace.action_space, _WARM_UP_STEPS)
-    for step in islice(trace.repeat_steps(), _WARM_UP_STEPS // 2):
-        buffer.add(buffer.prepare(step))
-    buffer.sample(_WARM_UP_STEPS // 4)
-    buffer.close()
-    del buffer
-    gc.collect()
-
-
-def _time_adds(buffer: BufferAdapter, steps: Iterator[TraceStep], transitions: int) -> float:
-    """Add all transitions. Return the median over blocks of the seconds per `add`."""
-    blocks = []
-    for begin in range(0, transitions, _BLOCK):
-        prepared = [buffer.prepare(step) for step in islice(steps, min(_BLOCK, transitions - begin))]
-        add = buffer.add
-        start = time.perf_counter()
-        for one in prepared:
-            add(one)
-        blocks.append((time.perf_counter() - start) / len(prepared))
-        if begin % _EMIT_EVERY == 0:
-            bench.emit({"done": begin, "total": transitions})
-    del prepared
-    buffer.wait()
-    return float(np.median(blocks))
-
-
-def _time_samples(buffer: BufferAdapter) -> float:
-    seconds = []
-    batch = None  # As in training, the last batch is held until the next one is drawn.
-    for _ in range(_BATCHES):
-        start = time.perf_counter()
-        batch = buffer.sample(BATCH)
-        seconds.append(time.perf_counter() - start)
-    del batch
-    return float(np.median(seconds))
-
-
-def _measure_load(load: Callable[[Path], BufferAdapter], folder: Path, trace: Trace, compared: int) -> dict[str, Any]:
-    start = time.perf_counter()
-    loaded = load(folder)
-    loaded.sample(BATCH)
-    result: dict[str, Any] = {"load_s": time.perf_counter() - start}
-    if compared:
-        result["loaded_rows"] = compare_rows(loaded, trace.repeat_steps(), compared).as_dict()
-    return result
-
-
-def main() -> None:
-    """Read the task, measure, and print the result."""
-    task = json.loads(sys.argv[1])
-    bench.emit({"done": 0, "total": task["transitions"]})
-    warnings.simplefilter("ignore")  # Warnings of other libraries are not measured.
-    bench.emit({"result": measure(**task)})
-
-
-if __name__ == "__main__":
-    main()

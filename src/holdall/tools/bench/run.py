@@ -19,8 +19,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.tools.bench import ChildError, OnProgress, make_header, read_result, run_task
+from holdall.tools.bench import OnProgress, make_header
+from holdall.tools.bench.child import ChildError, ChildProgress, read_result
 from holdall.tools.bench.settings import BenchSettings, Calibration
+from holdall.tools.bench.task import run_task
 from holdall.tools.report import BENCH_FORMAT, JsonLine, read_header, results
 from holdall.units import count_noun, format_bytes
 
@@ -95,27 +97,32 @@ def _run(
         why = f"{size.share:.0%} of the limit is too little for the process and one batch with this buffer"
         return replace(run, reason=why)
 
-    def report_progress(message: dict[str, Any]) -> None:
-        if "phase" in message:
-            on_progress(_compute_share(message))
-
     task = settings.make_task(planned.buffer, size.size, size.batch_size, settings.timesteps, planned.seed)
     start = time.perf_counter()
     try:
-        result = read_result(run_task(task), report_progress)
+        figures = read_result(run_task(task), lambda progress: on_progress(_compute_share(progress)))
     except ChildError as error:
         return replace(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
-    names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "checkpoint")
-    measured = {name: result[name] for name in names} | {"rewards": tuple(result["rewards"])}
-    return replace(run, status="done", seconds=time.perf_counter() - start, **measured)
+    saved = figures.checkpoint
+    return replace(
+        run,
+        status="done",
+        steps=figures.steps,
+        filled=figures.filled,
+        steps_per_second=figures.steps_per_second,
+        peaks=figures.peaks,
+        bytes_per_transition=figures.bytes_per_transition,
+        rewards=tuple(figures.rewards),
+        checkpoint={"seconds": saved.seconds, "bytes": saved.nbytes, "extra": saved.extra_bytes},
+        seconds=time.perf_counter() - start,
+    )
 
 
-def _compute_share(message: dict[str, Any]) -> float:
+def _compute_share(progress: ChildProgress) -> float:
     """Return the share of a run that is done."""
-    begin: float = _PHASE_SHARES[message["phase"]]
+    begin = _PHASE_SHARES[progress.phase]
     end = min((share for share in _PHASE_SHARES.values() if share > begin), default=1.0)
-    done: float = message["done"] / max(message["total"], 1)
-    return begin + (end - begin) * min(done, 1.0)
+    return begin + (end - begin) * progress.share
 
 
 def _predict_run_seconds(planned: PlannedRun, calibration: Calibration) -> float:

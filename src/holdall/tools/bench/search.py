@@ -5,7 +5,7 @@ A trial that does not fit is not started. A trial that is going to exceed the li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench import ChildError, OnProgress, read_result, run_task
+from holdall.tools.bench import OnProgress
+from holdall.tools.bench.child import ChildError, ChildProgress, read_result
 from holdall.tools.bench.settings import ALGOS, BenchSettings, Trial, run_trial
+from holdall.tools.bench.task import Task, TrainingFigures, run_task
 from holdall.units import format_bytes
 
 _MIN_PROJECTED_SHARE = 0.2
@@ -23,6 +25,9 @@ _MAX_BATCH_FACTOR = 8
 """Largest batch that is tried, as a multiple of the algorithm's default."""
 _LARGEST_SHARE = 1.25
 """Largest capacity that is tried, as a share of the capacity that is predicted to fit."""
+
+
+RunTask = Callable[[Task], Generator[ChildProgress | TrainingFigures, None, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +71,22 @@ class Search:
         storage: File to which trials are added. An existing study is continued.
         space: Values that are tried. None: those that could fit.
         trial: Figures of a short run. None: it is measured.
+        run_task: Runs one training, and yields its messages.
     """
 
     def __init__(
-        self, settings: BenchSettings, storage: Path, space: SearchSpace | None = None, trial: Trial | None = None
+        self,
+        settings: BenchSettings,
+        storage: Path,
+        space: SearchSpace | None = None,
+        trial: Trial | None = None,
+        run_task: RunTask = run_task,
     ) -> None:
         optuna = _import_optuna()
         if settings.is_on_policy:
             raise ArgumentError(f"algo ({settings.algo}) has no replay buffer whose size could be searched. Take sac.")
         self.settings = settings
+        self._run_task = run_task
         # The largest batches need most memory. A capacity that fits with them fits with all batches.
         self.trial = trial or run_trial(settings, _MAX_BATCH_FACTOR * settings.batch_size, settings.buffers[0])
         self.space = space or self._choose_space()
@@ -98,9 +110,9 @@ class Search:
                 trial.set_user_attr("reason", str(error))
                 self._study.tell(trial, state=states.PRUNED if isinstance(error, TrialStopped) else states.FAIL)
             else:
-                trial.set_user_attr("steps_per_second", figures["steps_per_second"])
-                trial.set_user_attr("peak_bytes", max(figures["peaks"].values()))
-                samples_per_second = figures["steps_per_second"] * chosen["batch_size"]
+                trial.set_user_attr("steps_per_second", figures.steps_per_second)
+                trial.set_user_attr("peak_bytes", figures.peak_bytes)
+                samples_per_second = figures.steps_per_second * chosen["batch_size"]
                 self._study.tell(trial, [samples_per_second, float(chosen["capacity"])])
             yield next(found for found in self.list_trials() if found.number == trial.number)
 
@@ -144,7 +156,7 @@ class Search:
             "threads": trial.suggest_categorical("threads", list(self.space.threads)),
         }
 
-    def _measure(self, chosen: dict[str, int], on_progress: Callable[[float], None]) -> dict[str, Any]:
+    def _measure(self, chosen: dict[str, int], on_progress: Callable[[float], None]) -> TrainingFigures:
         settings = self.settings
         need_bytes = self.trial.predict_peak(chosen["capacity"])
         if need_bytes > _LARGEST_SHARE * settings.limit_bytes:
@@ -161,17 +173,16 @@ class Search:
         )
         base_bytes = 0
 
-        def follow(message: dict[str, Any]) -> None:
+        def follow(progress: ChildProgress) -> None:
             nonlocal base_bytes
-            if "resident" in message:
-                base_bytes = base_bytes or message["resident"]
-                require_room(message, base_bytes, settings.limit_bytes)
-                share = min(message["done"] / message["total"], 1.0)
-                on_progress(share * (0.5 if message["phase"] == "fill" else 1.0))
+            if progress.resident_bytes is not None:
+                base_bytes = base_bytes or progress.resident_bytes
+                require_room(progress, base_bytes, settings.limit_bytes)
+                on_progress(progress.share * (0.5 if progress.phase == "fill" else 1.0))
 
-        with closing(run_task(task)) as lines:  # Closing kills the child.
-            figures = read_result(lines, follow)
-        require_peak(figures["peaks"], settings.limit_bytes)
+        with closing(self._run_task(task)) as messages:  # Closing kills the child.
+            figures = read_result(messages, follow)
+        require_peak(figures.peak_bytes, settings.limit_bytes)
         return figures
 
     def _choose_space(self) -> SearchSpace:
@@ -184,13 +195,12 @@ class Search:
         return SearchSpace((max(largest // 16, 2 * base), largest), batch_sizes, (1, 2, 4), (1, 2))
 
 
-def require_room(message: dict[str, Any], base_bytes: int, limit_bytes: int) -> None:
+def require_room(progress: ChildProgress, base_bytes: int, limit_bytes: int) -> None:
     """Raise TrialStopped if a trial exceeds the limit, or will exceed it when its buffer is full."""
-    resident = message["resident"]
-    share = message["done"] / message["total"]
+    resident = progress.resident_bytes or 0
     expected = resident
-    if message["phase"] == "fill" and share >= _MIN_PROJECTED_SHARE:
-        expected = int(base_bytes + (resident - base_bytes) / share)
+    if progress.phase == "fill" and progress.share >= _MIN_PROJECTED_SHARE:
+        expected = int(base_bytes + (resident - base_bytes) / progress.share)
     if expected > limit_bytes:
         raise TrialStopped(
             f"stopped at {format_bytes(resident)}: it would take {format_bytes(expected)}, and the limit is "
@@ -198,11 +208,10 @@ def require_room(message: dict[str, Any], base_bytes: int, limit_bytes: int) -> 
         )
 
 
-def require_peak(peaks: Mapping[str, int], limit_bytes: int) -> None:
+def require_peak(peak_bytes: int, limit_bytes: int) -> None:
     """Raise TrialStopped if a trial exceeded the limit between two readings."""
-    peak = max(peaks.values())
-    if peak > limit_bytes:
-        raise TrialStopped(f"took {format_bytes(peak)} at its peak, and the limit is {format_bytes(limit_bytes)}")
+    if peak_bytes > limit_bytes:
+        raise TrialStopped(f"took {format_bytes(peak_bytes)} at its peak, and the limit is {format_bytes(limit_bytes)}")
 
 
 def _import_optuna() -> Any:

@@ -14,7 +14,9 @@ from typing import Any
 
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
-from holdall.tools.bench import OnProgress, Task, read_result, run_task
+from holdall.tools.bench import OnProgress
+from holdall.tools.bench.child import read_result
+from holdall.tools.bench.task import Task, TrainingFigures, run_task
 from holdall.units import parse_bytes
 
 ALGOS = {"sac": "SAC", "td3": "TD3", "dqn": "DQN", "ppo": "PPO"}
@@ -183,7 +185,7 @@ class Trial:
     size: int
     buffer_bytes: int  # Bytes of the full buffer. On-policy: also those of the copy in an update.
     peak_bytes: int
-    figures: Mapping[str, Any]
+    figures: TrainingFigures
     whole_seconds: float  # Seconds of the whole process.
 
     @property
@@ -201,18 +203,18 @@ class Trial:
 
     def predict_seconds(self, size: int, timesteps: int, *, fills: bool) -> float:
         """Return how long a run takes: start, filling, training and saving."""
-        filled_per_s = self.figures["fill_per_second"]  # None: on-policy.
-        steps_per_s = self.figures["steps_per_second"]
-        saved = self.figures["checkpoint"]
-        start_s = self.whole_seconds - self.figures["steps"] / steps_per_s - saved["seconds"]
-        if not filled_per_s:
+        filled_per_s = self.figures.fill_per_second
+        steps_per_s = self.figures.steps_per_second
+        saved = self.figures.checkpoint
+        start_s = self.whole_seconds - self.figures.steps / steps_per_s - saved.seconds
+        if filled_per_s is None:  # An on-policy algorithm.
             steps = -(-max(timesteps, size) // size) * size  # Rollouts are always completed.
-            return float(start_s + steps / steps_per_s + saved["seconds"])
+            return start_s + steps / steps_per_s + saved.seconds
         start_s -= self.size / filled_per_s
         fill_s = size / filled_per_s if fills else 0.0
-        saved_per_s = max(saved["bytes"] / saved["seconds"], _MIN_SAVED_PER_SECOND)
-        save_s = saved["seconds"] + saved["bytes"] * (size / self.size - 1) / saved_per_s
-        return float(start_s + fill_s + timesteps / steps_per_s + save_s)
+        saved_per_s = max(saved.nbytes / saved.seconds, _MIN_SAVED_PER_SECOND)
+        save_s = saved.seconds + saved.nbytes * (size / self.size - 1) / saved_per_s
+        return start_s + fill_s + timesteps / steps_per_s + save_s
 
 
 def run_trial(settings: BenchSettings, batch_size: int, buffer: str) -> Trial:
@@ -222,8 +224,8 @@ def run_trial(settings: BenchSettings, batch_size: int, buffer: str) -> Trial:
     started = time.perf_counter()
     figures = read_result(run_task(settings.make_task(buffer, size, batch_size, steps, fills=True)))
     copies = 2 if settings.is_on_policy else 1
-    peak_bytes = max(figures["peaks"].values())
-    return Trial(size, copies * figures["buffer_bytes"], peak_bytes, figures, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Trial(size, copies * figures.buffer_bytes, figures.peak_bytes, figures, seconds)
 
 
 def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
 from holdall.space_leaves import stored_space
-from holdall.tools.bench import emit
+from holdall.tools.bench.child import ChildProgress, emit
 from holdall.tools.plan.environments import make_env
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
@@ -212,7 +212,7 @@ def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) 
         recorder.step(action, reward, next_obs, terminated, truncated)
         is_first = terminated or truncated
         if count % _EMIT_EVERY == 0:
-            emit({"done": count, "total": transitions})
+            emit(ChildProgress(count, transitions))
     recorder.save(file)
 
 
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     wanted = parser.parse_args()
-    emit({"done": 0, "total": wanted.transitions})
+    emit(ChildProgress(0, wanted.transitions))
     record_trace(make_env(wanted.env, wanted.wrapper), wanted.transitions, wanted.stack, wanted.seed, wanted.out)
 
 

@@ -1,6 +1,6 @@
 """One training in a process of its own: `python -m holdall.tools.bench.training TASK`, with the task as JSON.
 
-Out: JSON lines, {"phase", "done", "total"} during the training and {"result"} at the end. With an off-policy algorithm,
+Out: messages, `ChildProgress` during the training and `TrainingFigures` at the end. With an off-policy algorithm,
 random actions fill the buffer before training. Peaks are resident bytes, and are measured separately for every phase.
 The features extractor of the shipped environment is here because it needs torch and Stable-Baselines3, as a training
 does.
@@ -28,8 +28,10 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.bench import Task, emit, measure_save
+from holdall.tools.bench import SaveFigures, measure_save
+from holdall.tools.bench.child import ChildProgress, emit
 from holdall.tools.bench.settings import ALGOS
+from holdall.tools.bench.task import Task, TrainingFigures
 from holdall.tools.plan.environments import make_env
 from holdall.tools.probe.arrays import count_bytes, walk_arrays
 
@@ -87,15 +89,14 @@ class MeasureCallback(BaseCallback):
             self.readings.append((self._steps, held_bytes().unique))
         if now - self._emitted_at > _EMIT_EVERY_S:
             self._emitted_at = now
-            resident = held_bytes().resident
-            emit({"phase": self.phase, "done": self._steps, "total": self.total, "resident": resident})
+            emit(ChildProgress(self._steps, self.total, self.phase, held_bytes().resident))
         return True
 
     def _on_training_end(self) -> None:
         self.moments.append(time.perf_counter())
 
 
-def measure_training(task: Task) -> dict[str, Any]:
+def measure_training(task: Task) -> TrainingFigures:
     """Construct a model, fill its buffer, train and save. Return the figures of each phase."""
     started = time.perf_counter()
     peaks = {"base": held_bytes().resident}
@@ -106,8 +107,9 @@ def measure_training(task: Task) -> dict[str, Any]:
     peaks["construct"] = peak_bytes()
     measure = _measure_on_policy if hasattr(model, "rollout_buffer") else _measure_off_policy
     figures = measure(model, task, peaks)
-    figures["checkpoint"] = _measure_save(model, task, peaks)
-    return figures | {"peaks": peaks, "seconds": time.perf_counter() - started}
+    saved = _measure_save(model, task, peaks)
+    seconds = time.perf_counter() - started
+    return TrainingFigures(**figures, checkpoint=saved, peaks=peaks, seconds=seconds)
 
 
 def count_buffer_bytes(buffer: Any) -> int:
@@ -194,7 +196,7 @@ def _make_model(task: Task) -> Any:
     return model
 
 
-def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> SaveFigures:
     """Save the model, and the replay buffer if there is one, so that the training could be resumed."""
     replay = getattr(model, "replay_buffer", None)
 
@@ -207,7 +209,7 @@ def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, An
         if replay is not None:
             model.save_replay_buffer(folder / "buffer.pkl")
 
-    emit({"phase": "save", "done": 0, "total": 1})
+    emit(ChildProgress(0, 1, "save"))
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
         figures = measure_save(save, Path(folder))
     peaks["save"] = peak_bytes()
@@ -226,8 +228,8 @@ def fit_late_slope(readings: list[tuple[int, int]]) -> float | None:
 def main() -> None:
     """Read the task, train, and print the result."""
     task = Task(**json.loads(sys.argv[1]))
-    emit({"phase": "construct", "done": 0, "total": 1})
-    emit({"result": measure_training(task)})
+    emit(ChildProgress(0, 1, "construct"))
+    emit(measure_training(task))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,11 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
 
     def set_state(self, state: list[list[float]]) -> None:
         """Restore the state that `get_state` returned."""
-        self._position, self._velocity, self._last_action, self._beacon, steps = map(np.array, state)
+        position, velocity, last_action, beacon, steps = state
+        self._position = np.array(position)
+        self._velocity = np.array(velocity)
+        self._last_action = np.array(last_action)
+        self._beacon = np.array(beacon)
         self._steps = int(steps[0])
 
     def _observe(self) -> Observation:
@@ -129,6 +133,25 @@ def _paint_disc(view: NDArray[np.uint8], row: int, column: int, radius: int, col
     rows = np.arange(top - row, bottom - row)[:, None]
     columns = np.arange(left - column, right - column)
     view[top:bottom, left:right][rows**2 + columns**2 <= radius**2] = colour
+
+
+@dataclass(frozen=True, slots=True)
+class DemoTask:
+    """One training of the demo: some steps with updates, and then random actions that fill the buffer."""
+
+    buffer: str
+    steps: int
+    transitions: int
+    """Transitions of random actions, in addition to `steps`."""
+    checkpoint: str = ""
+    """Folder of the checkpoint that is saved half-way, or that is resumed. Empty: no checkpoint."""
+    record: str = ""
+    """File of the watch's record. Empty: the training is not watched."""
+    is_resumed: bool = False
+    limit_bytes: int | None = None
+    """Memory limit that the page of the record shows."""
+    buffer_kwargs: dict[str, Any] | None = None
+    """Settings of a new buffer. A resumed buffer keeps its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """One training in a process of its own: `python -m holdall.tools.demo.training TASK`, with the task as JSON.
 
-Out: JSON lines, {"done", "total"} during the training, {"saved"} or {"resumed"}, and {"result"} at the end.
+Out: messages, `ChildProgress` during the training, `CheckpointFingerprint` when a checkpoint is saved or resumed, and
+`DemoResult` at the end.
 Two trainings with different buffers must end with the same weights, even if one of them is killed and resumed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import sys
@@ -26,9 +26,10 @@ from holdall.machine import peak_bytes
 from holdall.memory import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench import count_folder_bytes, emit
+from holdall.tools.bench import count_folder_bytes
+from holdall.tools.bench.child import ChildProgress, emit
 from holdall.tools.bench.training import CameraExtractor, MeasureCallback
-from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult, DemoTask
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
 RANDOM_STEPS = 100  # Steps before the first gradient step.
@@ -47,38 +48,27 @@ class SafeCheckpoint(CheckpointCallback):
         handle.result()
         seconds = time.perf_counter() - start
         buffer: Any = self.model.replay_buffer  # type: ignore[attr-defined]  # SAC has a replay buffer.
-        _emit_fingerprint("saved", self.num_timesteps, buffer.memory, seconds, Path(self.path))
+        _emit_fingerprint(self.num_timesteps, buffer.memory, seconds, Path(self.path))
         return handle
 
 
-def train(
-    buffer: str,
-    steps: int,
-    transitions: int,
-    checkpoint: str = "",
-    record: str = "",
-    resumes: bool = False,
-    limit: int | None = None,
-    buffer_kwargs: dict[str, Any] | None = None,
-) -> DemoResult:
-    """Train for `steps`, then let random actions fill the same buffer up to `transitions`.
-
-    Args:
-        checkpoint: Folder of the checkpoint that is saved half-way, or that is resumed. Empty: no checkpoint.
-        record: File of the watch's record. Empty: the training is not watched.
-        limit: Memory limit that the page of the record shows.
-        buffer_kwargs: Settings of a new buffer. A resumed buffer keeps its own.
-    """
+def train(task: DemoTask) -> DemoResult:
+    """Train for `steps`, then let random actions fill the same buffer up to `transitions`."""
+    steps = task.steps
+    transitions = task.transitions
     # The sums of several threads would depend on the number of threads.
     torch.set_num_threads(1)
-    model = _resume_model(checkpoint) if resumes else _make_model(buffer, steps + transitions, buffer_kwargs)
+    if task.is_resumed:
+        model = _resume_model(task.checkpoint)
+    else:
+        model = _make_model(task.buffer, steps + transitions, task.buffer_kwargs)
     first_step = model.num_timesteps
     progress = MeasureCallback("train", steps + transitions, first_step)
     callbacks: list[BaseCallback] = [progress]
-    if record:
-        callbacks.append(WatchCallback(interval_s=1.0, record=record, limit=limit, verbose=0))
-    if checkpoint and not resumes:
-        callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
+    if task.record:
+        callbacks.append(WatchCallback(interval_s=1.0, record=task.record, limit=task.limit_bytes, verbose=0))
+    if task.checkpoint and not task.is_resumed:
+        callbacks.append(SafeCheckpoint(steps // 2, task.checkpoint, env_state=(get_env_state, set_env_state)))
     model.learn(steps - first_step, callback=CallbackList(callbacks), reset_num_timesteps=False)
     # The median, because other processes of a busy machine distort the mean.
     steps_per_second = 1.0 / float(np.median(np.diff(progress.moments[max(RANDOM_STEPS - first_step, 0) :])))
@@ -91,7 +81,7 @@ def train(
     held_transitions, process_bytes = np.array(progress.readings, np.float64).T
     growth_bytes = process_bytes.max() - process_bytes[0]
     return DemoResult(
-        buffer=buffer,
+        buffer=task.buffer,
         bytes_per_transition=float(growth_bytes / (held_transitions[-1] - held_transitions[0])),
         peak_bytes=peak_bytes(),
         steps_per_second=steps_per_second,
@@ -113,19 +103,18 @@ def _resume_model(checkpoint: str) -> Any:
     model = resume(checkpoint, make_environment(), device="cpu", env_state=(get_env_state, set_env_state))
     seconds = time.perf_counter() - start
     with ReplayMemory.load(checkpoint) as memory:
-        _emit_fingerprint("resumed", model.num_timesteps, memory, seconds, Path(checkpoint))
+        _emit_fingerprint(model.num_timesteps, memory, seconds, Path(checkpoint))
     return model
 
 
-def _emit_fingerprint(event: str, step: int, memory: ReplayMemory, seconds: float, folder: Path) -> None:
-    """Send the message `event` with a hash of the next batches of `memory` and the size of the checkpoint."""
+def _emit_fingerprint(step: int, memory: ReplayMemory, seconds: float, folder: Path) -> None:
+    """Send a hash of the next batches of `memory`, and the size of the checkpoint in `folder`."""
     digest = hashlib.sha256()
     for _ in range(BATCHES):
         batch = memory.sample(32)
         for array in (*batch.obs.values(), batch.action, batch.reward, *batch.next_obs.values(), batch.ids):
             digest.update(np.ascontiguousarray(array).tobytes())
-    fingerprint = CheckpointFingerprint(step, digest.hexdigest(), seconds, count_folder_bytes(folder))
-    emit({event: dataclasses.asdict(fingerprint)})
+    emit(CheckpointFingerprint(step, digest.hexdigest(), seconds, count_folder_bytes(folder)))
 
 
 def make_environment() -> VecEnv:
@@ -159,9 +148,9 @@ def hash_weights(policy: torch.nn.Module) -> str:
 
 def main() -> None:
     """Read the task, train, and print the result."""
-    task = json.loads(sys.argv[1])
-    emit({"done": 0, "total": task["steps"] + task["transitions"]})
-    emit({"result": dataclasses.asdict(train(**task))})
+    task = DemoTask(**json.loads(sys.argv[1]))
+    emit(ChildProgress(0, task.steps + task.transitions))
+    emit(train(task))
 
 
 if __name__ == "__main__":

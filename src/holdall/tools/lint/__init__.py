@@ -5,6 +5,7 @@ the models and buffers that a command had built when `holdall.tools.probe` stopp
 
     rule, rules/        one class per rule, in files by subject
     source, source_sb3  a file as a syntax tree, for rules about files
+    arguments           positions of arguments in calls of other libraries
     run                 places and titles of the objects of a run, for rules about runs
     check               runs the rules over files and runs, and returns findings
     settings, machine   rules in force, limits to compare with

@@ -17,6 +17,7 @@ from holdall.tools.lint.finding import Edit, Finding, Place
 from holdall.tools.lint.ignores import IgnoreComment, read_ignores
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
+from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.rules.files import NotParsed, UnusedIgnore
 from holdall.tools.lint.source import Source
 from holdall.tools.probe.snapshot import Snapshot
@@ -64,16 +65,23 @@ def _report_not_parsed(message: str, place: Place, rules: Rules) -> Iterator[Fin
 
 
 def _find_unused_ignores(ignores: list[IgnoreComment], found: list[Finding], rules: Rules) -> Iterator[Finding]:
-    """Yield a finding for every comment that accepts nothing, or that names a rule for which it accepts nothing."""
+    """Yield a finding for every comment that accepts nothing, or that names a rule for which it accepts nothing.
+
+    A comment may still be needed if a rule that it accepts was not checked, because the rule is not in force or needs
+    a run. Such a comment gives no finding.
+    """
+    checked = {code for code, rule in rules.items() if not rule.needs_run}
+    all_codes = frozenset(code for code, rule in RULES.items() if not rule.needs_run)
     for ignore in ignores:
         used = {finding.rule for finding in found if ignore.accepts(finding)}
-        unused = ignore.codes - used
-        has_unused = bool(unused) if ignore.codes else not used
-        # A rule that is not in force, or that needs a run, was not checked here. Its code may still be needed.
-        is_checked = all(code in rules and not rules[code].needs_run for code in unused)
-        if has_unused and is_checked:
-            names = ", ".join(sorted(unused)) or "all rules"
-            removal = Edit(ignore.place, ignore.text, "") if unused == ignore.codes else None
+        if ignore.codes:
+            unused = ignore.codes - used
+            names = ", ".join(sorted(unused))
+        else:
+            unused = frozenset() if used else all_codes
+            names = "all rules"
+        if unused and unused <= checked:
+            removal = Edit(ignore.place, ignore.text, "") if not used else None
             message = f"this comment ignores {names}, but nothing is found here"
             yield UnusedIgnore().make_finding(Match(message, ignore.place, edit=removal))
 

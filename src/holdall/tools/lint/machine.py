@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from holdall.machine import control_groups, disk
+from holdall.machine import Limit, control_groups, disk
 from holdall.threads import usable_cores
 
 
@@ -32,11 +33,14 @@ class Machine:
         return self.limit_bytes < self.ram_bytes and self.limit_name.startswith("control group")
 
 
-def detect_machine(budget_bytes: int | None = None, vram_bytes: int | None = None) -> Machine:
-    """Describe this machine. `budget_bytes` and `vram_bytes` replace what is detected."""
+def detect_machine(
+    budget_bytes: int | None = None, vram_bytes: int | None = None, groups: Sequence[Limit] | None = None
+) -> Machine:
+    """Describe this machine. Values that are given replace those of the machine. `groups` are its control groups."""
     ram_bytes = int(psutil.virtual_memory().total)
     if budget_bytes is None:
-        limits = [(ram_bytes, "RAM"), *((group.total_bytes, group.name) for group in control_groups())]
+        found = control_groups() if groups is None else groups
+        limits = [(ram_bytes, "RAM"), *((group.total_bytes, group.name) for group in found)]
     else:
         limits = [(budget_bytes, "the budget")]
     limit_bytes, limit_name = min(limits)

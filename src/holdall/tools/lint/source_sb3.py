@@ -6,11 +6,11 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdall.tools.lint.source import Source, get_argument
+from holdall.tools.lint.arguments import ENV_FUNCTIONS, MODEL_ENV, N_ENVS, VEC_WRAPPERS, WRAPPED_VEC_ENV
+from holdall.tools.lint.source import Source
 from holdall.tools.plan.algorithms import ALGORITHM_CLASSES
 
 _PACKAGES = ("stable_baselines3.", "sb3_contrib.")
-_VEC_WRAPPERS = ("VecNormalize", "VecFrameStack", "VecMonitor", "VecTransposeImage", "VecCheckNan", "VecVideoRecorder")
 _MAX_WRAPPERS = 20
 
 
@@ -31,13 +31,13 @@ def find_model(source: Source, node: ast.expr | None) -> SourceModel | None:
         return None
     algorithm = _find_algorithm(source, call.func)
     if algorithm:
-        return SourceModel(algorithm, call, get_argument(call, "env", 1), is_loaded=False)
+        return SourceModel(algorithm, call, MODEL_ENV.find(call), is_loaded=False)
     if not isinstance(call.func, ast.Attribute):
         return None
     if call.func.attr == "learn":  # `learn` returns the model.
         return find_model(source, call.func.value)
     algorithm = _find_algorithm(source, call.func.value) if call.func.attr == "load" else ""
-    return SourceModel(algorithm, call, get_argument(call, "env", 1), is_loaded=True) if algorithm else None
+    return SourceModel(algorithm, call, MODEL_ENV.find(call), is_loaded=True) if algorithm else None
 
 
 def find_models(source: Source) -> Iterator[SourceModel]:
@@ -62,9 +62,9 @@ def find_innermost_environment(source: Source, node: ast.expr | None) -> ast.Cal
         call = source.resolve(node)
         if not isinstance(call, ast.Call):
             return None
-        if source.get_full_name(call.func).rpartition(".")[2] not in _VEC_WRAPPERS:
+        if source.get_full_name(call.func).rpartition(".")[2] not in VEC_WRAPPERS:
             return call
-        node = get_argument(call, "venv", 0)
+        node = WRAPPED_VEC_ENV.find(call)
     return None
 
 
@@ -75,10 +75,10 @@ def count_environments(source: Source, node: ast.expr | None) -> int | None:
         return None
     name = source.get_full_name(call.func).rpartition(".")[2]
     if name in {"make_vec_env", "make_atari_env"}:
-        count = get_argument(call, "n_envs", 1)
+        count = N_ENVS.find(call)
         return 1 if count is None else source.evaluate_whole_number(count)
     if name in {"DummyVecEnv", "SubprocVecEnv"}:
-        return _count_items(source, get_argument(call, "env_fns", 0))
+        return _count_items(source, ENV_FUNCTIONS.find(call))
     return None
 
 

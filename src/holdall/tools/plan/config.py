@@ -1,7 +1,7 @@
-"""Settings of a run to plan, from options and from TOML files.
+"""Settings of a run to plan, from TOML files and from texts of the command line.
 
-Input: the values of command-line options, or the path of a file. Output: settings by name, which
-`stand_in.describe_run` checks. An unknown key in a file raises an error that names the key.
+Input: the path of a file, or texts. Output: values by the names of `settings.SETTINGS`, which `stand_in.describe_run`
+checks. An unknown key in a file raises an error that names the key.
 """
 
 from __future__ import annotations
@@ -16,45 +16,9 @@ from gymnasium import spaces
 
 from holdall.errors import ArgumentError
 from holdall.tools.plan.environments import parse_observation
+from holdall.tools.plan.settings import SETTINGS, find_setting, parse_count
 
-OPTIONS = {
-    "action",
-    "algo",
-    "batch_size",
-    "budget",
-    "capacity",
-    "device",
-    "env",
-    "frame_stack",
-    "memory",
-    "n_steps",
-    "name",
-    "num_envs",
-    "obs",
-    "policy",
-    "policy_kwargs",
-    "start_method",
-    "total_timesteps",
-    "uses_holdall",
-    "vec_env",
-    "vram",
-    "wrapper",
-}
-"""Names of all settings."""
-_OTHER_NAMES = {"n_envs": "num_envs", "n_timesteps": "total_timesteps", "buffer_size": "capacity"}
-"""Names of Stable-Baselines3 and rl-zoo for these settings."""
 _MAX_FILE_BYTES = 4 * 2**20
-
-
-def parse_count(value: Any, argument: str) -> int:
-    """Return a whole number that is written as 400000, 4e5, 400_000 or 400,000."""
-    try:
-        number = float(str(value).replace("_", "").replace(",", ""))
-    except ValueError:
-        number = float("nan")
-    if isinstance(value, bool) or not number.is_integer():
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number, as in 400000, 4e5 or 400_000.")
-    return int(number)
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, int]:
@@ -78,15 +42,21 @@ def read_observation(given: Any) -> spaces.Space[Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a TOML file for `holdall plan`."""
-    data = _load(path)
-    renamed = {_OTHER_NAMES.get(name, name): value for name, value in data.items()}
-    unknown = sorted(set(renamed) - OPTIONS)
+    """Read a TOML file for `holdall plan`. Return the values by the names of `SETTINGS`."""
+    values = {}
+    unknown = []
+    for name, value in _load(path).items():
+        setting = find_setting(name)
+        if setting is None:
+            unknown.append(name)
+        else:
+            values[setting.name] = value
     if unknown:
-        close = [match for name in unknown for match in get_close_matches(name, sorted(OPTIONS), n=1)]
+        known = sorted(SETTINGS)
+        close = [match for name in unknown for match in get_close_matches(name, known, n=1)]
         hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise ArgumentError(f"{path} has unknown keys: {', '.join(unknown)}.{hint} Use {', '.join(sorted(OPTIONS))}.")
-    return renamed
+        raise ArgumentError(f"{path} has unknown keys: {', '.join(sorted(unknown))}.{hint} Use {', '.join(known)}.")
+    return values
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -197,7 +197,8 @@ class RunNeeds:
     The methods compute every answer of a plan, and `checks` is the only place that compares needs with limits. So the
     verdict, the table, the largest sizes and the suggested changes agree.
 
-    Most methods take a `use`: the settings of holdall's memory, or None for the library's own buffer.
+    A run has either its library's buffer or holdall's. `with_library_buffer` and `with_holdall_buffer` return the same
+    run with one of them.
     """
 
     experience: Experience
@@ -223,7 +224,7 @@ class RunNeeds:
     is_noise: bool = False
     """Whether the stored steps were made up."""
     holdall: HoldallUse | None = None
-    """Settings of holdall's memory, if the run uses it."""
+    """Settings of holdall's memory; None: the run has its library's buffer."""
     others: tuple[MemoryPart, ...] = ()
     """Further buffers and large arrays."""
     free_bytes: int = 0
@@ -233,14 +234,19 @@ class RunNeeds:
     gpu_reserved_bytes: int = 0
     """Peak of the bytes that torch's allocator reserved on the GPU."""
 
-    @property
-    def candidate(self) -> HoldallUse:
-        """Return the settings with which holdall's memory is compared: those of the run, or the plan's defaults."""
-        return self.holdall or HoldallUse()
+    # ---------------------------------------------------------------- the two kinds of buffers
+
+    def with_library_buffer(self) -> RunNeeds:
+        """Return the run with the buffer of its library."""
+        return replace(self, holdall=None)
+
+    def with_holdall_buffer(self, use: HoldallUse | None = None) -> RunNeeds:
+        """Return the run with holdall's memory. Its settings are `use`, or those of the run, or the defaults."""
+        return replace(self, holdall=use or self.holdall or HoldallUse())
 
     # ---------------------------------------------------------------- parts
 
-    def parts(self, use: HoldallUse | None) -> list[MemoryPart]:
+    def parts(self) -> list[MemoryPart]:
         """Return the parts of the memory at the peak."""
         further_envs = self._count_further_envs()
         base = self.base_bytes + min(further_envs, 0) * self.environment_bytes
@@ -252,9 +258,9 @@ class RunNeeds:
             name = count_noun(self.processes, "worker process", "worker processes")
             parts.append(MemoryPart(name, self.process_bytes, "measured"))
         parts += self.others
-        parts.append(self._make_buffer_part(use))
+        parts.append(self._make_buffer_part())
         update = self._scale_to_batch(self.update_bytes)
-        copied = 0 if use is not None else self.experience.copied_bytes
+        copied = self.experience.copied_bytes if self.holdall is None else 0
         if copied > update:
             parts.append(MemoryPart("copy of the rollout's largest array", copied, "exact"))
         elif update:
@@ -277,13 +283,13 @@ class RunNeeds:
             return nbytes
         return nbytes * self.batch_size // self.measured_batch_size
 
-    def _make_buffer_part(self, use: HoldallUse | None) -> MemoryPart:
+    def _make_buffer_part(self) -> MemoryPart:
         experience = self.experience
         kind = "rollout buffer" if experience.is_rollout else "replay buffer"
-        if use is None:
-            source = "exact" if experience.is_exact else "estimate"
-            return MemoryPart(f"{kind} ({experience.library})", experience.resident_bytes, source)
-        return MemoryPart(f"{kind} (holdall)", self.holdall_bytes(use), self._stored_source)
+        if self.holdall is not None:
+            return MemoryPart(f"{kind} (holdall)", self.buffer_bytes(), self._stored_source)
+        source = "exact" if experience.is_exact else "estimate"
+        return MemoryPart(f"{kind} ({experience.library})", self.buffer_bytes(), source)
 
     @property
     def _stored_source(self) -> str:
@@ -291,10 +297,11 @@ class RunNeeds:
             return NOISE_BOUND
         return "measured" if self.stored is not None and self.stored.steps else "estimate"
 
-    def holdall_bytes(self, use: HoldallUse) -> int:
-        """Return the RAM that holdall's memory takes for the filled transitions."""
+    def buffer_bytes(self) -> int:
+        """Return the RAM that the buffer takes for the filled transitions."""
         stored = self.stored
-        if stored is None:
+        use = self.holdall
+        if use is None or stored is None:
             return self.experience.resident_bytes
         transitions = self.experience.filled_rows * self.experience.n_envs
         raw = round(stored.raw_bytes * transitions)
@@ -319,49 +326,50 @@ class RunNeeds:
         segment = min(tuning.block_bytes, round(stored.raw_bytes * transitions) // tuning.segments_per_capacity)
         return round(each * transitions) + (1 + tuning.min_queued_segments) * segment
 
-    def disk_bytes(self, use: HoldallUse) -> int:
-        """Return the bytes that holdall's memory writes to `spill_dir`."""
-        if use.budget_bytes is None or use.spill_dir is None or self.stored is None:
+    def disk_bytes(self) -> int:
+        """Return the bytes that holdall's memory writes to `spill_dir`. The library's buffer writes none."""
+        use = self.holdall
+        if use is None or use.budget_bytes is None or use.spill_dir is None or self.stored is None:
             return 0
         transitions = self.experience.filled_rows * self.experience.n_envs
         return max(self._compressed_bytes(self.stored, transitions) - _count_room(use.budget_bytes), 0)
 
-    def held_transitions(self, use: HoldallUse) -> int:
-        """Return the transitions that holdall's memory can hold: fewer than its capacity if the budget is too small."""
+    def held_transitions(self) -> int:
+        """Return the transitions that the buffer can hold: fewer than its capacity if holdall's budget is too small."""
         asked = self.experience.transitions
-        if use.budget_bytes is None or use.spill_dir is not None or self.stored is None:
+        use = self.holdall
+        if use is None or use.budget_bytes is None or use.spill_dir is not None or self.stored is None:
             return asked
         each = self.stored.compressed_bytes or self.stored.raw_bytes
         return min(asked, int(_count_room(use.budget_bytes) / max(each, 1e-9)))
 
     # ---------------------------------------------------------------- sums and changes
 
-    def need_bytes(self, use: HoldallUse | None) -> int:
+    def need_bytes(self) -> int:
         """Return the bytes at the peak."""
-        return sum(part.nbytes for part in self.parts(use))
+        return sum(part.nbytes for part in self.parts())
 
-    def most_bytes(self, use: HoldallUse | None) -> int:
+    def most_bytes(self) -> int:
         """Return the upper bound of the bytes at the peak."""
-        return sum(part.most_bytes for part in self.parts(use)) + ROOM_BYTES
+        return sum(part.most_bytes for part in self.parts()) + ROOM_BYTES
 
-    def checks(self, use: HoldallUse | None, limits: MachineLimits) -> list[LimitCheck]:
+    def checks(self, limits: MachineLimits) -> list[LimitCheck]:
         """Compare every need of the run with its limit."""
-        checks = [LimitCheck("memory", self.need_bytes(use), self.most_bytes(use), limits.memory[0])]
+        checks = [LimitCheck("memory", self.need_bytes(), self.most_bytes(), limits.memory[0])]
         largest = self.experience.largest_array_bytes
-        if largest and limits.mapping_bytes is not None and use is None:
+        if self.holdall is None and largest and limits.mapping_bytes is not None:
             whole = Limit("memory and swap, for one array", limits.mapping_bytes, limits.mapping_bytes)
             checks.append(LimitCheck("largest array", largest, largest, whole))
-        if use is not None and limits.disk is not None:
-            nbytes = self.disk_bytes(use)
-            if nbytes:
-                checks.append(LimitCheck(f"disk tier in {use.spill_dir}", nbytes, nbytes, limits.disk))
+        nbytes = self.disk_bytes()
+        if self.holdall is not None and nbytes and limits.disk is not None:
+            checks.append(LimitCheck(f"disk tier in {self.holdall.spill_dir}", nbytes, nbytes, limits.disk))
         if self.gpu_reserved_bytes and limits.gpu is not None:
             checks.append(LimitCheck("GPU memory", self.gpu_bytes, self.gpu_reserved_bytes, limits.gpu))
         return checks
 
-    def verdict(self, use: HoldallUse | None, limits: MachineLimits) -> FitVerdict:
+    def verdict(self, limits: MachineLimits) -> FitVerdict:
         """Return the worst verdict of all checks."""
-        return max(check.verdict for check in self.checks(use, limits))
+        return max(check.verdict for check in self.checks(limits))
 
     def resized(self, size: int) -> RunNeeds:
         """Return the run with another capacity, or other steps of a rollout."""
@@ -394,9 +402,9 @@ class RunNeeds:
             process_bytes=round(self.process_bytes * factor),
         )
 
-    def largest_size(self, use: HoldallUse | None, limits: MachineLimits) -> int:
+    def largest_size(self, limits: MachineLimits) -> int:
         """Return the largest capacity, or rollout, that fits; 0 if none does."""
-        return largest_count(lambda size: self.resized(size).verdict(use, limits) is FitVerdict.FITS)
+        return largest_count(lambda size: self.resized(size).verdict(limits) is FitVerdict.FITS)
 
 
 def _count_room(budget_bytes: int) -> int:

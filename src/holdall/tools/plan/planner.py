@@ -15,32 +15,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdall.errors import HoldallError
 from holdall.machine import Limit, disk, largest_mapping, memory_limits
-from holdall.tools.plan.algorithms import (
-    ROLLOUTS_KEEP_DTYPES,
-    count_observation_bytes,
-    count_step_bytes,
-    count_transition_bytes,
-    parse_version,
-)
+from holdall.tools.plan.algorithms import ROLLOUTS_KEEP_DTYPES, parse_version
+from holdall.tools.plan.code import write_code
 from holdall.tools.plan.environments import has_images, space_from_dict
+from holdall.tools.plan.measured import PlanError, read_needs
 from holdall.tools.plan.needs import (
-    PLAIN_LAYOUT,
-    Experience,
     FitVerdict,
     HoldallUse,
     LimitCheck,
     MachineLimits,
-    MemoryPart,
     RunNeeds,
-    estimate_settled,
     is_unlimited,
     largest_count,
 )
+from holdall.tools.plan.settings import SETTINGS, find_setting, list_changeable
 from holdall.tools.probe.launch import probe
-from holdall.tools.probe.snapshot import FoundBuffer, FoundEnvironment, FoundMemory, FoundModel, Snapshot, StoredSteps
-from holdall.units import count_noun, format_bytes, parse_bytes
+from holdall.tools.probe.snapshot import Snapshot
+from holdall.units import count_noun, format_bytes
 
 MEASURE_S = 10.0
 TIMEOUT_S = 300.0
@@ -49,16 +41,8 @@ _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Shares of the run's capacity for which the table has a row."""
 _MIN_BUDGET = 256 * 2**20
 """Smallest budget that is suggested."""
-_CODE_COLUMNS = 80
 _MAX_ROWS_AFTER_FAILURE = 10_000
 """Capacity with which a run is measured if its own buffer could not be allocated."""
-_CHANGES = ("buffer_size", "n_steps", "batch_size", "n_envs", "total_timesteps")
-"""Settings that `--set` changes."""
-_OTHER_NAMES = {"capacity": "buffer_size", "num_envs": "n_envs", "timesteps": "total_timesteps"}
-
-
-class PlanError(HoldallError, RuntimeError):
-    """A command cannot be planned: it has no buffer, or a change does not apply to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +67,7 @@ class SuggestedChange:
     title: str
     why: str
     needs: RunNeeds
-    use: HoldallUse | None
+    """The run after the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +97,7 @@ class Plan:
     @property
     def code(self) -> str:
         """Return the lines to paste: the run with the cheapest change that makes it fit, if there is one."""
-        if self.change is None:
-            return write_code(self.snapshot, self.needs, self.needs.holdall)
-        return write_code(self.snapshot, self.change.needs, self.change.use)
+        return write_code(self.snapshot, self.needs if self.change is None else self.change.needs)
 
     def largest_sizes(self) -> Iterator[tuple[str, str]]:
         """Yield the name of each size and the largest value that fits if nothing else changes."""
@@ -141,10 +123,10 @@ class Plan:
                 "plain_bytes": experience.allocated_bytes,
                 "is_exact": experience.is_exact,
             },
-            "need_bytes": self.needs.need_bytes(self.needs.holdall),
-            "most_bytes": self.needs.most_bytes(self.needs.holdall),
-            "parts": [asdict(part) for part in self.needs.parts(self.needs.holdall)],
-            "holdall_parts": [asdict(part) for part in self.needs.parts(self.needs.candidate)],
+            "need_bytes": self.needs.need_bytes(),
+            "most_bytes": self.needs.most_bytes(),
+            "parts": [asdict(part) for part in self.needs.parts()],
+            "holdall_parts": [asdict(part) for part in self.needs.with_holdall_buffer().parts()],
             "stored": None if self.needs.stored is None else asdict(self.needs.stored),
             "checks": [check.as_dict() for check in self.checks],
             "limits": self.limits.as_list(),
@@ -172,7 +154,7 @@ def plan_command(
     """Run `command` until it is about to train, measure it, and plan it.
 
     Args:
-        changes: Other values to plan with: `buffer_size`, `n_steps`, `batch_size`, `n_envs`, `total_timesteps`.
+        changes: Other values to plan with, by the name of a setting with `can_change`, such as `buffer_size`.
         limits: Limits that the run must fit into; those of this machine by default.
         is_noise: Whether the command's observations are made up.
     """
@@ -180,7 +162,7 @@ def plan_command(
     changes = dict(changes or {})
     if snapshot.allocation is not None and snapshot.models and snapshot.models[0].settings.get("buffer_size"):
         # The buffer could not be allocated. The run is measured with a smaller one and planned with the real size.
-        changes = {"buffer_size": int(snapshot.models[0].settings["buffer_size"])} | changes
+        changes = {"capacity": int(snapshot.models[0].settings["buffer_size"])} | changes
         note = f"{snapshot.stopped_by}. The run was measured with a buffer of {_MAX_ROWS_AFTER_FAILURE:,} transitions"
         snapshot = probe(command, timeout_s, measure_s=MEASURE_S, cwd=cwd, max_buffer_size=_MAX_ROWS_AFTER_FAILURE)
         snapshot = replace(snapshot, notes=(note, *snapshot.notes))
@@ -241,15 +223,14 @@ def plan_snapshot(
     needs = replace(needs, is_noise=is_noise)
     for name, value in (changes or {}).items():
         needs = change_needs(needs, name, value)
-    use = needs.holdall
-    checks = tuple(needs.checks(use, limits))
+    checks = tuple(needs.checks(limits))
     fits = all(check.verdict is FitVerdict.FITS for check in checks)
     change = None if fits else find_change(snapshot, needs, limits)
     size_word = _choose_size_word(needs)
     has_stored = needs.stored is not None
     largest: dict[str, int | None] = {
-        f"{size_word} with {needs.experience.layout}": needs.largest_size(None, limits),
-        f"{size_word} with holdall's": needs.largest_size(needs.candidate, limits) if has_stored else None,
+        f"{size_word} with {needs.experience.layout}": needs.with_library_buffer().largest_size(limits),
+        f"{size_word} with holdall's": needs.with_holdall_buffer().largest_size(limits) if has_stored else None,
         "batch": largest_batch(needs, limits),
     }
     return Plan(
@@ -266,219 +247,24 @@ def plan_snapshot(
 
 
 def change_needs(needs: RunNeeds, name: str, value: int) -> RunNeeds:
-    """Return the run with one setting changed."""
-    name = _OTHER_NAMES.get(name, name)
+    """Return the run with one setting changed. `name` is any name of a setting that `--set` accepts."""
+    setting = find_setting(name)
+    if setting is None or not setting.can_change:
+        raise PlanError(f"--set {name} is unknown. Use one of {list_changeable()}.")
+    if value < 1:
+        raise PlanError(f"--set {name} ({value}) must be at least 1.")
     experience = needs.experience
-    if (name == "n_steps" and experience.is_rollout) or (name == "buffer_size" and not experience.is_rollout):
-        return needs.resized(value)
-    if name == "batch_size":
+    if setting.name == "batch_size":
         return needs.with_batch(value)
-    if name == "n_envs":
+    if setting.name == "num_envs":
         return needs.with_envs(value)
-    if name == "total_timesteps":
+    if setting.name == "total_timesteps":
         return replace(needs, experience=replace(experience, max_rows=-(-value // experience.n_envs)))
-    kind = "a rollout, which has n_steps" if experience.is_rollout else "a replay buffer, which has buffer_size"
-    raise PlanError(f"--set {name} does not apply to this run. It has {kind}. Known names: {', '.join(_CHANGES)}.")
-
-
-# ---------------------------------------------------------------- from a snapshot to needs
-
-
-def read_needs(snapshot: Snapshot, limits: MachineLimits) -> tuple[RunNeeds, list[str]]:
-    """Return the needs of the run, and notes about figures that were not measured."""
-    model = snapshot.models[0] if snapshot.models else None
-    memory = _find_memory(snapshot, model)
-    buffer = None if memory is not None else _find_main_buffer(snapshot, model)
-    notes: list[str] = []
-    if memory is not None:
-        experience = _read_memory(memory, model, snapshot)
-    elif buffer is not None:
-        experience = _read_buffer(buffer, model)
-    else:
-        raise PlanError(_explain_missing_buffer(snapshot))
-    base = snapshot.resident_bytes - snapshot.probe_bytes - sum(_count_resident(one) for one in snapshot.buffers)
-    workers = [process for process in snapshot.processes if not process.is_reporter]
-    others = [
-        MemoryPart(f"{one.owner} ({one.kind})", one.bytes_on.get("cpu", 0), "exact" if one.is_exact else "estimate")
-        for one in snapshot.buffers
-        if one is not buffer and one.bytes_on.get("cpu", 0)
-    ]
-    for one in snapshot.memories:
-        if one is not memory:
-            nbytes = _count_full_bytes(one, model, snapshot, limits)
-            others.append(MemoryPart(f"{one.owner} (holdall)", nbytes, "estimate"))
-    environment = _find_environment(snapshot, model, experience.n_envs)
-    needs = RunNeeds(
-        experience=experience,
-        base_bytes=max(base, 0),
-        environment_bytes=0 if environment is None or environment.start_method else environment.nbytes_each,
-        measured_envs=0 if environment is None else environment.n_envs,
-        process_bytes=sum(process.unique_bytes for process in workers),
-        processes=len(workers),
-        stored=_read_stored(snapshot, model, buffer),
-        holdall=None if memory is None else _read_use(memory),
-        others=tuple(others),
-        free_bytes=limits.free_bytes,
-        batch_size=_read_batch(model, experience),
-    )
-    update = snapshot.update
-    if update is not None:
-        measured = replace(
-            needs,
-            update_bytes=max(update.peak_bytes - update.kept_bytes, 0),
-            settled_bytes=update.kept_bytes,
-            update_source="measured",
-            measured_batch_size=update.batch_size,
-            gpu_bytes=update.gpu_peak_bytes,
-            gpu_reserved_bytes=update.gpu_reserved_bytes,
-        )
-        return measured, notes
-    weights = model.parameter_bytes if model else sum(one.parameter_bytes for one in snapshot.optimizers)
-    batch_bytes = 4 * needs.batch_size * round(experience.row_bytes / experience.n_envs)
-    notes.append("No update was measured. Networks are estimated from their weights and the batch")
-    return replace(needs, settled_bytes=estimate_settled(weights), update_bytes=batch_bytes), notes
-
-
-def _read_stored(snapshot: Snapshot, model: FoundModel | None, buffer: FoundBuffer | None) -> StoredSteps | None:
-    """Return the measured needs of holdall's memory, plus the further arrays of sb3-contrib's rollout buffers."""
-    stored = snapshot.stored
-    if stored is None or model is None or buffer is None or model.algorithm not in {"MaskablePPO", "RecurrentPPO"}:
-        return stored
-    if not (buffer.rows and model.observation_space and model.action_space):
-        return stored
-    spaces = (space_from_dict(model.observation_space), space_from_dict(model.action_space))
-    further = buffer.nbytes / (buffer.rows * buffer.n_envs) - count_step_bytes(*spaces)  # Masks, or hidden states.
-    return replace(stored, raw_bytes=stored.raw_bytes + max(further, 0.0))
-
-
-def _explain_missing_buffer(snapshot: Snapshot) -> str:
-    """Return the reason why a command without a buffer cannot be planned."""
-    last_line = snapshot.error.strip().splitlines()[-1] if snapshot.error and snapshot.error.strip() else ""
-    if snapshot.allocation is not None:
-        size = format_bytes(snapshot.allocation.nbytes)
-        return f"The command could not allocate {size}, shape {snapshot.allocation.shape}. {last_line}"
-    if last_line:
-        return f"The command failed before it trained: {last_line}"
-    if snapshot.is_ready:
-        return f"The command was stopped by {snapshot.stopped_by}, and it has no buffer of 16 MiB or more."
-    advice = " Pass a larger --timeout." if snapshot.trigger == "timeout" else ""
-    return f"Nothing was found to plan: {snapshot.stopped_by}.{advice}"
-
-
-def _find_memory(snapshot: Snapshot, model: FoundModel | None) -> FoundMemory | None:
-    """Return holdall's memory that belongs to the model, or the largest one."""
-    if model is not None:
-        return snapshot.find_memory(model)
-    return max(snapshot.memories, key=lambda memory: memory.capacity, default=None)
-
-
-def _find_environment(snapshot: Snapshot, model: FoundModel | None, n_envs: int) -> FoundEnvironment | None:
-    """Return the environment that fills the buffer: the model's, or one with as many lanes as the buffer."""
-    if model is not None:
-        return model.environment
-    return next((one for one in snapshot.environments if one.n_envs == n_envs), None)
-
-
-def _find_main_buffer(snapshot: Snapshot, model: FoundModel | None) -> FoundBuffer | None:
-    """Return the model's buffer, or the largest one."""
-    if model is not None:
-        return snapshot.find_buffer(model)
-    return max(snapshot.buffers, key=lambda buffer: buffer.nbytes, default=None)
-
-
-def _read_buffer(buffer: FoundBuffer, model: FoundModel | None) -> Experience:
-    """Return the layout of a library's buffer. Arrays without one entry per row do not grow with the capacity."""
-    rows = buffer.rows or max(buffer.items_now, 1)
-    fixed = sum(array.nbytes for array in buffer.arrays if not array.shape or array.shape[0] != rows)
-    total = None if model is None else model.total_timesteps
-    return Experience(
-        name=buffer.owner,
-        library="SB3" if buffer.is_sb3 else buffer.class_name.rpartition(".")[2] or "NumPy",
-        rows=rows,
-        n_envs=buffer.n_envs,
-        row_bytes=(buffer.nbytes - fixed) / rows,
-        fixed_bytes=fixed,
-        largest_array_share=_find_largest_share(buffer),
-        copied_row_bytes=buffer.flattened_bytes / rows,
-        is_rollout=buffer.kind == "rollout",
-        is_exact=buffer.is_exact,
-        max_rows=None if total is None else -(-total // buffer.n_envs),
-    )
-
-
-def _find_largest_share(buffer: FoundBuffer) -> float:
-    """Return the share of the largest array in a buffer's bytes; 0 for lists, whose items are allocated one by one."""
-    if not buffer.nbytes or buffer.kind in {"deque", "list"}:
-        return 0.0
-    return max((array.nbytes for array in buffer.arrays), default=buffer.nbytes) / buffer.nbytes
-
-
-def _read_memory(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot) -> Experience:
-    """Return the plain layout that one of holdall's memories replaces."""
-    rows = max(memory.capacity // memory.n_envs, 1)
-    is_rollout = "Rollout" in memory.class_name
-    each = _count_plain_bytes(memory, model, snapshot, is_rollout=is_rollout)
-    is_copied = is_rollout and model is not None and min(rows, memory.n_envs) > 1
-    total = None if model is None else model.total_timesteps
-    return Experience(
-        name=memory.owner,
-        library="SB3" if model is not None else PLAIN_LAYOUT,
-        rows=rows,
-        n_envs=memory.n_envs,
-        row_bytes=each * memory.n_envs,
-        # A plain replay buffer has two arrays of observations.
-        largest_array_share=1.0 if is_rollout else 0.5,
-        copied_row_bytes=_find_largest_observation(model) * memory.n_envs if is_copied else 0.0,
-        is_rollout=is_rollout,
-        is_exact=model is not None and not is_rollout,
-        max_rows=None if total is None else -(-total // memory.n_envs),
-    )
-
-
-def _count_full_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot, limits: MachineLimits) -> int:
-    """Return the bytes that one of holdall's memories takes when it is full."""
-    experience = _read_memory(memory, model, snapshot)
-    needs = RunNeeds(experience, 0, stored=snapshot.stored, free_bytes=limits.free_bytes)
-    return max(needs.holdall_bytes(_read_use(memory)), memory.held_bytes)
-
-
-def _count_plain_bytes(memory: FoundMemory, model: FoundModel | None, snapshot: Snapshot, *, is_rollout: bool) -> float:
-    """Return the bytes of one transition in the plain layout of the library."""
-    if model is not None and model.observation_space and model.action_space:
-        count = count_step_bytes if is_rollout else count_transition_bytes
-        return count(space_from_dict(model.observation_space), space_from_dict(model.action_space))
-    if memory.transitions:
-        return memory.plain_bytes / memory.transitions
-    return snapshot.stored.raw_bytes if snapshot.stored else 0.0
-
-
-def _find_largest_observation(model: FoundModel | None) -> int:
-    """Return the bytes of the largest array of one observation, which Stable-Baselines3 copies to flatten a rollout."""
-    if model is None or not model.observation_space:
-        return 0
-    return max(count_observation_bytes(space_from_dict(model.observation_space)))
-
-
-def _read_use(memory: FoundMemory) -> HoldallUse:
-    is_auto = memory.budget == "auto"
-    budget = None if is_auto or memory.budget is None else parse_bytes(memory.budget, "budget")
-    return HoldallUse(budget, is_auto, memory.prefer or "balanced", memory.spill_dir)
-
-
-def _count_resident(buffer: FoundBuffer) -> int:
-    """Return the bytes of a buffer that were in RAM when the command was stopped."""
-    if buffer.arrays:
-        return sum(array.resident_bytes for array in buffer.arrays if array.device == "cpu" and not array.is_on_disk)
-    return buffer.nbytes_now
-
-
-def _read_batch(model: FoundModel | None, experience: Experience) -> int:
-    if model is None:
-        return 0
-    batch = model.settings.get("batch_size")
-    if isinstance(batch, int) and batch:
-        return min(batch, experience.transitions) if experience.is_rollout else batch
-    return experience.transitions if experience.is_rollout else 0
+    own_size, kind = ("n_steps", "a rollout") if experience.is_rollout else ("capacity", "a replay buffer")
+    if setting.name == own_size:
+        return needs.resized(value)
+    words = " or ".join(SETTINGS[own_size].names)
+    raise PlanError(f"--set {name} does not apply to this run. It has {kind}. Set {words} instead.")
 
 
 # ---------------------------------------------------------------- titles, tables and suggested changes
@@ -508,13 +294,15 @@ def _make_table(needs: RunNeeds, limits: MachineLimits) -> Iterator[CapacityRow]
     sizes = {max(int(needs.experience.size * share), 1) for share in _TABLE_SHARES}
     for size in sorted(sizes, reverse=True):
         run = needs.resized(size)
-        full_run = replace(run, experience=replace(run.experience, max_rows=None))
+        plain = run.with_library_buffer()
+        held = run.with_holdall_buffer()
+        full = replace(held, experience=replace(held.experience, max_rows=None))
         yield CapacityRow(
             size=size,
-            plain_bytes=run.experience.allocated_bytes,
-            plain_verdict=run.verdict(None, limits),
-            holdall_bytes=full_run.holdall_bytes(run.candidate) if has_stored else None,
-            holdall_verdict=run.verdict(run.candidate, limits) if has_stored else None,
+            plain_bytes=plain.experience.allocated_bytes,
+            plain_verdict=plain.verdict(limits),
+            holdall_bytes=full.buffer_bytes() if has_stored else None,
+            holdall_verdict=held.verdict(limits) if has_stored else None,
         )
 
 
@@ -523,13 +311,13 @@ def largest_batch(needs: RunNeeds, limits: MachineLimits) -> int | None:
     if not needs.batch_size or not needs.measured_batch_size or not needs.update_bytes:
         return None
     top = needs.experience.transitions
-    return largest_count(lambda batch: needs.with_batch(batch).verdict(needs.holdall, limits) is FitVerdict.FITS, top)
+    return largest_count(lambda batch: needs.with_batch(batch).verdict(limits) is FitVerdict.FITS, top)
 
 
 def find_change(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits) -> SuggestedChange | None:
     """Return the first change that makes the run fit. Changes that do not alter the training are tried first."""
     for change in _suggest_changes(snapshot, needs, limits):
-        if change.needs.verdict(change.use, limits) is FitVerdict.FITS:
+        if change.needs.verdict(limits) is FitVerdict.FITS:
             return change
     return None
 
@@ -539,38 +327,38 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
     if experience.filled_rows < experience.rows:
         filled = experience.filled_rows * experience.n_envs
         why = f"the run ends after {count_noun(filled, 'step')}, so this buffer keeps all of them"
-        yield SuggestedChange(f"a capacity of {filled:,}", why, needs.resized(filled), needs.holdall)
+        yield SuggestedChange(f"a capacity of {filled:,}", why, needs.resized(filled))
     if needs.holdall is None and experience.is_rollout and _stores_images_as_floats(snapshot):
         smaller = replace(
             experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4
         )
         why = "rollouts keep the dtype of images from 2.7.1 on, so they are four times smaller"
-        yield SuggestedChange("upgrade Stable-Baselines3", why, replace(needs, experience=smaller), needs.holdall)
+        yield SuggestedChange("upgrade Stable-Baselines3", why, replace(needs, experience=smaller))
     if needs.stored is not None:
         if needs.holdall is None:
             why = "each frame is stored once and compressed, and the samples are the same, bit for bit"
-            yield SuggestedChange("keep the experience in holdall's buffer", why, needs, HoldallUse())
+            yield SuggestedChange("keep the experience in holdall's buffer", why, needs.with_holdall_buffer())
         elif not experience.is_rollout and (needs.holdall.is_auto or needs.holdall.budget_bytes is not None):
             why = "all data is compressed from the start, and the samples are the same, bit for bit"
-            use = HoldallUse(prefer=needs.holdall.prefer)
-            yield SuggestedChange("budget=None for holdall's buffer", why, needs, use)
+            unlimited = needs.with_holdall_buffer(HoldallUse(prefer=needs.holdall.prefer))
+            yield SuggestedChange("budget=None for holdall's buffer", why, unlimited)
         if not experience.is_rollout:
             yield from _suggest_budget(needs, limits.free_bytes)
-    size = round_down(needs.largest_size(needs.holdall, limits))
+    size = round_down(needs.largest_size(limits))
     if 0 < size < experience.size:
         name = f"rollouts of {size:,} steps" if experience.is_rollout else f"a capacity of {size:,}"
         why = f"the largest that fits, of {experience.size:,}"
-        yield SuggestedChange(name, why, needs.resized(size), needs.holdall)
+        yield SuggestedChange(name, why, needs.resized(size))
     batch = largest_batch(needs, limits)
     if batch:
         power = 1 << (batch.bit_length() - 1)
         why = f"activations grow with the batch, of {needs.batch_size:,}"
-        yield SuggestedChange(f"batches of {power:,}", why, needs.with_batch(power), needs.holdall)
+        yield SuggestedChange(f"batches of {power:,}", why, needs.with_batch(power))
     n_envs = experience.n_envs
     while n_envs > 1:
         n_envs //= 2
         why = "each environment takes memory of its own"
-        yield SuggestedChange(count_noun(n_envs, "environment"), why, needs.with_envs(n_envs), needs.holdall)
+        yield SuggestedChange(count_noun(n_envs, "environment"), why, needs.with_envs(n_envs))
 
 
 def _stores_images_as_floats(snapshot: Snapshot) -> bool:
@@ -584,15 +372,16 @@ def _stores_images_as_floats(snapshot: Snapshot) -> bool:
 
 def _suggest_budget(needs: RunNeeds, free: int) -> Iterator[SuggestedChange]:
     """Suggest a budget and a disk tier that together hold every transition."""
-    room = free - needs.most_bytes(HoldallUse(budget_bytes=0, spill_dir="disk"))
+    nothing_held = needs.with_holdall_buffer(HoldallUse(budget_bytes=0, spill_dir="disk"))
+    room = free - nothing_held.most_bytes()
     unit = 2**30 // 10 if room >= 2**30 else 2**20
     budget = int(room / 1.2) // unit * unit  # The bound of holdall's part is up to `MARGIN` above the budget.
     if budget < _MIN_BUDGET:
         return
-    use = HoldallUse(budget, prefer="memory", spill_dir="/path/on/disk")
+    bounded = needs.with_holdall_buffer(HoldallUse(budget, prefer="memory", spill_dir="/path/on/disk"))
     title = f"holdall's buffer with budget={format_bytes(budget)!r}, prefer='memory' and a spill_dir"
-    why = f"all {needs.experience.size:,} transitions stay, {format_bytes(needs.disk_bytes(use))} of them on disk"
-    yield SuggestedChange(title, why, needs, use)
+    why = f"all {needs.experience.size:,} transitions stay, {format_bytes(bounded.disk_bytes())} of them on disk"
+    yield SuggestedChange(title, why, bounded)
 
 
 def round_down(count: int) -> int:
@@ -612,110 +401,10 @@ def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
         yield "Compression was not measured, so holdall's need is that of uncompressed data"
     if needs.measured_envs and experience.n_envs > needs.measured_envs:
         yield "Memory that further environments take outside Python, such as that of a simulator, is not counted"
-    use = needs.holdall
-    if use is not None and needs.held_transitions(use) < experience.transitions:
-        held = format_count(round_down(needs.held_transitions(use)))
+    if needs.held_transitions() < experience.transitions:
+        held = format_count(round_down(needs.held_transitions()))
         yield f"The budget holds about {held} transitions of this data. Pass spill_dir to keep all of them"
     yield from (note.rstrip(".") for note in snapshot.notes)
-
-
-def write_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
-    """Return the lines to paste, at most 80 characters wide where that is possible."""
-    if not snapshot.models:
-        return _write_buffer_code(snapshot, needs, use)
-    model = snapshot.models[0]
-    has_batch = bool(model.settings.get("batch_size"))
-    is_her = "Her" in str(model.settings.get("replay_buffer_class", ""))
-    return write_model_code(model.algorithm, name_policy(model), needs, use, has_batch=has_batch, is_her=is_her)
-
-
-def write_model_code(
-    algorithm: str,
-    policy: str,
-    needs: RunNeeds,
-    use: HoldallUse | None,
-    *,
-    has_batch: bool = True,
-    is_her: bool = False,
-) -> str:
-    """Return the lines that make a model of Stable-Baselines3 with this buffer."""
-    experience = needs.experience
-    settings = [f"n_steps={experience.rows}" if experience.is_rollout else f"buffer_size={experience.size:_}"]
-    if needs.batch_size and has_batch:
-        settings.append(f"batch_size={needs.batch_size}")
-    lines = []
-    last = []
-    if use is not None and algorithm == "RecurrentPPO":  # It has no argument for the class of its buffer.
-        lines.append("from holdall.sb3.contrib import equip")
-        last.append("equip(model)")
-    elif use is not None:
-        kind = "rollout" if experience.is_rollout else "replay"
-        name = "HerReplayBuffer" if is_her else f"{kind.title()}Buffer"
-        module = "holdall.sb3"
-        if algorithm == "MaskablePPO":
-            module = "holdall.sb3.contrib"
-            name = "MaskableDictRolloutBuffer" if policy == "MultiInputPolicy" else "MaskableRolloutBuffer"
-        lines.append(f"from {module} import {name}")
-        settings.append(f"{kind}_buffer_class={name}")
-        kwargs = _write_use(use) if kind == "replay" else {}
-        if kwargs:
-            text = ", ".join(f'"{name}": {_write_value(value)}' for name, value in kwargs.items())
-            settings.append(f"replay_buffer_kwargs={{{text}}}")
-    policy = json.dumps(policy)
-    line = f"model = {algorithm}({', '.join([policy, 'env', *settings])})"
-    if len(line) > _CODE_COLUMNS:
-        arguments = [f"{policy}, env", *settings]
-        line = "\n    ".join([f"model = {algorithm}(", *(f"{part}," for part in arguments)]) + "\n)"
-    return "\n".join([*lines, line, *last])
-
-
-def _write_use(use: HoldallUse) -> dict[str, Any]:
-    """Return the keyword arguments that give holdall's memory these settings."""
-    if use.is_auto:
-        return {}
-    if use.budget_bytes is None:
-        return {"budget": None} if use.prefer == "balanced" else {"budget": None, "prefer": use.prefer}
-    kwargs: dict[str, Any] = {"budget": format_bytes(use.budget_bytes), "prefer": use.prefer}
-    if use.spill_dir is not None:
-        kwargs["spill_dir"] = use.spill_dir
-    return kwargs
-
-
-def _write_value(value: Any) -> str:
-    """Return a text, a number or None as Python code."""
-    return "None" if value is None else json.dumps(value)
-
-
-def _write_buffer_code(snapshot: Snapshot, needs: RunNeeds, use: HoldallUse | None) -> str:
-    """Return the lines that make a buffer of a loop without a model."""
-    experience = needs.experience
-    if use is None:
-        return f"# {experience.name}: a capacity of {experience.size:,}"
-    found = _find_memory(snapshot, None) or _find_main_buffer(snapshot, None)
-    library = "" if found is None else found.class_name
-    settings = {} if experience.is_rollout else _write_use(use)
-    written = [f"{name}={_write_value(value)}" for name, value in settings.items()]
-    if library.startswith(("torchrl.", "holdall.torchrl.")):
-        settings_text = ", ".join([f"{experience.size:_}", *written])
-        return f"from holdall.torchrl import HoldallStorage\nstorage = HoldallStorage({settings_text})"
-    if library.startswith(("stable_baselines3.", "cleanrl_utils.", "holdall.cleanrl.")) and not experience.is_rollout:
-        lines = ["from holdall.cleanrl import ReplayBuffer", f"{experience.name} = ReplayBuffer("]
-        arguments = [f"{experience.size:_},", "...,  # the other arguments stay", *(f"{one}," for one in written)]
-        return "\n    ".join(["\n".join(lines), *arguments]) + "\n)"
-    kind = "RolloutMemory" if experience.is_rollout else "ReplayMemory"
-    size = f"num_steps={experience.rows}" if experience.is_rollout else f"capacity={experience.size:_}"
-    arguments = ["observation_space", "action_space", size, f"num_envs={experience.n_envs}", *written]
-    return "\n    ".join([f"memory = holdall.{kind}(", *(f"{one}," for one in arguments)]) + "\n)"
-
-
-def name_policy(model: FoundModel) -> str:
-    """Return the policy as users write it."""
-    space = model.observation_space or {}
-    if space.get("kind") == "dict":
-        name = "MultiInputPolicy"
-    else:
-        name = "CnnPolicy" if "Cnn" in model.policy_class or len(space.get("shape", ())) == 3 else "MlpPolicy"
-    return name.replace("Policy", "LstmPolicy") if model.algorithm == "RecurrentPPO" else name
 
 
 def format_count(count: int) -> str:

@@ -21,8 +21,9 @@ from gymnasium import spaces
 
 from holdall.errors import ArgumentError
 from holdall.tools.plan.algorithms import ALGORITHM_CLASSES, ALGORITHMS, DEFAULT_BUFFER_SIZE, Algorithm
-from holdall.tools.plan.config import parse_count, read_observation
+from holdall.tools.plan.config import read_observation
 from holdall.tools.plan.environments import has_images, make_env, parse_space, space_from_dict, space_to_dict
+from holdall.tools.plan.settings import SETTINGS, check_values
 
 _MAX_ROWS = 10_000
 """Transitions of the stand-in's replay buffer, and steps of its rollouts. The plan scales them to the real size."""
@@ -33,15 +34,9 @@ _NOISE_NOTE = (
     "The environment itself is not counted. To measure both, pass --env, or run your script: "
     "holdall plan -- python train.py"
 )
-_COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
-_TEXTS = ("policy", "vec_env", "start_method", "device", "wrapper", "env")
-_CHOICES = {
-    "vec_env": ("dummy", "subproc"),
-    "start_method": ("", "fork", "forkserver", "spawn"),
-    "wrapper": ("", "atari"),
-}
-"""Allowed values of settings, the default first."""
 _MAX_ENVS = 2**20
+_NOT_ARGUMENTS = ("space", "size")
+"""Kinds of settings that `build_model` does not get as they were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +61,28 @@ def describe_run(settings: Mapping[str, Any]) -> StandIn:
             f"capacity ({given['capacity']}) is that of a replay buffer, and {algo} has none. It collects rollouts of "
             "--n-steps for each environment."
         )
-    counts = {name: parse_count(given[name], name) for name in _COUNTS if name in given}
-    for name, count in counts.items():
-        if count < 1:
-            raise ArgumentError(f"{name} ({count}) must be at least 1.")
-    arguments: dict[str, Any] = {"algo": algo} | counts
-    arguments |= {name: str(given[name]) for name in _TEXTS if name in given}
-    arguments |= {name: given[name] for name in ("uses_holdall", "policy_kwargs") if name in given}
+    values = check_values(given | {"algo": algo})
+    _check_device(values.get("device", "cpu"))
+    num_envs = values.get("num_envs", 1)
+    if num_envs > _MAX_ENVS:
+        raise ArgumentError(f"num_envs ({num_envs:,}) must be at most {_MAX_ENVS:,}.")
+    arguments = {name: value for name, value in values.items() if SETTINGS[name].kind not in _NOT_ARGUMENTS}
     notes = []
-    _check_arguments(arguments)
     if "env" not in arguments:
         observation, action = _read_spaces(given)
         arguments |= {"observation": space_to_dict(observation), "action": space_to_dict(action)}
         notes.append(_NOISE_NOTE)
-    num_envs = counts.get("num_envs", 1)
-    changes = {"n_envs": num_envs}
+    changes = {"num_envs": num_envs}
     if algorithm.on_policy:
-        steps = counts.get("n_steps", algorithm.n_steps)
-        batch_rows = -(-counts.get("batch_size", algorithm.batch_size or 1) // num_envs)
+        steps = values.get("n_steps", algorithm.n_steps)
+        batch_rows = -(-values.get("batch_size", algorithm.batch_size or 1) // num_envs)
         arguments["n_steps"] = min(steps, max(_MAX_ROWS, batch_rows))
         changes["n_steps"] = steps
     else:
-        capacity = counts.get("capacity", DEFAULT_BUFFER_SIZE)
+        capacity = values.get("capacity", DEFAULT_BUFFER_SIZE)
         arguments["capacity"] = min(capacity, max(_MAX_ROWS, 2 * num_envs))
-        changes["buffer_size"] = capacity
-    return StandIn(arguments, changes, str(given.get("name", "")), tuple(notes), "env" not in arguments)
+        changes["capacity"] = capacity
+    return StandIn(arguments, changes, values.get("name", ""), tuple(notes), "env" not in arguments)
 
 
 def _find_algorithm(algo: str) -> Algorithm:
@@ -117,22 +109,9 @@ def _read_spaces(given: Mapping[str, Any]) -> tuple[spaces.Space[Any], spaces.Sp
     return read_observation(given["obs"]), action
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for misspelt settings. Stable-Baselines3 refuses other invalid settings when it gets them."""
-    for name, choices in _CHOICES.items():
-        given = arguments.get(name, choices[0])
-        if given not in choices:
-            raise ArgumentError(f"{name} ({given!r}) must be one of {', '.join(filter(None, choices))}.")
-    device = arguments.get("device", "cpu")
+def _check_device(device: str) -> None:
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
         raise ArgumentError(f"device ({device!r}) must be 'cpu', 'cuda', 'cuda:0', 'mps' or 'auto'.")
-    if arguments.get("num_envs", 1) > _MAX_ENVS:
-        raise ArgumentError(f"num_envs ({arguments['num_envs']:,}) must be at most {_MAX_ENVS:,}.")
-    if not isinstance(arguments.get("uses_holdall", False), bool):
-        raise ArgumentError(f"uses_holdall ({arguments['uses_holdall']!r}) must be true or false.")
-    if not isinstance(arguments.get("policy_kwargs", {}), Mapping):
-        given = arguments["policy_kwargs"]
-        raise ArgumentError(f"policy_kwargs ({given!r}) must be a table, such as net_arch = [256, 256].")
 
 
 class NoiseEnv(gym.Env[Any, Any]):
@@ -157,9 +136,10 @@ def build_model(arguments: Mapping[str, Any]) -> Any:
     algorithm = ALGORITHMS[arguments["algo"]]
     env = _build_env(arguments)
     options: dict[str, Any] = {"device": _choose_device(arguments.get("device", "auto"))}
-    for ours, theirs in {"capacity": "buffer_size", "n_steps": "n_steps"}.items():
-        if ours in arguments:
-            options[theirs] = arguments[ours]
+    if "capacity" in arguments:
+        options["buffer_size"] = arguments["capacity"]
+    if "n_steps" in arguments:
+        options["n_steps"] = arguments["n_steps"]
     if "policy_kwargs" in arguments:
         options["policy_kwargs"] = _read_policy_kwargs(arguments["policy_kwargs"])
     if "batch_size" in arguments and algorithm.batch_size is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from holdall.errors import ArgumentError
+from holdall.tools.recording_format import RECORDING_FORMAT
 
 _MAX_LINE_BYTES = 8 * 2**20
 _MAX_TEXT_LENGTH = 2_000
@@ -62,8 +63,9 @@ class JsonLine:
         return value
 
     def numbers(self, name: str) -> list[float]:
-        """Return a list of numbers. A missing list is empty."""
-        return [item.number("item") or 0.0 for item in self._items(name)]
+        """Return a list of numbers without its nulls. A missing list is empty."""
+        known = [item.number("item") for item in self._items(name)]
+        return [number for number in known if number is not None]
 
     def text(self, name: str) -> str | None:
         """Return text, cut off after 2,000 characters."""
@@ -204,7 +206,6 @@ def _refuse_constant(name: str) -> NoReturn:
 
 BENCH_FORMAT = "holdall-bench-1"
 BUFFERS_FORMAT = "holdall-bench-buffers-1"
-RECORDING_FORMAT = "holdall-watch-1"
 _PAGE_MODULES = {RECORDING_FORMAT: "recording_page", BENCH_FORMAT: "results_page", BUFFERS_FORMAT: "results_page"}
 """Modules that read and draw a kind of file. Each is imported with the first file of its kind."""
 

@@ -7,28 +7,16 @@ A long recording takes little memory: of most readings, only the sums by group a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdall.tools.part_groups import GROUP_NAMES
 from holdall.tools.report import JsonLine
 from holdall.tools.report.page import TONES, Floats
 
-GROUP_TITLES = {
-    "buffers": "buffers",
-    "torch": "torch's heap",
-    "python": "Python objects",
-    "heap_retained": "heap, kept but free",
-    "stacks": "thread stacks",
-    "libraries": "libraries",
-    "shared": "shared memory",
-    "workers": "environment workers",
-    "other": "other",
-    "unattributed": "not attributed",
-}
-"""Titles of the groups of parts, in the order in which a plot stacks them."""
 GIVEN_LIMIT = "named for this run"
 """Name of the limit that the user gave."""
 _FIGURES = ("step", "steps_per_second", "pressure")
@@ -59,6 +47,14 @@ class RecordedPhase:
     seconds: float | None
 
 
+class RecordedEvidence(NamedTuple):
+    """A figure or a text that supports a verdict."""
+
+    name: str
+    value: Any
+    unit: str
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedVerdict:
     """A verdict about the run, with the text of its last occurrence."""
@@ -66,7 +62,7 @@ class RecordedVerdict:
     name: str
     severity: str
     text: str
-    evidence: tuple[tuple[str, Any], ...]
+    evidence: tuple[RecordedEvidence, ...]
     remedy: str
     time: float | None
     first_time: float | None
@@ -90,7 +86,7 @@ class Recording:
 
     header: JsonLine
     series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_FIGURES)))
-    groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_TITLES))
+    groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_NAMES))
     gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU_FIGURES))
     parts: list[RecordedPart] = field(default_factory=list)  # Parts of the highest reading.
     kernel_peak: float = 0.0  # Highest peak that the kernel counted. It also sees peaks between two readings.
@@ -159,7 +155,7 @@ class Recording:
 
     def _add_reading(self, line: JsonLine) -> None:
         parts = [_read_part(part) for part in line.inners("parts")]
-        sums = dict.fromkeys(GROUP_TITLES, 0.0)
+        sums = dict.fromkeys(GROUP_NAMES, 0.0)
         for part in parts:
             sums[part.group] += part.resident
         reported_pss = line.size("pss")
@@ -192,7 +188,7 @@ class Recording:
             name,
             severity if severity in TONES else "info",
             line.text("text") or "",
-            tuple(line.facts("evidence")),
+            tuple(_read_evidence(line)),
             line.text("remedy") or "",
             time,
             time if before is None else before.first_time,
@@ -204,9 +200,15 @@ class Recording:
             self.events.append((line.number("time"), line.text("text") or ""))
 
 
+def _read_evidence(line: JsonLine) -> Iterator[RecordedEvidence]:
+    units = dict(line.facts("units"))
+    for name, value in line.facts("evidence"):
+        yield RecordedEvidence(name, value, str(units.get(name, "")))
+
+
 def _read_part(line: JsonLine) -> RecordedPart:
     group = line.text("group") or ""
     name = line.text("name") or _NO_NAME
-    if group not in GROUP_TITLES:
+    if group not in GROUP_NAMES:
         group = "other"
     return RecordedPart(group, name, line.size("resident") or 0.0, line.size("allocated"), line.size("fill"))

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from holdall.tools.report import RECORDING_FORMAT
+from holdall.tools.part_groups import GROUP_BY_NAME, PART_GROUPS
+from holdall.tools.recording_format import BYTES, RECORDING_FORMAT, SECONDS, SHARE, TIME
 from holdall.tools.report.page import (
     MAX_LIMIT_RATIO,
     BarPiece,
@@ -36,7 +37,7 @@ from holdall.tools.report.page import (
     tiles,
     write_page,
 )
-from holdall.tools.report.recording import GIVEN_LIMIT, GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
+from holdall.tools.report.recording import GIVEN_LIMIT, RecordedEvidence, RecordedPart, RecordedVerdict, Recording
 from holdall.units import count_noun, format_bytes, format_seconds
 
 _MAX_POINTS = 600
@@ -46,32 +47,11 @@ _MAX_GIVEN_LIMIT_RATIO = 6.0
 """A limit that the user gave is drawn if it is at most this many times the peak."""
 _NEAR_SHARE = 0.9
 """Share of the limit from which on the peak is marked with a warning."""
-_COLOURS = {name: f"c{index}" for index, name in enumerate(GROUP_TITLES)}
 _NOT_MEASURED = "not measured"
 _PHASES_LEAD = (
     "The largest resident set of the process itself in each phase. Pages that it shares with other processes count "
     "whole here, and in proportion above."
 )
-_SIZES = frozenset(
-    {
-        "bytes",
-        "final",
-        "final_pss",
-        "grown",
-        "high",
-        "left",
-        "low",
-        "resident",
-        "retained",
-        "stacks_resident",
-        "stacks_virtual",
-    }
-)
-"""Evidence in bytes."""
-_RATES = frozenset({"slope", "low", "high"})
-"""Evidence in the unit that the evidence itself names."""
-_BUFFER_COUNTS = frozenset({"left", "slope"})
-"""Evidence about a buffer that is not in bytes, although evidence of this name is in bytes elsewhere."""
 
 
 def write_recording_page(recording: Recording) -> str:
@@ -130,7 +110,7 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
                 "severity": verdict.severity,
                 "text": verdict.text,
                 "remedy": verdict.remedy,
-                "evidence": dict(verdict.evidence),
+                "evidence": {one.name: one.value for one in verdict.evidence},
                 "times": verdict.times,
             }
             for verdict in recording.sort_verdicts()
@@ -241,9 +221,9 @@ def _describe_memory(recording: Recording) -> Block | None:
     if not len(pss):
         return None
     bands = [
-        PlotLayer(GROUP_TITLES[name], _COLOURS[name], np.array(values))
-        for name, values in recording.groups.items()
-        if any(values)
+        PlotLayer(group.title, group.colour, np.array(recording.groups[group.name]))
+        for group in PART_GROUPS
+        if any(recording.groups[group.name])
     ]
     limit = recording.limit
     drawn_limit = limit and (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
@@ -412,7 +392,7 @@ def _describe_parts(recording: Recording) -> Block | None:
     for part in largest:
         allocated = _NOT_MEASURED if part.allocated is None else format_bytes(part.allocated)
         share = f"{part.resident / total:.1%}"
-        rows.append([part.name, GROUP_TITLES[part.group], format_bytes(part.resident), share, allocated])
+        rows.append([part.name, GROUP_BY_NAME[part.group].title, format_bytes(part.resident), share, allocated])
     heads = ["part", "group", "resident", "share", "allocated"]
     fold = f"{count_noun(len(rows), 'part')}, the largest first"
     return section("Everything at the peak", table(heads, rows, "Parts at the peak", words=2, fold=fold))
@@ -426,34 +406,27 @@ def _describe_events(recording: Recording) -> Block | None:
     return section("Events", table(["after", "what happened"], rows, "Events", words=2))
 
 
-def format_evidence(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+def format_evidence(evidence: Iterable[RecordedEvidence]) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of every piece of evidence in words."""
-    values = dict(evidence)
-    unit = values.get("unit")
-    for name, value in evidence:
-        if name != "unit" and value is not None:
-            yield name.replace("_", " "), _format_value(name, value, unit, is_of_buffer="buffer" in values)
+    for one in evidence:
+        if one.value is not None:
+            yield one.name.replace("_", " "), _format_value(one.value, one.unit)
 
 
-def _format_value(name: str, value: Any, unit: Any, *, is_of_buffer: bool) -> str:
-    """Write a piece of evidence. Its name implies its unit, or else `unit` is the unit that the evidence names."""
+def _format_value(value: Any, unit: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, float):
         return str(value)
-    if isinstance(unit, str) and name in _RATES:
-        return f"{format_number(value)} {unit}"
-    if name == "left" and is_of_buffer and isinstance(unit, str):
-        return f"{format_number(value)} steps" if unit.endswith("step") else format_seconds(value)
-    if name == "grown" and isinstance(unit, str) and unit.startswith("objects"):
-        return f"{format_number(value)} objects"
-    if name == "fill":
-        return f"{value:.0%}"
-    if name == "seconds":
-        return format_seconds(value)
-    if (name in _SIZES or name.endswith("_bytes")) and not (is_of_buffer and name in _BUFFER_COUNTS):
+    if unit == BYTES:
         return format_bytes(value)
-    return format_number(value)
+    if unit == SECONDS:
+        return format_seconds(value)
+    if unit == SHARE:
+        return f"{value:.0%}"
+    if unit == TIME:
+        return _format_moment(value)
+    return f"{format_number(value)} {unit}".rstrip()
 
 
 KINDS = {RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording)}

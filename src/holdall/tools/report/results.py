@@ -58,7 +58,7 @@ class TrainingRun:
             status=line.text("status") or "not known",
             filled=line.size("filled") or 0.0,
             steps_per_second=line.size("steps_per_second"),
-            peaks={name: size or 0.0 for name, size in (line.sizes("peaks") or {}).items()},
+            peaks={name: size for name, size in (line.sizes("peaks") or {}).items() if size is not None},
             bytes_per_transition=line.number("bytes_per_transition"),
             rewards=tuple(line.numbers("rewards")),
             checkpoint=line.sizes("checkpoint"),
@@ -134,10 +134,10 @@ class SeedsSummary:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """Median peak of every phase."""
+        """Median peak of every phase, over the runs in which it was measured."""
         names = dict.fromkeys(name for run in self.done for name in run.peaks)
         ordered = sorted(names, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
-        return {name: median(run.peaks.get(name, 0.0) for run in self.done) for name in ordered}
+        return {name: median(run.peaks[name] for run in self.done if name in run.peaks) for name in ordered}
 
     @property
     def peak(self) -> float | None:

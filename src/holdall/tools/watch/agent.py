@@ -14,11 +14,12 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from holdall.errors import ClosedError
-from holdall.machine import begin_peak, peak_bytes
+from holdall.machine import begin_peak, disk, peak_bytes
 from holdall.memory_registry import MEMORIES
 from holdall.tools.watch import exchange
 from holdall.tools.watch.allocators import read_heap_use
@@ -40,6 +41,13 @@ _IMPORT_FILE = "<frozen importlib._bootstrap>"
 _LOG = logging.getLogger("holdall")
 
 
+class _TrackedArray(NamedTuple):
+    """An array that the user named."""
+
+    reference: Callable[[], Any]  # Returns the array, or None after it was deleted.
+    fill: FillFunction | None
+
+
 class Agent:
     """Publisher of the names, addresses and counters of this process. One per process; see `get_agent`."""
 
@@ -52,7 +60,8 @@ class Agent:
         self._networks_interval_s = networks_interval_s
         self.next_publish = 0.0  # In seconds of `time.monotonic`.
         self._next_networks = 0.0
-        self._arrays: dict[str, tuple[Any, FillFunction | None]] = {}
+        self._arrays: dict[str, _TrackedArray] = {}
+        self._arrays_lock = threading.Lock()
         self._models: list[Any] = []
         self._networks: list[Any] = []
         self._regions: tuple[Region, ...] = ()
@@ -78,7 +87,14 @@ class Agent:
 
     def track(self, name: str, array: Any, fill: FillFunction | None) -> None:
         """Name an array for as long as it lives."""
-        self._arrays[name] = (weakref.ref(array), fill)
+        with self._arrays_lock:
+            self._arrays[name] = _TrackedArray(weakref.ref(array), fill)
+
+    def _forget_array(self, name: str, tracked: _TrackedArray) -> None:
+        """Drop the name of an array that was deleted, unless the name belongs to another array by now."""
+        with self._arrays_lock:
+            if self._arrays.get(name) is tracked:
+                del self._arrays[name]
 
     def follow_network(self, network: Any) -> None:
         """Name what a torch module or an optimizer holds: parameters, gradients, state."""
@@ -104,7 +120,7 @@ class Agent:
 
     def add_event(self, text: str) -> None:
         """Report that something happened."""
-        self._events.append((time.time(), text[:200]))
+        self._events.append((time.time(), text))
 
     def publish_if_due(self) -> None:
         """Publish if it is time. A training loop calls this, always at the same place in a step."""
@@ -159,6 +175,7 @@ class Agent:
             step = int(models[0].num_timesteps)
         torch: Any = sys.modules.get("torch")  # The agent never imports torch itself.
         heap = read_heap_use()
+        spilled_by_folder = _count_spilled()
         return AgentReport(
             pid=self.pid,
             started=self._start_time,
@@ -174,7 +191,8 @@ class Agent:
             python_objects=sys.getallocatedblocks(),
             gpu=_read_torch_gpu(torch),
             torch_threads=torch.get_num_threads() if hasattr(torch, "get_num_threads") else None,
-            spilled=_count_spilled(),
+            spilled=sum(spilled_by_folder.values()),
+            disk_free=_count_free_disk(spilled_by_folder),
             phases=dict(self._phases),
             events=tuple(self._events),
             seconds_spent=self._seconds_spent,
@@ -213,12 +231,13 @@ class Agent:
 
     def _list_buffer_regions(self) -> Iterator[Region]:
         """Yield the arrays that the user named, and the arrays of other libraries' buffers."""
-        for name, (known, fill) in list(self._arrays.items()):
-            array = known()
+        for name, tracked in list(self._arrays.items()):
+            array = tracked.reference()
             if array is None:
-                del self._arrays[name]
+                self._forget_array(name, tracked)
             else:
-                yield from list_array_regions("buffers", name, array, None if fill is None else float(fill()))
+                fill = None if tracked.fill is None else float(tracked.fill())
+                yield from list_array_regions("buffers", name, array, fill)
         for name, buffer in self._list_buffers():
             if not hasattr(getattr(buffer, "memory", buffer), "report"):
                 yield from list_buffer_regions(name, buffer)
@@ -274,14 +293,20 @@ def _count_added() -> int | None:
     return most or None
 
 
-def _count_spilled() -> dict[str, int]:
+def _count_spilled() -> dict[Path, int]:
     """Return the bytes on disk by the folder that memories spill to."""
-    bytes_by_folder: Counter[str] = Counter()
+    bytes_by_folder: Counter[Path] = Counter()
     for memory in MEMORIES:
         folder = getattr(memory, "spill_dir", None)
         if folder is not None:
-            bytes_by_folder[str(folder)[:200]] += int(getattr(memory, "disk_bytes", 0))
+            bytes_by_folder[Path(folder)] += int(getattr(memory, "disk_bytes", 0))
     return bytes_by_folder
+
+
+def _count_free_disk(folders: Iterable[Path]) -> int | None:
+    """Return the free bytes of the fullest disk that has one of `folders`. None if there is no folder."""
+    limits = [disk(folder) for folder in folders]
+    return min((limit.free_bytes for limit in limits if limit is not None), default=None)
 
 
 def _find_phase(models: list[Any], step: int | None) -> str | None:

@@ -18,8 +18,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from holdall.machine import Mapping, mappings, read_text
+from holdall.tools.part_groups import GROUP_NAMES
 from holdall.tools.watch.exchange import AgentReport
-from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT, GROUPS, AttributedPart
+from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT, AttributedPart
 from holdall.units import format_bytes
 
 _MIN_LARGE_BYTES = 8 * 2**20
@@ -68,7 +69,7 @@ class _Parts(dict[tuple[str, str], AttributedPart]):
 
     def list_sorted(self) -> list[AttributedPart]:
         """Return the parts by group, the largest of each group first."""
-        return sorted(self.values(), key=lambda part: (GROUPS.index(part.group), -part.resident, part.name))
+        return sorted(self.values(), key=lambda part: (GROUP_NAMES.index(part.group), -part.resident, part.name))
 
 
 def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPart]:

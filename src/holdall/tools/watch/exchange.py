@@ -15,24 +15,26 @@ import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import psutil
 
 from holdall.errors import WatchError
 from holdall.machine import LINUX, read_text
+from holdall.tools.part_groups import GROUP_NAMES
 
 _FOLDER_VARIABLE = "HOLDALL_RUNTIME_DIR"
-_REPORT_FORMAT = "holdall-agent-3"
+_REPORT_FORMAT = "holdall-agent-4"
 _MAX_FILE_BYTES = 16 * 2**20
-_MAX_NAME_LENGTH = 200
+_MAX_TEXT_LENGTH = 200
+"""The writer of a report cuts longer names and texts. The reader refuses a report with a longer one."""
 _MAX_ITEMS = 100_000
 
 
 class Region(NamedTuple):
     """A named range of addresses in the watched process."""
 
-    group: Literal["buffers", "torch"]
+    group: str  # Name of a group in `PART_GROUPS`.
     name: str
     address: int
     nbytes: int
@@ -75,7 +77,8 @@ class AgentReport:
     python_objects: int = 0  # Blocks of up to 512 bytes that Python's own allocator has given out.
     gpu: dict[str, int] = field(default_factory=dict)
     torch_threads: int | None = None
-    spilled: dict[str, int] = field(default_factory=dict)  # Bytes on disk, by folder.
+    spilled: int = 0  # Bytes that memories moved to disk.
+    disk_free: int | None = None  # Free bytes of the fullest disk that memories spill to.
     phases: dict[str, PhasePeak] = field(default_factory=dict)
     events: tuple[tuple[float, str], ...] = ()
     seconds_spent: float = 0.0  # CPU time of the agent so far.
@@ -118,15 +121,20 @@ def _is_private(folder: Path, user: int) -> bool:
 
 
 def _read_file(path: Path) -> bytes | None:
-    """Return the content of a file. None if the file is missing, is a link, or is larger than `_MAX_FILE_BYTES`."""
+    """Return the content of a file. None if it is missing, or belongs to a user whose files may not be read.
+
+    Raise WatchError if it is a link or no file, or is larger than `_MAX_FILE_BYTES`.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return None
+    except OSError as error:  # A link, for example.
+        raise WatchError(f"{path} cannot be read ({error.strerror}). Remove it.") from error
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
-            return None
+            raise WatchError(f"{path} is not a file of at most {_MAX_FILE_BYTES:,} bytes. Remove it.")
         return file.read(_MAX_FILE_BYTES)
 
 
@@ -161,8 +169,19 @@ def get_start_time(pid: int) -> int:
 def write_agent_report(report: AgentReport) -> None:
     """Publish the report of this process."""
     values = {"format": _REPORT_FORMAT}
-    values |= {one.name: getattr(report, one.name) for one in fields(report)}
+    values |= {one.name: _cut_texts(getattr(report, one.name)) for one in fields(report)}
     _replace_file(make_folder() / f"agent-{report.pid}.json", values)
+
+
+def _cut_texts(value: Any) -> Any:
+    """Return `value` with all texts in it cut to the length that the reader accepts."""
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT_LENGTH else value[: _MAX_TEXT_LENGTH - 1] + "…"
+    if isinstance(value, dict):
+        return {_cut_texts(name): _cut_texts(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return [_cut_texts(item) for item in value]
+    return value
 
 
 def remove_agent_report(pid: int) -> None:
@@ -171,30 +190,47 @@ def remove_agent_report(pid: int) -> None:
 
 
 def read_agent_report(pid: int) -> AgentReport | None:
-    """Return the report of a process. None if it is missing, damaged, of an earlier process, or open to other users."""
+    """Return the report of a process.
+
+    None if it is missing, of an earlier process with the same id, or open to other users. Raise WatchError if it
+    cannot be understood.
+    """
     try:
         user = psutil.Process(pid).uids().real if sys.platform != "win32" else 0
-        folder = _name_folder(user)
-        content = _read_file(folder / f"agent-{pid}.json") if _is_private(folder, user) else None
-        if content is None:
-            return None
-        values = json.loads(content)
-        if values.pop("format") != _REPORT_FORMAT:
-            return None
-        hints = get_type_hints(AgentReport)
-        report = AgentReport(**{name: _convert(value, hints[name]) for name, value in values.items()})
-        is_current = report.pid == pid and report.started == get_start_time(pid)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, psutil.Error):
+        started = get_start_time(pid)
+    except psutil.Error:
         return None
-    return report if is_current else None
+    folder = _name_folder(user)
+    content = _read_file(folder / f"agent-{pid}.json") if _is_private(folder, user) else None
+    if content is None:
+        return None
+    try:
+        report = _parse_agent_report(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WatchError(
+            f"The report of the agent in process {pid} cannot be used, so buffers and steps are unknown. The process "
+            "may use another version of holdall."
+        ) from error
+    return report if report.pid == pid and report.started == started else None
+
+
+def _parse_agent_report(content: bytes) -> AgentReport:
+    """Return a report with checked values. Raise an error of Python for a value that does not fit."""
+    values = json.loads(content)
+    if values.pop("format") != _REPORT_FORMAT:
+        raise ValueError("format")
+    hints = get_type_hints(AgentReport)
+    report = AgentReport(**{name: _convert(value, hints[name]) for name, value in values.items()})
+    for region in report.regions:
+        if region.group not in GROUP_NAMES:
+            raise ValueError(region.group)
+    return report
 
 
 def _convert(value: Any, kind: Any) -> Any:
     """Return `value` as an object of the annotated type `kind`. Raise ValueError or TypeError if it does not fit."""
     origin = get_origin(kind)
     arguments = get_args(kind)
-    if origin is Literal:
-        return arguments[arguments.index(value)]
     if NoneType in arguments:
         return None if value is None else _convert(value, arguments[0])
     if origin is dict and isinstance(value, dict):
@@ -207,7 +243,7 @@ def _convert(value: Any, kind: Any) -> Any:
         if issubclass(kind, tuple):
             hints = get_type_hints(kind)
             return kind(*(_convert(item, one) for item, one in zip(value, hints.values(), strict=True)))
-    if kind is str and isinstance(value, str) and len(value) <= _MAX_NAME_LENGTH:
+    if kind is str and isinstance(value, str) and len(value) <= _MAX_TEXT_LENGTH:
         return replace_unprintable(value)
     if kind is bool and isinstance(value, bool):
         return value

@@ -13,14 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from holdall.errors import ArgumentError, ClosedError
-from holdall.machine import Limit, held_bytes, memory_limits, read_text
+from holdall.machine import Limit, held_bytes, memory_limits
 from holdall.memory_registry import MEMORIES
 from holdall.tools.watch.agent import Agent
 from holdall.tools.watch.allocators import return_free_heap
+from holdall.tools.watch.pressure import read_stalled_percent
 from holdall.units import format_bytes
 
 OnPressure = Literal["warn", "spill", "checkpoint"]
@@ -39,17 +39,7 @@ _MAX_PAUSE_S = 0.5
 _MIN_PAUSE_S = 0.02
 _POSSIBLE_BYTES_PER_S = 512.0 * 2**20
 """Rate at which a quiet process may start to allocate before the next check."""
-_PRESSURE_FILES = (Path("/sys/fs/cgroup/memory.pressure"), Path("/proc/pressure/memory"))
 _LOG = logging.getLogger("holdall")
-
-
-def read_stalled_percent() -> float | None:
-    """Return the percentage of the last ten seconds in which a process waited for memory. None if it is unknown."""
-    for file in _PRESSURE_FILES:
-        words = read_text(file).split()
-        if len(words) > 1 and words[1].startswith("avg10="):
-            return float(words[1].removeprefix("avg10="))
-    return None
 
 
 class ApproachedLimit(NamedTuple):
@@ -120,6 +110,7 @@ class MemoryGuard:
         checkpoint: Called once each time memory runs short, for "checkpoint".
         has_thread: Whether a thread checks. Otherwise the limits are checked only when a memory grows and by `check`.
         read_limits: Returns the limits of the system.
+        read_stalled: Returns the percentage of the time in which a process waited for memory, or None.
         clock: Returns seconds.
     """
 
@@ -133,6 +124,7 @@ class MemoryGuard:
         *,
         has_thread: bool = True,
         read_limits: Callable[[], list[Limit]] = memory_limits,
+        read_stalled: Callable[[], float | None] = read_stalled_percent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         actions = get_args(OnPressure)
@@ -149,6 +141,7 @@ class MemoryGuard:
         self._limit_bytes = limit_bytes
         self._checkpoint = checkpoint
         self._read_limits = read_limits
+        self._read_stalled = read_stalled
         self._clock = clock
         self._tracker = LimitTracker(pressure_at)
         self._pid = os.getpid()
@@ -189,7 +182,7 @@ class MemoryGuard:
             if is_patient and now < self._action_ends:
                 return False
             nearest = choose_nearest(limits)
-            if not nearest.is_near and (read_stalled_percent() or 0.0) < _MAX_STALLED_PERCENT:
+            if not nearest.is_near and (self._read_stalled() or 0.0) < _MAX_STALLED_PERCENT:
                 self._is_short = False
                 return False
             self._act(nearest, now)

@@ -9,7 +9,7 @@ import contextlib
 import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from holdall.errors import ClosedError
 from holdall.tools.probe.arrays import count_bytes, find_address, find_root, walk_arrays
@@ -66,9 +66,7 @@ def list_network_regions(
                 yield from list_array_regions("torch", "optimizer state", value)
 
 
-def list_array_regions(
-    group: Literal["buffers", "torch"], name: str, array: Any, fill: float | None = None
-) -> Iterator[Region]:
+def list_array_regions(group: str, name: str, array: Any, fill: float | None = None) -> Iterator[Region]:
     """Yield the addresses of an array or a tensor, or nothing if it is empty or on a device."""
     root = find_root(array)  # Two views may share one array.
     nbytes = count_bytes(root)

@@ -9,19 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
-GROUPS = (
-    "buffers",
-    "torch",
-    "python",
-    "heap_retained",
-    "stacks",
-    "libraries",
-    "shared",
-    "workers",
-    "other",
-    "unattributed",
-)
-"""Groups of parts, in the order in which they are shown and recorded."""
 IMPORT_PHASE = "import"
 """Phase of a process without steps while its main thread imports a module."""
 BYTES_PER_PYTHON_OBJECT = 94

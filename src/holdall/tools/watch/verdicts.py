@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
+from holdall.tools.recording_format import BYTES, SECONDS, SHARE, STEPS, TIME
 from holdall.tools.watch.reading import BYTES_PER_PYTHON_OBJECT, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.trend import Trend, fit_steady_growth
 from holdall.units import count_noun, format_bytes, format_seconds
@@ -71,10 +72,26 @@ class WatchVerdict:
     text: str
     remedy: str
     evidence: dict[str, Any] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
+    """Units of the evidence by its names, as in `recording_format`. Counts, steps and texts have no unit."""
 
     def as_dict(self, moment: float) -> dict[str, Any]:
         """Return the verdict as plain data, as it is recorded."""
         return {"kind": "verdict", "time": moment, **asdict(self)}
+
+
+class Evidence(NamedTuple):
+    """A figure or a text that supports a verdict."""
+
+    name: str
+    value: Any
+    unit: str = ""  # One of the units of `recording_format`, or words.
+
+
+def _make_verdict(name: str, severity: Severity, text: str, remedy: str, evidence: Sequence[Evidence]) -> WatchVerdict:
+    values = {one.name: one.value for one in evidence}
+    units = {one.name: one.unit for one in evidence if one.unit}
+    return WatchVerdict(name, severity, text, remedy, values, units)
 
 
 def judge(history: ReadingHistory, command: Sequence[str] = ()) -> list[WatchVerdict]:
@@ -186,17 +203,25 @@ def _judge_filling(history: ReadingHistory, filling: list[FillingBuffer]) -> Ite
             f"full{_say_when(history, buffer.left)} with {format_bytes(buffer.final_bytes)}{note}; "
             f"the process then takes {format_bytes(final_pss)}"
         )
-        evidence = {
-            "buffer": buffer.name,
-            "fill": buffer.share,
-            "resident": buffer.resident,
-            "unit": "B a step" if history.counts_steps else "B a second",
-            "slope": buffer.slope,
-            "left": buffer.left,
-            "final": buffer.final_bytes,
-            "final_pss": final_pss,
-        }
-        yield WatchVerdict("filling", "info", text, "Nothing to do: growth ends when the buffer is full.", evidence)
+        evidence = [
+            Evidence("buffer", buffer.name),
+            Evidence("fill", buffer.share, SHARE),
+            Evidence("resident", buffer.resident, BYTES),
+            Evidence("slope", buffer.slope, f"{BYTES} {_get_rate_unit(history)}"),
+            Evidence("left", buffer.left, _get_distance_unit(history)),
+            Evidence("final", buffer.final_bytes, BYTES),
+            Evidence("final_pss", final_pss, BYTES),
+        ]
+        yield _make_verdict("filling", "info", text, "Nothing to do: growth ends when the buffer is full.", evidence)
+
+
+def _get_distance_unit(history: ReadingHistory) -> str:
+    """Return the unit of distances between positions of a history."""
+    return STEPS if history.counts_steps else SECONDS
+
+
+def _get_rate_unit(history: ReadingHistory) -> str:
+    return "a step" if history.counts_steps else "a second"
 
 
 def _say_when(history: ReadingHistory, distance: float) -> str:
@@ -290,36 +315,40 @@ def _is_many(history: ReadingHistory, trend: Trend) -> bool:
 
 
 def _describe_leak(history: ReadingHistory, source: str, trend: Trend, command: Sequence[str] = ()) -> WatchVerdict:
-    unit = "a step" if history.counts_steps else "a second"
+    unit = _get_rate_unit(history)
     where, remedy = _SOURCES[source]
     text = (
         f"{where} grow by {trend.slope:,.0f} B {unit} (between {trend.low:,.0f} and {trend.high:,.0f}), "
         f"{format_bytes(trend.growth)} so far, without the buffers"
     )
-    evidence = {"of": source, "unit": f"B {unit}", **_describe_trend(trend)}
-    return _advise_memray(WatchVerdict("leak", "warning", text, remedy, evidence), command)
+    evidence = _list_trend_evidence(history, source, trend, BYTES)
+    return _advise_memray(_make_verdict("leak", "warning", text, remedy, evidence), command)
 
 
 def _describe_leak_of_objects(history: ReadingHistory, trend: Trend, command: Sequence[str]) -> WatchVerdict:
-    unit = "a step" if history.counts_steps else "a second"
+    unit = _get_rate_unit(history)
     _, remedy = _SOURCES["python"]
     text = (
         f"Python keeps {trend.slope:,.1f} more objects {unit} (between {trend.low:,.1f} and {trend.high:,.1f}), "
         f"{trend.growth:,.0f} so far, about {format_bytes(trend.growth * BYTES_PER_PYTHON_OBJECT)}"
     )
-    evidence = {"of": "python", "unit": f"objects {unit}", **_describe_trend(trend)}
-    return _advise_memray(WatchVerdict("leak", "warning", text, remedy, evidence), command)
+    evidence = _list_trend_evidence(history, "python", trend, "objects")
+    return _advise_memray(_make_verdict("leak", "warning", text, remedy, evidence), command)
 
 
-def _describe_trend(trend: Trend) -> dict[str, Any]:
-    return {
-        "slope": trend.slope,
-        "low": trend.low,
-        "high": trend.high,
-        "from": trend.first,
-        "to": trend.last,
-        "grown": trend.growth,
-    }
+def _list_trend_evidence(history: ReadingHistory, source: str, trend: Trend, unit: str) -> list[Evidence]:
+    """Return the evidence of a leak of `source`, which is counted in `unit`."""
+    rate_unit = f"{unit} {_get_rate_unit(history)}"
+    position_unit = "" if history.counts_steps else TIME
+    return [
+        Evidence("of", source),
+        Evidence("slope", trend.slope, rate_unit),
+        Evidence("low", trend.low, rate_unit),
+        Evidence("high", trend.high, rate_unit),
+        Evidence("from", trend.first, position_unit),
+        Evidence("to", trend.last, position_unit),
+        Evidence("grown", trend.growth, unit),
+    ]
 
 
 def _advise_memray(verdict: WatchVerdict, command: Sequence[str]) -> WatchVerdict:
@@ -365,18 +394,18 @@ def _judge_limits(history: ReadingHistory, filling: list[FillingBuffer], leaks: 
     # A training that counts steps without a goal may end before the limit.
     severity: Severity = "warning" if history.counts_steps and newest.goal is None else "error"
     step = history.get_position(newest) + distance if history.counts_steps else None
-    evidence = {
-        "limit": name,
-        "left": left,
-        "distance": distance,
-        "step": step,
-        "seconds": _count_seconds(history, distance),
-    }
+    evidence = [
+        Evidence("limit", name),
+        Evidence("left", left, BYTES),
+        Evidence("distance", distance, _get_distance_unit(history)),
+        Evidence("step", step),
+        Evidence("seconds", _count_seconds(history, distance), SECONDS),
+    ]
     remedy = (
         "Use a smaller buffer, holdall's memory with a budget and spill_dir, or on_pressure='spill'. "
         "'holdall plan' shows what fits."
     )
-    yield WatchVerdict("running out", severity, text, remedy, evidence)
+    yield _make_verdict("running out", severity, text, remedy, evidence)
 
 
 def compute_distance(left: float, filling: list[FillingBuffer], slope: float) -> float:
@@ -427,7 +456,7 @@ def _judge_retained_heap(newest: MemoryReading) -> Iterator[WatchVerdict]:
     if kept >= max(_MIN_RETAINED_BYTES, _MIN_RETAINED_SHARE * newest.pss):
         text = f"{format_bytes(kept)} of the heap are free, but the C library keeps them"
         remedy = "It is used again, so it matters only if RAM is short. psutil.heap_trim() in the training returns it."
-        yield WatchVerdict("retained heap", "info", text, remedy, {"retained": kept})
+        yield _make_verdict("retained heap", "info", text, remedy, [Evidence("retained", kept, BYTES)])
 
 
 def _judge_threads(newest: MemoryReading) -> Iterator[WatchVerdict]:
@@ -441,14 +470,14 @@ def _judge_threads(newest: MemoryReading) -> Iterator[WatchVerdict]:
         f"{format_bytes(resident)}, not the {format_bytes(allocated)} of addresses"
     )
     remedy = "Use holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers. It saves time, hardly memory."
-    evidence = {
-        "threads": newest.threads,
-        "cores": newest.cores,
-        "torch_threads": newest.torch_threads,
-        "stacks_resident": resident,
-        "stacks_virtual": allocated,
-    }
-    yield WatchVerdict("threads", "warning", text, remedy, evidence)
+    evidence = [
+        Evidence("threads", newest.threads),
+        Evidence("cores", newest.cores),
+        Evidence("torch_threads", newest.torch_threads),
+        Evidence("stacks_resident", resident, BYTES),
+        Evidence("stacks_virtual", allocated, BYTES),
+    ]
+    yield _make_verdict("threads", "warning", text, remedy, evidence)
 
 
 def _judge_shape(history: ReadingHistory, *, is_steady_possible: bool) -> Iterator[WatchVerdict]:
@@ -459,16 +488,16 @@ def _judge_shape(history: ReadingHistory, *, is_steady_possible: bool) -> Iterat
     levels = [reading.pss for reading in recent]
     low = min(levels)
     high = max(levels)
+    bounds = [Evidence("low", low, BYTES), Evidence("high", high, BYTES)]
     is_above = [level > (low + high) / 2 for level in levels]
     crossings = sum(before != after for before, after in pairwise(is_above))
     if high - low >= _SWING_SHARE * high and crossings >= _MIN_CROSSINGS:
         phase = max(recent, key=lambda reading: reading.pss).phase
         where = f", highest in phase {phase!r}" if phase else ""
         text = f"up and down between {format_bytes(low)} and {format_bytes(high)}{where}; the peak has to fit"
-        evidence = {"low": low, "high": high, "crossings": crossings, "phase": phase}
+        evidence = [*bounds, Evidence("crossings", crossings), Evidence("phase", phase)]
         remedy = "A smaller batch or a shorter rollout lowers the peak. It is not a leak."
-        yield WatchVerdict("sawtooth", "info", text, remedy, evidence)
+        yield _make_verdict("sawtooth", "info", text, remedy, evidence)
     elif high - low <= _STEADY_SHARE * high and is_steady_possible:
         text = f"steady at {format_bytes(levels[-1])}, within {format_bytes(high - low)}"
-        evidence = {"low": low, "high": high, "readings": len(levels)}
-        yield WatchVerdict("plateau", "info", text, "Nothing to do.", evidence)
+        yield _make_verdict("plateau", "info", text, "Nothing to do.", [*bounds, Evidence("readings", len(levels))])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import socket
@@ -23,15 +24,15 @@ from typing import Any
 import psutil
 
 from holdall.errors import WatchError
-from holdall.machine import LINUX, disk, held_bytes, memory_limits, peak_bytes, usable_cores
+from holdall.machine import LINUX, held_bytes, memory_limits, peak_bytes, usable_cores
+from holdall.tools.recording_format import RECORDING_FORMAT
 from holdall.tools.watch import exchange
 from holdall.tools.watch.attribution import attribute_memory
 from holdall.tools.watch.exchange import AgentReport, PhasePeak
-from holdall.tools.watch.guard import read_stalled_percent
+from holdall.tools.watch.pressure import read_stalled_percent
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import WatchVerdict, judge
 
-RECORD_FORMAT = "holdall-watch-1"
 _MAX_REPORT_AGE_S = 120.0
 _MAX_SHARE_OF_CORE = 0.02
 _JUDGE_INTERVAL_S = 5.0
@@ -39,6 +40,7 @@ _AGENT_INTERVAL_S = 0.25
 _REPEAT_INTERVAL_S = 60.0
 _HELPER_PROCESSES = ("resource_tracker", "forkserver")
 """Words in the command lines of multiprocessing's helper processes."""
+_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Watcher:
         self._phases: dict[str, PhasePeak] = {}
         self._last_event = 0.0
         self._has_ended = False
+        self._has_rejected_report = False
         try:
             self._process = psutil.Process(pid)
             self.command = list(command) or list(self._process.cmdline())
@@ -151,7 +154,7 @@ class Watcher:
 
     def _poll_agent(self) -> AgentReport | None:
         """Return the report of the agent. Record the live objects of a new report."""
-        report = exchange.read_agent_report(self.pid)
+        report = self._read_agent_report()
         if report is None or time.time() - report.time > _MAX_REPORT_AGE_S:
             return None
         if self.latest_report is None or report.time > self.latest_report.time:
@@ -161,6 +164,16 @@ class Watcher:
             if live is not None:
                 self.history.add_live(live)
         return report
+
+    def _read_agent_report(self) -> AgentReport | None:
+        """Return the report of the agent. None if there is none, or if it cannot be used, which is logged once."""
+        try:
+            return exchange.read_agent_report(self.pid)
+        except WatchError as error:
+            if not self._has_rejected_report:
+                _LOG.warning("%s", error)
+            self._has_rejected_report = True
+            return None
 
     def _read_safely(self) -> MemoryReading:
         try:
@@ -196,13 +209,13 @@ class Watcher:
             phase=known.phase,
             gpu=_read_gpu(self.pid, known.gpu),
             steps_per_second=self._measure_rate(),
-            pressure=read_stalled_percent(),
+            pressure=read_stalled_percent(Path(f"/proc/{self.pid}")),
             threads=int(self._process.num_threads()),
             torch_threads=known.torch_threads,
             cores=usable_cores(),
             headroom=headroom,
-            spilled=sum(known.spilled.values()),
-            disk_free=_count_free_disk(known),
+            spilled=known.spilled,
+            disk_free=known.disk_free,
             exact=LINUX,
         )
 
@@ -266,12 +279,6 @@ def _read_workers(process: psutil.Process) -> list[AttributedPart]:
     return sorted(parts, key=lambda part: -part.resident)
 
 
-def _count_free_disk(report: AgentReport) -> int | None:
-    """Return the free bytes of the fullest disk that memories spill to. None if no memory spills."""
-    limits = [disk(Path(folder)) for folder in report.spilled]
-    return min((limit.free_bytes for limit in limits if limit is not None), default=None)
-
-
 def _read_gpu(pid: int, agent_gpu: dict[str, int]) -> GpuMemory | None:
     """Return the GPU memory of a process, from its agent and the driver. None if neither has a figure."""
     driver = _read_nvidia(pid)
@@ -327,7 +334,7 @@ def make_header(watcher: Watcher, interval_s: float, limit_bytes: int | None) ->
     machine_bytes = [limit.total_bytes for limit in limits if not limit.name.startswith("control group")]
     return {
         "kind": "header",
-        "format": RECORD_FORMAT,
+        "format": RECORDING_FORMAT,
         "pid": watcher.pid,
         "command": watcher.command,
         "host": socket.gethostname(),

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from holdall.tools.lint.arguments import MAX_LENGTH
 from holdall.tools.lint.finding import Place, Severity
 from holdall.tools.lint.machine import Machine, format_share
 from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.run import get_budget_bytes, locate, locate_model, name_buffer, pair_with_models
-from holdall.tools.lint.source import Source, get_argument
+from holdall.tools.lint.source import Source
 from holdall.tools.probe.snapshot import (
     FoundArray,
     FoundBuffer,
@@ -537,7 +538,7 @@ class BufferOfTuples(Rule):
                 continue
             limit = None
             if isinstance(made, ast.Call):
-                limit = source.evaluate_whole_number(get_argument(made, "maxlen", 1))
+                limit = source.evaluate_whole_number(MAX_LENGTH.find(made))
             size = "" if limit is None else f" of {limit:,}"
             text = (
                 f"{ast.unparse(container)}{size} keeps each transition as {len(parts)} objects, both observations "
@@ -576,7 +577,7 @@ def _is_replay(source: Source, container: ast.expr, made: ast.expr) -> bool:
     """Return whether a container is a replay buffer: a deque that is not short, or a list with a buffer's name."""
     match made:
         case ast.Call(func=function) if source.get_full_name(function) == "collections.deque":
-            given = get_argument(made, "maxlen", 1)
+            given = MAX_LENGTH.find(made)
             limit = source.evaluate_whole_number(given)
             if limit is not None:
                 return limit >= _MIN_REPLAY_ITEMS

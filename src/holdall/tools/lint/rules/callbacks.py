@@ -5,17 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from holdall.tools.lint.arguments import EVAL_ENV, EVAL_FREQ, SAVE_FREQ
 from holdall.tools.lint.finding import Place, Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.run import locate_model
-from holdall.tools.lint.source import Source, get_argument
+from holdall.tools.lint.source import Source
 from holdall.tools.lint.source_sb3 import count_environments, find_models
 from holdall.tools.probe.snapshot import Snapshot
 
-_FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
+_FREQUENCIES = {"CheckpointCallback": SAVE_FREQ, "EvalCallback": EVAL_FREQ, "MaskableEvalCallback": EVAL_FREQ}
 """The argument of each callback class that counts calls of `env.step` between two actions."""
-_FREQUENCY_INDICES = {"save_freq": 0, "eval_freq": 4}
 _VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
 _DYNAMIC_LOOKUPS = {"eval", "exec", "globals", "locals", "vars"}
 """Functions that can read a variable without its name in the syntax tree."""
@@ -154,14 +154,15 @@ class FrequencyIgnoresEnvironments(Rule):
         if n_envs is None or n_envs < 2:
             return
         for call in source.calls:
-            name = _FREQUENCIES.get(source.get_full_name(call.func).rpartition(".")[2])
-            given = get_argument(call, name, _FREQUENCY_INDICES[name]) if name else None
+            frequency = _FREQUENCIES.get(source.get_full_name(call.func).rpartition(".")[2])
+            given = None if frequency is None else frequency.find(call)
             every = source.evaluate_whole_number(given)
-            if name is None or given is None or every is None or every < 1:
+            if frequency is None or given is None or every is None or every < 1:
                 continue
             if _has_division(source, given) or _is_divided_by_hand(every, n_envs):
                 continue
-            text = f"{name}={every:,} with {n_envs} environments {_VERBS[name]} every {every * n_envs:,} steps"
+            verb = _VERBS[frequency.name]
+            text = f"{frequency.name}={every:,} with {n_envs} environments {verb} every {every * n_envs:,} steps"
             numbers = {"every": every, "every_steps": every * n_envs, "n_envs": n_envs}
             yield Match(text, source.get_place(given), numbers)
 
@@ -221,12 +222,14 @@ class FrequencyBeyondRun(Rule):
             per_round = model.rollout_transitions or model.n_envs
             calls = -(-steps // per_round) * per_round // model.n_envs
             for callback in run.passed_callbacks:
-                name = _FREQUENCIES.get(callback.kind, "")
-                every = callback.count(name)
+                frequency = _FREQUENCIES.get(callback.kind)
+                if frequency is None:
+                    continue
+                every = callback.count(frequency.name)
                 if every is not None and every > calls:
                     text = (
-                        f"{callback.kind} has {name}={every:,}, but {steps:,} steps of {model.n_envs} environments "
-                        f"are {calls:,} calls, so it never acts"
+                        f"{callback.kind} has {frequency.name}={every:,}, but {steps:,} steps of {model.n_envs} "
+                        f"environments are {calls:,} calls, so it never acts"
                     )
                     yield Match(text, locate_model(model), {"every": every, "calls": calls})
 
@@ -264,9 +267,9 @@ class EvaluatedOnTrainingEnvironment(Rule):
         trained = [source.find_last_assignment(model.env) for model in find_models(source)]
         for call in source.calls:
             kind = source.get_full_name(call.func).rpartition(".")[2]
-            if _FREQUENCIES.get(kind) != "eval_freq":
+            if _FREQUENCIES.get(kind) is not EVAL_FREQ:
                 continue
-            evaluated = source.find_last_assignment(get_argument(call, "eval_env", 0))
+            evaluated = source.find_last_assignment(EVAL_ENV.find(call))
             if evaluated is not None and any(evaluated is env for env in trained):
                 yield _match_evaluation(kind, source.get_place(call))
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdall.tools.lint.arguments import START_METHOD, VALID, WRAPPED_ENV
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
@@ -16,8 +17,6 @@ from holdall.units import count_noun
 
 _ADDING_METHODS = ("add", "add_transition", "append", "extend", "push", "put", "store")
 _FINAL_KEYS = frozenset({"final_obs", "_final_obs", "final_observation", "_final_observation"})
-_VALID_INDEX = 7
-"""Index of the argument `valid` of `ReplayMemory.add`."""
 _VECTOR_CLASSES = ("SyncVectorEnv", "AsyncVectorEnv")
 _MAX_WRAPPERS = 20
 
@@ -66,7 +65,7 @@ def _find_subprocess_calls(source: Source) -> Iterator[ast.Call]:
         has_class = source.get_full_name(get_argument(call, "vec_env_cls")).endswith("SubprocVecEnv")
         if not is_constructor and not has_class:
             continue
-        method = get_argument(call, "start_method", 1 if is_constructor else None)
+        method = START_METHOD.find(call) if is_constructor else get_argument(call, "start_method")
         # A start method that is not a literal may be fork, so the call is not reported.
         is_plain = method is None and get_argument(call, "vec_env_kwargs") is None and not has_unpacked_arguments(call)
         if is_plain or source.evaluate(method) in {"spawn", "forkserver"}:
@@ -235,7 +234,7 @@ def _find_autoreset_mode(source: Source, node: ast.expr | None) -> str:
             return _read_mode(source, call)
         if not name.startswith("gymnasium.wrappers."):
             return ""
-        node = get_argument(call, "env", 0)
+        node = WRAPPED_ENV.find(call)
     return ""
 
 
@@ -315,5 +314,5 @@ def _find_additions(source: Source, step: _Step) -> Iterator[ast.Call]:
             used = {used for argument in arguments for used in list_names(argument)}
             if not used.isdisjoint(_find_copies(step, call)):
                 used.add(step.obs)
-            if {step.obs, step.reward} <= used and get_argument(call, "valid", _VALID_INDEX) is None:
+            if {step.obs, step.reward} <= used and VALID.find(call) is None:
                 yield call

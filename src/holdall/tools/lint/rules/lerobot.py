@@ -5,18 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from holdall.tools.lint.arguments import OPTIMIZE_MEMORY, OPTIMIZE_MEMORY_OF_DATASET
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
-from holdall.tools.lint.source import Source, get_argument
+from holdall.tools.lint.source import Source
 
 _LEARNER = "lerobot.rl.learner.train_cli"
 _INSTALL = "holdall.lerobot.install"
 _FROM_DATASET = ".from_lerobot_dataset"
-_CONSTRUCTOR_INDEX = 6
-"""Index of `optimize_memory` in the arguments of the constructor."""
-_FROM_DATASET_INDEX = 7
-"""Index of `optimize_memory` in the arguments of `from_lerobot_dataset`."""
 
 
 def _is_lerobot_buffer(name: str) -> bool:
@@ -56,8 +53,8 @@ class LerobotOptimizeMemory(Rule):
                 )
             if not _is_lerobot_buffer(name.removesuffix(_FROM_DATASET)):
                 continue
-            index = _FROM_DATASET_INDEX if name.endswith(_FROM_DATASET) else _CONSTRUCTOR_INDEX
-            if source.evaluate(get_argument(call, "optimize_memory", index)) is True:
+            argument = OPTIMIZE_MEMORY_OF_DATASET if name.endswith(_FROM_DATASET) else OPTIMIZE_MEMORY
+            if source.evaluate(argument.find(call)) is True:
                 yield Match(
                     "optimize_memory=True: rows at time limits and before skipped steps get the state of a later "
                     "step as their next state; holdall.lerobot.ReplayBuffer stores the right next states",

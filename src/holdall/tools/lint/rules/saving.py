@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from holdall.tools.lint.arguments import PICKLE_PROTOCOL
 from holdall.tools.lint.finding import Edit, Place, Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
@@ -133,7 +134,7 @@ class PickleCopiesArrays(Rule):
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look at the protocol of each `dump` of a buffer."""
         for call in _find_pickling_calls(source, "dump"):
-            given = get_argument(call, "protocol", 2)
+            given = PICKLE_PROTOCOL.find(call)
             if has_unpacked_arguments(call) or (given is None and machine.python >= _PYTHON_WITH_DEFAULT_5):
                 continue
             protocol = 4 if given is None else source.evaluate_whole_number(given)

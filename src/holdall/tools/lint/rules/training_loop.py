@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from holdall.tools.lint.arguments import RESET_NUM_TIMESTEPS
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, Rule
 from holdall.tools.lint.run import locate_model
-from holdall.tools.lint.source import Source, get_argument, has_unpacked_arguments
+from holdall.tools.lint.source import Source, has_unpacked_arguments
 from holdall.tools.lint.source_sb3 import find_model
 from holdall.tools.probe.snapshot import Snapshot
 from holdall.units import count_noun
@@ -269,7 +271,7 @@ class LearnStartsOver(Rule):
             if loop is None or model is None or has_unpacked_arguments(call):
                 continue
             is_made_in_loop = any(parent is loop for parent in source.ancestors(model.call))
-            if is_made_in_loop or get_argument(call, "reset_num_timesteps", 4) is not None:
+            if is_made_in_loop or RESET_NUM_TIMESTEPS.find(call) is not None:
                 continue
             yield Match("learn is called in a loop, and counts its steps from zero each time", source.get_place(call))
 
@@ -304,29 +306,45 @@ class ResetByHand(Rule):
 
     def check_source(self, source: Source, machine: Machine) -> Iterator[Match]:
         """Look for a reset of the model's environment in the loop that calls `learn`, or between two calls."""
-        # Environments of the calls of `learn` that continue a run, by the loop or else the block of the call.
-        environments: dict[ast.AST, list[ast.expr]] = {}
-        # Line of the first call of `learn` in each block.
-        first_lines: dict[ast.AST | None, int] = {}
-        for call, owner in source.find_method_calls("learn"):
-            model = find_model(source, owner)
-            if model is None or model.env is None:
-                continue
-            loop = source.find_loop(call)
-            block = source.find_block(call)
-            first_lines.setdefault(block, call.lineno)
-            is_first = loop is None and first_lines[block] == call.lineno
-            is_continuation = source.evaluate(get_argument(call, "reset_num_timesteps", 4)) is False
-            where = loop or block
-            if is_continuation and not is_first and where is not None:
-                environments.setdefault(where, []).append(model.env)
-        for call, owner in source.find_method_calls("reset"):
-            where = source.find_loop(call) or source.find_block(call)
-            made = source.find_last_assignment(owner)
-            trained = environments.get(where, []) if where is not None else []
-            is_before = source.find_loop(call) is None and call.lineno < first_lines.get(where, 0)
-            if made is not None and not is_before and any(source.find_last_assignment(env) is made for env in trained):
-                yield Match("the environment is reset by hand between two calls of learn", source.get_place(call))
+        learn_calls = list(_find_learn_calls(source))
+        for reset, owner in source.find_method_calls("reset"):
+            region = _find_region(source, reset)
+            calls = [learn for learn in learn_calls if learn.region is region]
+            if source.find_loop(reset) is None:
+                # Outside a loop, the first call begins the run, and a reset before that call does no harm.
+                if calls and reset.lineno < calls[0].line:
+                    continue
+                calls = calls[1:]
+            environment = source.find_last_assignment(owner)
+            is_trained = any(learn.is_continuation and learn.environment is environment for learn in calls)
+            if environment is not None and is_trained:
+                yield Match("the environment is reset by hand between two calls of learn", source.get_place(reset))
+
+
+class _LearnCall(NamedTuple):
+    """A call of `learn` whose model and environment are known."""
+
+    line: int
+    region: ast.AST | None
+    environment: ast.expr | None
+    """Expression that makes the environment of the model."""
+    is_continuation: bool
+    """Whether the call continues the run of an earlier call."""
+
+
+def _find_learn_calls(source: Source) -> Iterator[_LearnCall]:
+    """Yield the calls of `learn` in the order of the text."""
+    for call, owner in source.find_method_calls("learn"):
+        model = find_model(source, owner)
+        if model is not None and model.env is not None:
+            environment = source.find_last_assignment(model.env)
+            is_continuation = source.evaluate(RESET_NUM_TIMESTEPS.find(call)) is False
+            yield _LearnCall(call.lineno, _find_region(source, call), environment, is_continuation)
+
+
+def _find_region(source: Source, call: ast.Call) -> ast.AST | None:
+    """Return the innermost loop around a call, or else the block of the call."""
+    return source.find_loop(call) or source.find_block(call)
 
 
 class TargetUpdatedEveryStep(Rule):
