@@ -34,12 +34,12 @@ _KEYS = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowU
 
 
 def find() -> str | None:
-    """Return where a Chromium is, if there is one."""
+    """Return the path of a Chromium, or None."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One process. Pages are opened in it one after the other."""
+    """One process, in which pages are opened one after the other."""
 
     def __init__(self, path: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="holdall-chromium-", ignore_cleanup_errors=True)
@@ -71,7 +71,7 @@ class Browser:
         self._folder.cleanup()
 
     def command(self, method: str, session: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer. Events that come before it are kept."""
+        """Send a command and wait for its answer. Events before the answer are kept."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": arguments}
         if session is not None:
@@ -87,7 +87,7 @@ class Browser:
             self.events.append(answer)
 
     def wait_for(self, method: str, session: str) -> None:
-        """Wait until an event has come."""
+        """Wait for an event."""
         while not any(event.get("method") == method and event.get("sessionId") == session for event in self.events):
             self.events.append(self._next())
 
@@ -111,7 +111,7 @@ class Page:
     def __init__(self, browser: Browser, path: Path, width: int = 1200, *, dark: bool = False) -> None:
         self._browser = browser
         browser.events.clear()
-        # What one page keeps, such as the theme that was chosen, is nothing to the next.
+        # A page must not see what another page stored, such as the chosen theme.
         self._context = browser.command("Target.createBrowserContext")["browserContextId"]
         own = {"url": "about:blank", "browserContextId": self._context}
         self._target = browser.command("Target.createTarget", **own)["targetId"]
@@ -168,18 +168,18 @@ class Page:
     @property
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and what the content policy forbade."""
-        self.ask("0")  # whatever was said is here by now
-        said = []
+        self.ask("0")  # All earlier messages arrive before the answer.
+        problems = []
         for event in self._mine():
             method = event.get("method")
             what = event.get("params", {})
             if method == "Runtime.exceptionThrown":
-                said.append(str(what["exceptionDetails"]))
+                problems.append(str(what["exceptionDetails"]))
             elif method == "Log.entryAdded":
-                said.append(str(what["entry"]["text"]))
+                problems.append(str(what["entry"]["text"]))
             elif method == "Runtime.consoleAPICalled":
-                said.append(str(what["args"]))
-        return said
+                problems.append(str(what["args"]))
+        return problems
 
     @property
     def requests(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files of every kind, larger or stranger than a short real run gives."""
+"""Files of every kind: large ones, and ones with hostile texts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def long_run(readings: int) -> str:
             "name": "leak",
             "severity": "warning",
             "text": HOSTILE,
-            "evidence": {HOSTILE: HOSTILE, "slope": 512.0, "unit": "a step"},
+            "evidence": {HOSTILE: HOSTILE, "slope": 512.0},
+            "units": {HOSTILE: HOSTILE, "slope": "B a step"},
             "remedy": HOSTILE,
         },
         {"kind": "event", "time": 1.7e9 + 1_000, "text": HOSTILE},

@@ -1,4 +1,4 @@
-"""Pages in a real browser: drawn, silent, alone, and usable by pointer and keyboard at any width and in both themes."""
+"""Pages in a real browser: without errors and requests, and usable by pointer and keyboard at any width and theme."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _UNNAMED = """[...document.querySelectorAll('[tabindex="0"], button, summary, a,
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_is_drawn_and_silent_and_alone(
+def test_a_page_is_drawn_without_errors_and_requests(
     kind: str, width: int, dark: bool, pages: dict[str, Path], opened: Open
 ) -> None:
     page = opened(pages[kind], width, dark=dark)
@@ -68,14 +68,16 @@ def test_a_page_is_drawn_and_silent_and_alone(
 
 
 @pytest.mark.parametrize("kind", ["bench", "bench buffers"])
-def test_pages_of_real_results_are_no_different(kind: str, pages: dict[str, Path], opened: Open) -> None:
+def test_pages_of_real_results_are_drawn_without_errors_and_requests(
+    kind: str, pages: dict[str, Path], opened: Open
+) -> None:
     page = opened(pages[kind], 400, dark=True)
     assert (page.complaints, page.requests, page.ask(_FAINT)) == ([], [], [])
     assert page.ask(_DRAWN) > 5
     assert page.ask("document.documentElement.scrollWidth") <= 400
 
 
-def test_what_a_file_says_never_becomes_code(pages: dict[str, Path], opened: Open) -> None:
+def test_texts_of_a_file_are_never_executed(pages: dict[str, Path], opened: Open) -> None:
     for kind in ("long",):
         page = opened(pages[kind])
         assert page.ask("window.harmed") is None
@@ -83,7 +85,7 @@ def test_what_a_file_says_never_becomes_code(pages: dict[str, Path], opened: Ope
         assert page.ask("document.body.innerText.includes('</script><script>window.harmed=1')") is True
 
 
-def test_a_reading_is_told_under_the_pointer_and_gone_when_it_leaves(pages: dict[str, Path], opened: Open) -> None:
+def test_the_reading_under_the_pointer_is_shown(pages: dict[str, Path], opened: Open) -> None:
     page = opened(pages["recorded"])
     assert page.tip() is None
     page.point(".plot", 0.5)
@@ -95,7 +97,7 @@ def test_a_reading_is_told_under_the_pointer_and_gone_when_it_leaves(pages: dict
     assert page.tip() is None
 
 
-def test_the_peak_of_a_thinned_recording_is_still_there(pages: dict[str, Path], opened: Open) -> None:
+def test_a_thinned_recording_is_drawn_with_its_peak(pages: dict[str, Path], opened: Open) -> None:
     page = opened(pages["long"])
     page.point(".plot", 0.5)
     assert "1.4 GiB" in (page.tip() or "")  # 400 MiB and the spike of one reading in 5,000
@@ -103,9 +105,7 @@ def test_the_peak_of_a_thinned_recording_is_still_there(pages: dict[str, Path], 
 
 
 @pytest.mark.parametrize("width", [1200, 400])
-def test_plots_and_bars_are_reached_and_read_with_the_keyboard_alone(
-    width: int, pages: dict[str, Path], opened: Open
-) -> None:
+def test_plots_and_bars_can_be_read_with_the_keyboard(width: int, pages: dict[str, Path], opened: Open) -> None:
     page = opened(pages["recorded"], width)
     active = "document.activeElement.className.baseVal ?? document.activeElement.className"
     reached = []
@@ -142,20 +142,20 @@ def test_arrow_keys_move_through_the_readings(pages: dict[str, Path], opened: Op
 
 
 @pytest.mark.parametrize(
-    ("marks", "said"), [(".bars rect.mark", "train: 512.0 MiB"), (".bars circle.mark", "-5 ± 1.24")]
+    ("marks", "message"), [(".bars rect.mark", "train: 512.0 MiB"), (".bars circle.mark", "-5 ± 1.24")]
 )
-def test_bars_and_points_tell_their_figures_under_the_pointer(
-    marks: str, said: str, pages: dict[str, Path], opened: Open
+def test_bars_and_points_show_their_figures_under_the_pointer(
+    marks: str, message: str, pages: dict[str, Path], opened: Open
 ) -> None:
     page = opened(pages["results"])
     page.point(marks)
-    assert said in (page.tip() or "")
+    assert message in (page.tip() or "")
     page.point("h1")
     page.ask(f"document.querySelector('{marks}[tabindex=\"0\"]').focus({{focusVisible: true}})")
-    assert said in (page.tip() or "")
+    assert message in (page.tip() or "")
 
 
-def test_all_of_every_point_is_seen(tmp_path: Path, opened: Open) -> None:
+def test_no_point_is_cut_off(tmp_path: Path, opened: Open) -> None:
     rows = [BarRow(str(value), [BarPiece(value, "c0", "")], str(value)) for value in (8.5, 9.0)]
     chart = bars(rows, "rewards of one seed", "number", dots=True, begin=8.5)
     (tmp_path / "page.html").write_text(write_page("points", "bench", [], [section("", chart)]), encoding="utf-8")
@@ -168,7 +168,7 @@ def test_all_of_every_point_is_seen(tmp_path: Path, opened: Open) -> None:
     assert right >= 0
 
 
-def test_a_tooltip_stays_inside_of_a_narrow_page(pages: dict[str, Path], opened: Open) -> None:
+def test_a_tooltip_stays_inside_a_narrow_page(pages: dict[str, Path], opened: Open) -> None:
     page = opened(pages["recorded"], 400)
     for share in (0.01, 0.5, 0.99):
         page.point(".plot", share)
@@ -176,7 +176,7 @@ def test_a_tooltip_stays_inside_of_a_narrow_page(pages: dict[str, Path], opened:
         assert 0 <= left < right <= 400
 
 
-def test_the_theme_can_be_switched_and_is_said(pages: dict[str, Path], opened: Open) -> None:
+def test_the_theme_can_be_switched_and_is_announced(pages: dict[str, Path], opened: Open) -> None:
     page = opened(pages["results"])
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.ask(ground)
@@ -188,9 +188,7 @@ def test_the_theme_can_be_switched_and_is_said(pages: dict[str, Path], opened: O
     assert page.ask(ground) == light
 
 
-def test_a_page_whose_script_is_not_allowed_is_said_to_need_it(
-    pages: dict[str, Path], opened: Open, tmp_path: Path
-) -> None:
+def test_a_page_without_scripts_says_that_it_needs_them(pages: dict[str, Path], opened: Open, tmp_path: Path) -> None:
     text = pages["recorded"].read_text(encoding="utf-8")
     still = tmp_path / "still.html"
     still.write_text(text.replace("sha256-", "sha256-not"), encoding="utf-8")
@@ -206,7 +204,7 @@ def test_the_readings_of_a_plot_are_also_a_table(pages: dict[str, Path], opened:
     assert last.startswith("after 41.2 s, step 54,422")
 
 
-def test_axes_have_round_values_and_say_what_they_count(pages: dict[str, Path], opened: Open) -> None:
+def test_axes_have_round_values_and_titles(pages: dict[str, Path], opened: Open) -> None:
     page = opened(pages["recorded"])
     ticks = "[...document.querySelector('.y-axis').children].map((tick) => tick.textContent)"
     assert page.ask(ticks) == ["0 B", "128 MiB", "256 MiB", "384 MiB"]

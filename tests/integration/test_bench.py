@@ -26,8 +26,10 @@ BENCH = [sys.executable, "-m", "holdall", "bench", "profiles"]
 ROOMY_LIMIT = "3GiB"
 
 
-def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills: bool = True, **changes: Any) -> None:
-    """Write the header of a bench of which nothing was run yet: one small profile."""
+def write_begun_bench(
+    path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills: bool = True, **changes: Any
+) -> None:
+    """Write the results of a bench with one small profile and no runs yet."""
     given: dict[str, Any] = {"buffers": ["sb3", "holdall"], "seeds": 1} | changes
     settings = make_settings(env, algo, ["fast"], timesteps=60, limit="1GiB", fills=fills, threads=1, **given)
     sizes = {"fast": ProfileSize(0.4, 2**29, 16, size, None, ("sb3", "holdall"))}
@@ -36,7 +38,8 @@ def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills:
         write_line(file, make_results_header(settings, calibration, 10.0))
 
 
-def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
+def resume_bench(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Make the remaining runs. Return the printed records, and stderr."""
     done = subprocess.run([*BENCH, "--resume", str(path), "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
@@ -83,24 +86,24 @@ CAMERA = pytest.param("demo", "sac", 1_200, marks=pytest.mark.nightly)
 @pytest.mark.nightly
 @pytest.mark.timeout(900)  # three processes, on whatever machine
 @pytest.mark.parametrize(("env", "algo", "size"), [("CartPole-v1", "dqn", 256), CAMERA])
-def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(
+def test_ctrl_c_keeps_finished_runs_and_resume_makes_the_others_once(
     env: str, algo: str, size: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "results.jsonl"
-    begun(path, size, env=env, algo=algo)
-    # What is started in the background of a shell ignores interrupts, and so does what that starts.
+    write_begun_bench(path, size, env=env, algo=algo)
+    # A process in the background of a shell ignores interrupts, and its children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen([*BENCH, "--resume", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)
     while not read_results(path)[1] and child.poll() is None:
         time.sleep(0.1)
     os.kill(child.pid, signal.SIGINT)
-    _, said = child.communicate()
-    assert child.returncode == 130, said
-    assert "--resume" in said.replace("\n", " ")
+    _, message = child.communicate()
+    assert child.returncode == 130, message
+    assert "--resume" in message.replace("\n", " ")
     (first,) = read_results(path)[1]
 
-    records, _ = finished(path)
+    records, _ = resume_bench(path)
     runs = {run.buffer: run for run in read_results(path)[1]}
     assert runs["sb3"] == first, "what was done is not run again"
     assert [run.status for run in runs.values()] == ["done", "done"]
@@ -110,15 +113,15 @@ def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(
         assert runs["holdall"].bytes_per_transition < 0.6 * runs["sb3"].bytes_per_transition  # type: ignore[operator]  # both were measured
         assert runs["holdall"].checkpoint["bytes"] < runs["sb3"].checkpoint["bytes"]  # type: ignore[index]  # both were saved
     ranking = next(record for record in records if record["kind"] == "ranking" and record["by"] == "memory")
-    # Buffers of this size are lost in what the libraries take, so either may come first.
+    # The libraries take much more memory than buffers of this size, so either buffer may be first.
     assert (sorted(ranking["order"]), ranking["refused"]) == ([["fast", "holdall"], ["fast", "sb3"]], None)
 
 
 @pytest.mark.nightly
 def test_buffers_that_were_not_filled_are_not_ranked_by_memory(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    begun(path, 5_000, fills=False, buffers=["holdall"])
-    records, _ = finished(path)
+    write_begun_bench(path, 5_000, fills=False, buffers=["holdall"])
+    records, _ = resume_bench(path)
     (run,) = read_results(path)[1]
     assert run.filled < 0.1
     ranking = next(record for record in records if record["kind"] == "ranking" and record["by"] == "memory")
@@ -130,23 +133,23 @@ def test_buffers_that_were_not_filled_are_not_ranked_by_memory(tmp_path: Path) -
 @pytest.mark.parametrize(("algo", "env"), [("td3", "Pendulum-v1"), ("dqn", "CartPole-v1"), ("ppo", "CartPole-v1")])
 def test_every_algorithm_runs_with_either_buffer(tmp_path: Path, algo: str, env: str) -> None:
     path = tmp_path / "results.jsonl"
-    begun(path, 256, env=env, algo=algo)
-    finished(path)
+    write_begun_bench(path, 256, env=env, algo=algo)
+    resume_bench(path)
     runs = read_results(path)[1]
     assert [run.status for run in runs] == ["done", "done"]
     assert runs[0].rewards == runs[1].rewards
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--profiles", "fast", "slow"], "profiles (slow) must be among memory-efficient, fast"),
         (["--algo", "a3c"], "algo (a3c) must be among sac, td3, dqn, ppo"),
         (["--resume", "nowhere.jsonl"], "file (nowhere.jsonl) cannot be read"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:
-    told = CliRunner().invoke(app, ["bench", "profiles", *words])
-    assert told.exit_code == 1
-    assert said in told.stderr
-    assert told.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_on_stderr(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "profiles", *arguments])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -33,7 +33,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)  # four processes, on whatever machine
-def test_wrong_rows_are_found_where_there_are_some_and_nowhere_else(trace: Path, tmp_path: Path) -> None:
+def test_only_the_buffer_with_wrong_rows_is_reported_as_wrong(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     libraries = ["sb3 optimize_memory_usage", "holdall", "cpprb"]
     command = [sys.executable, "-m", "holdall", "bench", "buffers", "--trace", str(trace), "--rounds", "1"]
@@ -66,7 +66,7 @@ def test_an_environment_is_recorded_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--libraries", "reverb"], "libraries ('reverb') must be among"),
         (["--case", "chess"], "case ('chess') must be one of atari, camera, vector"),
@@ -75,8 +75,8 @@ def test_an_environment_is_recorded_first(tmp_path: Path) -> None:
         (["--case", "camera", "--out", "/no/such/folder/out"], "cannot be written"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:
-    told = CliRunner().invoke(app, ["bench", "buffers", *words])
-    assert told.exit_code == 1
-    assert said in told.stderr
-    assert told.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_on_stderr(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "buffers", *arguments])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

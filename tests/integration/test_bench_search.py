@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
+from holdall.tools.bench import SaveFigures
+from holdall.tools.bench.child import ChildProgress
 from holdall.tools.bench.search import Search, SearchSpace, TrialStopped, require_room
 from holdall.tools.bench.settings import Trial, make_settings
+from holdall.tools.bench.task import Task, TrainingFigures
 
 pytest.importorskip("optuna", reason="needs the extra [search]")
 
@@ -24,7 +27,7 @@ def nothing(what: str, share: float) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)  # processes that import torch, on whatever machine
-def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Path) -> None:
+def test_a_search_continues_and_does_not_start_trials_that_cannot_fit(tmp_path: Path) -> None:
     storage = tmp_path / "study.journal"
     first = Search(SETTINGS, storage, SMALL)
     (one,) = first.run(1, nothing)
@@ -44,35 +47,48 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Pa
 
 
 def test_a_trial_is_stopped_before_it_exceeds_the_limit() -> None:
-    filling: dict[str, Any] = {"phase": "fill", "done": 30, "total": 100, "resident": 400 * 2**20}
+    filling = ChildProgress(30, 100, "fill", resident_bytes=400 * 2**20)
     require_room(filling, 380 * 2**20, 2**29)
     with pytest.raises(TrialStopped, match=r"400\.0 MiB: it would take 633\.3 MiB, and the limit is 512\.0 MiB"):
         require_room(filling, 300 * 2**20, 2**29)
     with pytest.raises(TrialStopped, match=r"600\.0 MiB"):
-        require_room(filling | {"phase": "train", "resident": 600 * 2**20}, 300 * 2**20, 2**29)
+        require_room(ChildProgress(30, 100, "train", resident_bytes=600 * 2**20), 300 * 2**20, 2**29)
 
 
-def test_a_trial_above_the_limit_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_above_the_limit_is_pruned(tmp_path: Path) -> None:
     """A peak between two readings is seen only at the end."""
-    figures = {"peaks": {"train": 600 * 2**20, "save": 2**30 + 1}, "steps_per_second": 10.0}
-    monkeypatch.setattr("holdall.tools.bench.search.run_task", lambda _: (one for one in [{"result": figures}]))
-    given = {"fill_per_second": 100.0, "steps_per_second": 20.0, "steps": 120, "checkpoint": {"seconds": 1, "bytes": 1}}
-    trial = Trial(1_000, 10**6, 300 * 2**20, given, 10.0)
-    (one,) = Search(SETTINGS, tmp_path / "study.journal", SMALL, trial).run(1, nothing)
+    figures = TrainingFigures(
+        steps=120,
+        buffer_bytes=10**6,
+        filled=1.0,
+        steps_per_second=20.0,
+        fill_per_second=100.0,
+        bytes_per_transition=None,
+        rewards=[],
+        checkpoint=SaveFigures(1.0, 1, None),
+        peaks={"train": 600 * 2**20, "save": 2**30 + 1},
+        seconds=10.0,
+    )
+
+    def run_task(_: Task) -> Generator[TrainingFigures, None, None]:
+        yield figures
+
+    trial = Trial(1_000, 10**6, 300 * 2**20, figures, 10.0)
+    (one,) = Search(SETTINGS, tmp_path / "study.journal", SMALL, trial, run_task).run(1, nothing)
     assert one.state == "pruned"
     assert one.reason == "took 1.0 GiB at its peak, and the limit is 1.0 GiB"
     assert not one.is_best
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--algo", "ppo"], "algo (ppo) has no replay buffer"),
         (["--buffer", "reverb"], "buffers (reverb) must be among sb3, holdall"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:
-    told = CliRunner().invoke(app, ["bench", "search", *words])
-    assert told.exit_code == 1
-    assert said in told.stderr
-    assert told.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_on_stderr(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "search", *arguments])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

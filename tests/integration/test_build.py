@@ -72,7 +72,7 @@ def test_the_module_exports_no_function_of_zstandard_or_lz4() -> None:
 
 
 def copy_tree(to: Path) -> Path:
-    """Copy what a build needs, without anything that was built."""
+    """Copy the files that a build needs, without built files."""
     unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
     for name in ("src", "tests", "third_party"):
         shutil.copytree(ROOT / name, to / name, ignore=unwanted)
@@ -83,7 +83,7 @@ def copy_tree(to: Path) -> Path:
 
 
 def run_setup(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run setup.py without a network: pip would find no package."""
+    """Run setup.py in such a way that pip finds no package."""
     settings = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""} | environment
     command = [sys.executable, "setup.py", *arguments]
     return subprocess.run(command, cwd=tree, env=settings, capture_output=True, text=True, check=False)
@@ -94,9 +94,8 @@ def make_fake_pip(archives: Path, calls: list[list[str]]) -> Any:
 
     def run(command: list[str], *, env: dict[str, str], check: bool) -> None:
         assert check
-        assert (
-            not {"PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"} & env.keys()
-        )  # They would reach the packages' build tools.
+        # These variables would apply to the build tools of the packages, too.
+        assert not {"PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"} & env.keys()
         calls.append(command)
         to = Path(command[command.index("--dest") + 1])
         for archive in archives.iterdir():
@@ -139,7 +138,7 @@ def test_sources_are_downloaded_once_and_again_when_their_versions_change(
     assert (folder / "lz4" / "LICENSE").read_text().strip() == "A licence."
 
 
-def test_a_download_that_fails_leaves_no_folder(
+def test_a_failed_download_creates_no_folder(
     setup_script: dict[str, Any], archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that exists is taken to be complete."""
@@ -159,11 +158,11 @@ def test_every_source_has_a_pinned_version_and_hash(setup_script: dict[str, Any]
     assert {line.split("==")[0] for line in pinned} == set(setup_script["THIRD_PARTY_FILES"])
 
 
-# ---------------------------------------------------------------- what the build makes
+# ---------------------------------------------------------------- results of the build
 
 
 @needs_a_build
-def test_a_missing_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_compiler_names_it(tmp_path: Path) -> None:
     done = run_setup(copy_tree(tmp_path), "build_clib", CC="no-such-compiler")
     assert done.returncode != 0
     assert "no-such-compiler" in done.stderr

@@ -1,4 +1,4 @@
-"""Minari datasets: moved out and in again, every number as it was."""
+"""Minari datasets are exported and imported bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
 def test_a_memory_is_exported_and_imported_bit_for_bit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lane by lane. Images are stored without loss, and a break between episodes stays a break."""
+    """The imported memory has one lane after the other. Breaks between episodes stay breaks."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     space, plans = SPACES[kind]
     mishaps = Mishaps(ends=0.05, silent_resets=0.03, foreign_next=0.02)
@@ -47,8 +47,8 @@ def test_a_memory_is_exported_and_imported_bit_for_bit(
                 assert_same_bits(getattr(found, name), getattr(expected, name))
 
 
-def test_extras_and_rewards_of_several_numbers_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the infos of the dataset, nested as they were."""
+def test_extras_and_vector_rewards_are_exported_and_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The infos of the dataset have the extras, nested as in the memory."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     box = spaces.Box(-1, 1, (3,), np.float32)
     generator = np.random.default_rng(0)
@@ -87,10 +87,8 @@ def test_a_key_that_minari_would_lose_is_refused(key: str, tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_with_too_little_room_is_refused_before_hdf5_finds_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """HDF5 ends the whole process when a file that it closes cannot be written."""
+def test_an_export_to_a_disk_with_too_little_space_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 would end the process if it could not write a file."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=10))
     box = spaces.Box(-1, 1, (3,), np.float32)

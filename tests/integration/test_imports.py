@@ -1,4 +1,4 @@
-"""Recorded data sets of LeRobot and robomimic become checkpoints, every number as it was."""
+"""Recorded data sets of LeRobot and robomimic are imported to checkpoints bit for bit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from holdall.tools.imports import recording as recording_module
 
 FPS = 10
 LENGTHS = (5, 1, 300, 7)
-"""Steps of the episodes. One of them is longer than what is read at once."""
+"""Steps of the episodes. One episode is longer than one read."""
 
 
 class Episode(NamedTuple):
-    """What is recorded of an episode."""
+    """The recorded arrays of an episode."""
 
     top: NDArray[np.uint8]
     wrist: NDArray[np.uint8]
@@ -66,7 +66,7 @@ EPISODES = make_episodes()
 
 
 def require_same(dataset: holdall.Dataset, episodes: list[Episode], *, drops_last: bool = False) -> None:
-    """Compare every step with the plain lists that it was made of."""
+    """Compare every step of a dataset with the recorded episodes."""
     index = 0
     for episode in episodes:
         count = len(episode)
@@ -106,13 +106,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def write_video(path: Path, frames: NDArray[np.uint8]) -> None:
-    """Write frames without loss."""
+    """Write frames to a lossless video."""
     import av
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("libx264rgb", rate=FPS, options={"qp": "0", "preset": "ultrafast"})
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "rgb24"
+        stream.height = frames.shape[1]
+        stream.width = frames.shape[2]
+        stream.pix_fmt = "rgb24"
         for frame in frames:
             for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
                 container.mux(packet)
@@ -120,11 +122,11 @@ def write_video(path: Path, frames: NDArray[np.uint8]) -> None:
             container.mux(packet)
 
 
-def table_of(episode: Episode, number: int, first: int) -> Any:
+def make_table(episode: Episode, number: int, first: int) -> Any:
     import pyarrow as pa
     from PIL import Image
 
-    def png(pixels: NDArray[np.uint8]) -> dict[str, Any]:
+    def encode_png(pixels: NDArray[np.uint8]) -> dict[str, Any]:
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "png")
         return {"bytes": file.getvalue(), "path": None}
@@ -133,7 +135,7 @@ def table_of(episode: Episode, number: int, first: int) -> Any:
     steps = np.arange(count)
     return pa.table(
         {
-            "observation.images.wrist": pa.array([png(each) for each in episode.wrist]),
+            "observation.images.wrist": pa.array([encode_png(each) for each in episode.wrist]),
             "observation.state": pa.FixedSizeListArray.from_arrays(pa.array(episode.state.reshape(-1)), 3),
             "action": pa.array(list(episode.action), pa.list_(pa.float32())),
             "next.reward": episode.reward,
@@ -155,7 +157,7 @@ def write_lerobot(root: Path, version: str) -> Path:
     tables = []
     first = 0
     for number, episode in enumerate(EPISODES):
-        tables.append(table_of(episode, number, first))
+        tables.append(make_table(episode, number, first))
         first += len(episode)
     (root / "meta").mkdir(parents=True)
     info = {"codebase_version": version, "fps": FPS, "features": FEATURES, "total_frames": first, "chunks_size": 1000}
@@ -192,13 +194,13 @@ def write_lerobot(root: Path, version: str) -> Path:
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_a_lerobot_data_set_becomes_a_checkpoint(version: str, tmp_path: Path) -> None:
+def test_a_lerobot_data_set_is_imported(version: str, tmp_path: Path) -> None:
     root = write_lerobot(tmp_path / "recorded", version)
     url = tmp_path / "imported" / "pusht"
     done = CliRunner().invoke(app, ["checkpoint", "import", f"lerobot:{root}", str(url), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["transitions"] == sum(LENGTHS)
-    assert [each.name for each in url.parent.iterdir()] == ["pusht"]  # Nothing temporary is left.
+    assert [each.name for each in url.parent.iterdir()] == ["pusht"]  # Temporary files were deleted.
     deltas = {"observation.images.top": [-0.1, 0.0], "action": [0.0, 0.1, 0.2]}
     with holdall.Dataset.open(url) as dataset, holdall.Dataset.open(url, delta_timestamps=deltas) as windows:
         require_same(dataset, EPISODES)
@@ -212,7 +214,7 @@ def test_a_lerobot_data_set_becomes_a_checkpoint(version: str, tmp_path: Path) -
         assert_same_bits(windows[first + 298]["action"], EPISODES[2].action[[298, 299, 299]])
 
 
-def damage(root: Path, what: str) -> None:
+def damage_dataset(root: Path, what: str) -> None:
     info = json.loads((root / "meta/info.json").read_text(encoding="utf-8"))
     parquet = root / "data/chunk-000/file-001.parquet"
     if what == "a file without its end":
@@ -248,9 +250,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_lerobot_data_set_that_cannot_be_read_says_what_to_do(what: str, tmp_path: Path) -> None:
+def test_the_error_of_a_wrong_lerobot_data_set_names_the_reason(what: str, tmp_path: Path) -> None:
     root = write_lerobot(tmp_path / "recorded", "v3.0")
-    damage(root, what)
+    damage_dataset(root, what)
     with pytest.raises(ArgumentError, match=DAMAGES[what]):
         import_recording(READERS["lerobot"](root), lambda _done, _all: None)
 
@@ -296,7 +298,7 @@ def write_robomimic(path: Path, *, has_next: bool) -> Path:
     return path
 
 
-def test_a_file_of_robomimic_becomes_a_checkpoint(tmp_path: Path) -> None:
+def test_a_file_of_robomimic_is_imported(tmp_path: Path) -> None:
     file = write_robomimic(tmp_path / "low_dim.hdf5", has_next=False)
     for url, options in ((tmp_path / "all", []), (tmp_path / "known", ["--drop-last"])):
         done = CliRunner().invoke(app, ["checkpoint", "import", f"robomimic:{file}", str(url), *options])
@@ -314,7 +316,7 @@ def test_recorded_next_observations_are_kept(tmp_path: Path) -> None:
         assert len(memory) == sum(LENGTHS)
 
 
-def test_files_of_robomimic_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_a_wrong_robomimic_file_names_the_reason(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py", reason="needs the extra [datasets]")
     path = write_robomimic(tmp_path / "file.hdf5", has_next=False)
 
@@ -346,7 +348,7 @@ def test_files_of_robomimic_that_cannot_be_read_say_what_to_do(tmp_path: Path) -
 # ---------------------------------------------------------------- memory
 
 
-class Endless:
+class NoiseRecording:
     """A recording of noise, which cannot be compressed."""
 
     def __init__(self, steps: int) -> None:
@@ -373,9 +375,9 @@ class Endless:
 
 
 @pytest.mark.nightly
-def test_most_of_an_import_is_on_disk_and_not_in_the_process(tmp_path: Path) -> None:
-    """The process is measured, because a report would not contain what the import itself keeps."""
-    recording = Endless(12_000)
+def test_an_import_keeps_most_of_its_data_on_disk(tmp_path: Path) -> None:
+    """The test measures the process, because a report does not contain the memory of the import itself."""
+    recording = NoiseRecording(12_000)
     image_bytes = 12_000 * 64 * 64 * 3
     held: list[int] = []
     before = held_bytes().unique

@@ -35,7 +35,7 @@ def load_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any
         pytest.skip(
             "needs LeRobot: set HOLDALL_LEROBOT to a checkout; `make nightly` fetches it where there is a network"
         )
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "adapters"))
     before = set(sys.modules)
     finders = list(sys.meta_path)
     paths = list(sys.path)

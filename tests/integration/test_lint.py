@@ -44,9 +44,9 @@ def lint(*arguments: str) -> Result:
 
 @pytest.mark.usefixtures("project")
 def test_an_error_ends_with_exit_code_3_and_a_warning_with_0() -> None:
-    told = lint("train.py")
-    assert told.exit_code == 3
-    assert "train.py:2:7: M12 error: " in told.stdout
+    result = lint("train.py")
+    assert result.exit_code == 3
+    assert "train.py:2:7: M12 error: " in result.stdout
     assert lint("save.py").exit_code == 0
     assert lint("save.py", "--fail-on", "warning").exit_code == 3
     assert lint("train.py", "--fail-on", "never").exit_code == 0
@@ -85,14 +85,14 @@ def test_directories_are_searched_without_installed_packages(project: Path) -> N
     assert "paths (data) contain no Python script" in nothing.stderr
 
 
-def test_fix_changes_the_file_and_says_so(project: Path) -> None:
-    told = lint("save.py", "--fix", "--fail-on", "warning")
-    assert told.exit_code == 0
-    assert told.stderr == "save.py: corrected S03 in line 2\n"
+def test_fix_corrects_the_file_and_prints_the_correction(project: Path) -> None:
+    result = lint("save.py", "--fix", "--fail-on", "warning")
+    assert result.exit_code == 0
+    assert result.stderr == "save.py: corrected S03 in line 2\n"
     assert (project / "save.py").read_text() == WARNS.replace("4", "5")
 
 
-def test_fix_says_nothing_about_a_file_that_stays_as_it_is(project: Path) -> None:
+def test_fix_prints_nothing_about_an_unchanged_file(project: Path) -> None:
     """Edits of a file with old Macintosh line ends cannot be placed."""
     text = WARNS.replace("\n", "\r").encode()
     (project / "save.py").write_bytes(text)
@@ -122,11 +122,11 @@ def test_settings_come_from_pyproject(project: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_used_is_one_line_and_exit_code_1(wrong: list[str]) -> None:
-    told = lint(*wrong)
-    assert told.exit_code == 1
-    assert told.stderr.splitlines()[-1].startswith("holdall: ")
-    assert "Traceback" not in told.stderr
+def test_an_unusable_argument_is_one_line_and_exit_code_1(wrong: list[str]) -> None:
+    result = lint(*wrong)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("holdall: ")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.usefixtures("project")
@@ -136,20 +136,20 @@ def test_a_mistake_on_the_command_line_is_exit_code_2() -> None:
 
 def test_a_file_that_python_cannot_parse_is_an_error_at_its_place(project: Path) -> None:
     (project / "broken.py").write_text("def train(:\n    pass\n")
-    told = lint("broken.py")
-    assert told.exit_code == 3
-    assert told.stdout.startswith("broken.py:1:11: F01 error: cannot be parsed by Python 3.")
+    result = lint("broken.py")
+    assert result.exit_code == 3
+    assert result.stdout.startswith("broken.py:1:11: F01 error: cannot be parsed by Python 3.")
 
 
 def test_a_file_in_another_encoding_is_refused_by_name_and_skipped_in_a_directory(project: Path) -> None:
     (project / "latin.py").write_bytes("# Grüße\nx = 1\n".encode("latin-1"))
-    told = lint("latin.py")
-    assert told.exit_code == 1
-    assert "latin.py" in told.stderr
-    told = lint(".", "--ignore", "M12")
-    assert told.exit_code == 3
-    assert "latin.py:1:1: F01 error: " in told.stdout
-    assert "save.py:2:1: S03 warning: " in told.stdout
+    result = lint("latin.py")
+    assert result.exit_code == 1
+    assert "latin.py" in result.stderr
+    result = lint(".", "--ignore", "M12")
+    assert result.exit_code == 3
+    assert "latin.py:1:1: F01 error: " in result.stdout
+    assert "save.py:2:1: S03 warning: " in result.stdout
 
 
 def test_files_of_a_declared_encoding_are_read_and_written_back(project: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_rule_is_explained_by_code_and_by_name() -> None:
     assert "RolloutBuffer" in lint("--explain", "M05").stdout
 
 
-def test_nothing_of_a_script_is_executed_and_nothing_heavy_is_imported(project: Path) -> None:
+def test_a_script_is_not_executed_and_heavy_packages_are_not_imported(project: Path) -> None:
     mark = project / "executed"
     head = f"open({str(mark)!r}, 'w').close()\nimport torch\nimport stable_baselines3\n"
     (project / "train.py").write_text(head + ERROR)
@@ -181,7 +181,7 @@ def test_nothing_of_a_script_is_executed_and_nothing_heavy_is_imported(project: 
     assert not mark.exists()
 
 
-def test_a_reader_that_goes_away_changes_no_exit_code() -> None:
+def test_a_closed_pipe_does_not_change_the_exit_code() -> None:
     command = f"{sys.executable} -m holdall lint --explain M05 | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("0")
@@ -194,10 +194,10 @@ def test_a_reader_that_goes_away_changes_no_exit_code() -> None:
 def test_a_command_is_stopped_before_it_trains_and_its_values_are_checked(project: Path) -> None:
     (project / "sac.py").write_text(TRAINING)
     command = [sys.executable, "sac.py", "10000"]
-    told = lint("save.py", "--budget", "1MB", "--", *command)
-    assert told.exit_code == 3
-    assert told.stderr.startswith("Running until training is about to start: ")
-    lines = told.stdout.splitlines()
+    result = lint("save.py", "--budget", "1MB", "--", *command)
+    assert result.exit_code == 3
+    assert result.stderr.startswith("Running until training is about to start: ")
+    lines = result.stdout.splitlines()
     assert "Stable-Baselines3 is about to learn" in lines[0]
     assert lines[1] == "SAC, 1 environment, 5,000 steps"
     assert lines[2] == "the replay buffer of 20,000 transitions: 781.2 KiB"
@@ -209,9 +209,9 @@ def test_a_command_is_stopped_before_it_trains_and_its_values_are_checked(projec
 
 def test_a_command_without_a_mistake_ends_with_0_and_json_has_its_buffers(project: Path) -> None:
     (project / "sac.py").write_text(TRAINING)
-    told = lint("--json", "--", sys.executable, "sac.py", "100")
-    assert told.exit_code == 0, told.stderr
-    data = json.loads(told.stdout)
+    result = lint("--json", "--", sys.executable, "sac.py", "100")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
     assert data["counts"]["error"] == 0
     assert {finding["rule"] for finding in data["findings"]} == {"M09"}
     assert data["run"]["models"] == ["SAC"]
@@ -225,21 +225,21 @@ def test_a_command_without_models_and_buffers_says_so(project: Path) -> None:
         "import gymnasium\nenv = gymnasium.make('CartPole-v1')\nenv.reset()\n"
         "while True:\n    if any(env.step(0)[2:4]):\n        env.reset()\n"
     )
-    told = lint("--", sys.executable, "loop.py")
-    assert told.exit_code == 0, told.stderr
-    assert told.stdout.splitlines()[1:] == ["no model and no buffer was found", "0 errors, 0 warnings, 0 infos"]
+    result = lint("--", sys.executable, "loop.py")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[1:] == ["no model and no buffer was found", "0 errors, 0 warnings, 0 infos"]
 
 
 def test_a_command_that_fails_is_exit_code_1_with_its_last_line(project: Path) -> None:
     (project / "sac.py").write_text("raise ValueError('no simulator here')\n")
-    told = lint("--", sys.executable, "sac.py")
-    assert told.exit_code == 1
-    assert "ValueError: no simulator here" in told.stderr.splitlines()[-1]
+    result = lint("--", sys.executable, "sac.py")
+    assert result.exit_code == 1
+    assert "ValueError: no simulator here" in result.stderr.splitlines()[-1]
 
 
-def test_an_allocation_that_fails_is_the_answer(project: Path) -> None:
+def test_a_failed_allocation_is_reported_as_a_finding(project: Path) -> None:
     (project / "big.py").write_text("import numpy as np\nstates = np.ones((10**9, 84, 84, 4), np.float32)\n")
-    told = lint("--", sys.executable, "big.py")
-    assert told.exit_code == 3
-    assert "failed allocation: M01 error: an array of shape (1000000000, 84, 84, 4) and dtype float32" in told.stdout
-    assert "105142.6 GiB" in told.stdout
+    result = lint("--", sys.executable, "big.py")
+    assert result.exit_code == 3
+    assert "failed allocation: M01 error: an array of shape (1000000000, 84, 84, 4) and dtype float32" in result.stdout
+    assert "105142.6 GiB" in result.stdout

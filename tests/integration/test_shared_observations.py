@@ -1,4 +1,4 @@
-"""Environment workers write into shared memory, and a RolloutMemory reads it there: real processes, every bit."""
+"""Environment workers write observations into shared memory, and a RolloutMemory reads them there, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ STEPS = 60
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is spawned imports this very module by its name, from the path of the one that spawns it."""
+    """Add the root to the path, because a spawned process imports this module by its name."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 class Film(gym.Env[Any, Any]):
-    """A stack of frames that moves on by one, and a speed: a function of its seed."""
+    """An environment with a stack of frames, which shifts by one frame per step, and a speed."""
 
     observation_space = SPACE
     action_space = BUTTONS
@@ -40,19 +40,19 @@ class Film(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
         self._stack = np.zeros((4, 40, 40), np.uint8)
-        return self._look(), {}
+        return self._observe(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self._look(), float(action), bool(self.np_random.random() < 0.03), False, {}
+        return self._observe(), float(action), bool(self.np_random.random() < 0.03), False, {}
 
-    def _look(self) -> Any:
+    def _observe(self) -> Any:
         newest = self.np_random.integers(0, 256, (1, 40, 40), np.uint8)
         self._stack = np.concatenate([self._stack[1:], newest])
         return {"screen": self._stack, "speed": self.np_random.standard_normal(3)}
 
 
-def work(board: SharedObservations, lane: int, pipe: Connection) -> None:
-    """Play in a process of its own: observations go to the board, everything else through the pipe."""
+def play_in_worker(board: SharedObservations, lane: int, pipe: Connection) -> None:
+    """Play in a worker process. Write observations to the board, and send everything else through the pipe."""
     env = Film()
     board.write(lane, env.reset(seed=lane)[0])
     pipe.send(None)
@@ -64,8 +64,8 @@ def work(board: SharedObservations, lane: int, pipe: Connection) -> None:
         pipe.send((reward, terminated, truncated))
 
 
-def alone(lane: int) -> list[Any]:
-    """Play the same in this process."""
+def play_here(lane: int) -> list[Any]:
+    """Play the same steps in this process. Return the observations."""
     env = Film()
     seen = [env.reset(seed=lane)[0]]
     for _ in range(STEPS - 1):
@@ -82,9 +82,9 @@ def assert_rows(memory: RolloutMemory, expected: list[list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("method", [m for m in ("fork", "spawn") if m in multiprocessing.get_all_start_methods()])
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork beside threads of other tests
-def test_frames_that_workers_write_come_back_bit_for_bit(method: Any) -> None:
-    """Nothing but rewards and flags goes through a pipe."""
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Other tests have started threads.
+def test_observations_that_workers_write_are_read_bit_for_bit(method: Any) -> None:
+    """The pipes carry only actions, rewards and flags."""
     context: Any = multiprocessing.get_context(method)
     board = SharedObservations(SPACE, LANES, context)
     memory = RolloutMemory(SPACE, BUTTONS, STEPS, LANES, seed=0)
@@ -92,7 +92,7 @@ def test_frames_that_workers_write_come_back_bit_for_bit(method: Any) -> None:
     workers = []
     for lane in range(LANES):
         ours, theirs = context.Pipe()
-        worker = context.Process(target=work, args=(board, lane, theirs), daemon=True)
+        worker = context.Process(target=play_in_worker, args=(board, lane, theirs), daemon=True)
         worker.start()
         pipes.append(ours)
         workers.append(worker)
@@ -110,7 +110,7 @@ def test_frames_that_workers_write_come_back_bit_for_bit(method: Any) -> None:
         worker.join(30)
         assert worker.exitcode == 0
     memory.finish(floats)
-    assert_rows(memory, [alone(lane) for lane in range(LANES)])
+    assert_rows(memory, [play_here(lane) for lane in range(LANES)])
     assert "window of 4" in memory.report().fields[0].finding
 
 
@@ -126,8 +126,8 @@ def test_the_observations_are_the_shared_memory_itself() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_worker_that_is_killed_leaves_what_it_wrote_and_nothing_behind() -> None:
-    """The memory has no name that somebody would have to remove."""
+def test_observations_of_a_killed_worker_stay() -> None:
+    """The shared memory has no name, so it needs no removal."""
     board = SharedObservations(SPACE, LANES, multiprocessing.get_context("fork"))
 
     def write_and_wait(pipe: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_worker_that_is_killed_leaves_what_it_wrote_and_nothing_behind() -> No
 
 
 def test_gymnasiums_shared_memory_is_read_without_a_copy() -> None:
-    """AsyncVectorEnv writes over its observations in every step. `observe` has read them before."""
+    """AsyncVectorEnv overwrites its observations in every step. `observe` reads them before."""
     envs = AsyncVectorEnv([Film] * LANES, shared_memory=True, copy=False, context="fork")
     try:
         memory = RolloutMemory(SPACE, BUTTONS, STEPS, LANES, seed=0)
@@ -169,7 +169,7 @@ def test_gymnasiums_shared_memory_is_read_without_a_copy() -> None:
         envs.close()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_a_wrong_lane_observation_or_number_of_lanes_is_refused() -> None:
     board = SharedObservations(SPACE, LANES)
     good: dict[str, NDArray[Any]] = {"screen": np.zeros((4, 40, 40), np.uint8), "speed": np.zeros(3)}
     with pytest.raises(ArgumentError, match="lane"):

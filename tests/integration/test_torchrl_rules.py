@@ -1,7 +1,7 @@
 """TorchRL's own tests of its replay buffers, with HoldallStorage in the place of LazyTensorStorage.
 
 HOLDALL_TORCHRL_TESTS names the folder `test` of a checkout of TorchRL's repository, of about the installed version.
-benchmarks/torchrl_tests.py runs the tests, and lists those that are left out, with the reason.
+benchmarks/adapters/torchrl_tests.py runs the tests, and lists those that are left out, with the reason.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "torchrl_tests.py"
+SCRIPT = ROOT / "benchmarks" / "adapters" / "torchrl_tests.py"
 TESTS = os.environ.get("HOLDALL_TORCHRL_TESTS", "")
 FILES = ("test_storages.py", "test_writers.py", "test_prioritized.py", "test_samplers.py", "test_rb_core.py")
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names of the script."""
+    """Return the names that the script defines."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     return runpy.run_path(str(SCRIPT))
 
@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not TESTS, reason="HOLDALL_TORCHRL_TESTS does not name TorchRL's tests")
 @pytest.mark.parametrize("file", FILES)
-def test_torchrls_own_tests_hold(file: str) -> None:
+def test_torchrls_own_tests_pass(file: str) -> None:
     pytest.importorskip("torchrl")
     command = [sys.executable, str(SCRIPT), str(Path(TESTS).parent), "--file", file]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)

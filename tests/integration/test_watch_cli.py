@@ -60,14 +60,14 @@ def trainer(environment: dict[str, str]) -> Iterator[int]:
         child.communicate("\n")
 
 
-def called(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_holdall(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [*HOLDALL, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
-@pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
-def test_one_reading_of_a_process_that_runs(environment: dict[str, str], trainer: int) -> None:
-    done = called(environment, "watch", "--once", "--json", trainer)
+@pytest.mark.skipif(not LINUX, reason="only Linux reports single mappings")
+def test_once_prints_one_reading_of_a_running_process(environment: dict[str, str], trainer: int) -> None:
+    done = run_holdall(environment, "watch", "--once", "--json", trainer)
     assert done.returncode == 0, done.stderr
     first, reading = (json.loads(line) for line in done.stdout.splitlines()[:2])
     assert first["format"] == "holdall-watch-1"
@@ -77,26 +77,26 @@ def test_one_reading_of_a_process_that_runs(environment: dict[str, str], trainer
     assert parts["replay.obs"]["resident"] > 500 * 64 * 64
     assert parts["replay.obs"]["fill"] == 0.25
     assert parts["features"]["resident"] == pytest.approx(4 * MIB, rel=0.01)
-    seen = called(environment, "watch", "--once", trainer)
+    seen = run_holdall(environment, "watch", "--once", trainer)
     assert seen.returncode == 0
     assert "replay.obs" in seen.stdout
     assert "unattributed" in seen.stdout
     assert max(map(len, seen.stdout.splitlines())) <= 80
 
 
-def test_mistakes_are_told_in_one_line(environment: dict[str, str]) -> None:
+def test_a_mistake_is_one_line_and_exit_code_1(environment: dict[str, str]) -> None:
     for arguments in (
         ["watch", "999999999"],
         ["watch", "--", "no-such-program-here"],
         ["watch", "--json", "--", "true"],
         ["watch", "--once", "--", "true"],
     ):
-        done = called(environment, *arguments)
+        done = run_holdall(environment, *arguments)
         assert done.returncode == 1, done.stderr
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_watched_command_sees_its_own_arguments_and_environment(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("import builtins; builtins.MINE = 17", encoding="utf-8")
     program = (
@@ -106,7 +106,7 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     )
     path = os.pathsep.join([str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])])
     record = tmp_path / "run.jsonl"
-    done = called(
+    done = run_holdall(
         environment | {"PYTHONPATH": path},
         "watch",
         "--interval",
@@ -127,8 +127,8 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     assert sum(line["kind"] == "reading" for line in lines) >= 2
 
 
-@pytest.mark.skipif(not LINUX, reason="the kernel's count of a child's peak is read on Linux alone")
-def test_a_short_command_is_read_once_it_has_an_agent_and_its_peak_is_the_kernels(
+@pytest.mark.skipif(not LINUX, reason="only Linux reports the peak of a child")
+def test_a_short_command_is_read_when_its_agent_reports_and_has_the_peak_of_the_kernel(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The interval is longer than the command, so the peak comes after the last reading."""
@@ -138,7 +138,7 @@ def test_a_short_command_is_read_once_it_has_an_agent_and_its_peak_is_the_kernel
         "exec('while time.time() < end and open(record).read().count(chr(10)) < 3: time.sleep(0.01)');"
         "taken = bytearray(300 << 20); del taken"
     )
-    done = called(environment, "watch", "--interval", 100, "--record", record, "--", sys.executable, "-c", program)
+    done = run_holdall(environment, "watch", "--interval", 100, "--record", record, "--", sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     readings = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()[1:]]
     assert len(readings) == 2
@@ -150,26 +150,26 @@ def test_a_short_command_is_read_once_it_has_an_agent_and_its_peak_is_the_kernel
 
 
 @pytest.mark.parametrize(("ends", "code"), [("import sys; sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_however_soon_a_command_ends_its_exit_code_is_kept(
+def test_a_command_that_ends_at_once_keeps_its_exit_code(
     environment: dict[str, str], ends: str, code: int, tmp_path: Path
 ) -> None:
     program = f"import os\n{ends}"
-    done = called(environment, "watch", "--record", tmp_path / "run.jsonl", "--", sys.executable, "-c", program)
+    done = run_holdall(environment, "watch", "--record", tmp_path / "run.jsonl", "--", sys.executable, "-c", program)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_record_and_the_output_of_the_command_are_apart(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_record_does_not_contain_the_output_of_the_command(environment: dict[str, str], tmp_path: Path) -> None:
     program = "import time; print('mine'); time.sleep(0.8)"
     record = tmp_path / "run.jsonl"
-    done = called(environment, "watch", "--interval", 0.2, "--record", record, "--", sys.executable, "-c", program)
+    done = run_holdall(environment, "watch", "--interval", 0.2, "--record", record, "--", sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "mine"
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines][:2] == ["header", "reading"]
 
 
-def test_a_reader_that_goes_away_changes_no_exit_code(environment: dict[str, str]) -> None:
+def test_a_closed_pipe_does_not_change_the_exit_code(environment: dict[str, str]) -> None:
     program = "import time; time.sleep(0.7); raise SystemExit(5)"
     watch = [*HOLDALL, "watch", "--interval", "0.2", "--", sys.executable, "-c", program]
     with subprocess.Popen(watch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -180,7 +180,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(environment: dict[str, str
         assert b"Traceback" not in child.stderr.read()
 
 
-def test_a_command_is_told_to_end_as_its_watch_is(environment: dict[str, str]) -> None:
+def test_a_signal_to_the_watch_is_forwarded_to_the_command(environment: dict[str, str]) -> None:
     program = (
         "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(3))\nprint('up', flush=True)\ntime.sleep(60)"
     )
@@ -192,9 +192,9 @@ def test_a_command_is_told_to_end_as_its_watch_is(environment: dict[str, str]) -
         assert child.wait(60) == 3
 
 
-def test_what_cannot_be_recorded_is_told_before_the_command_runs(environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_unwritable_record_is_refused_before_the_command_starts(environment: dict[str, str], tmp_path: Path) -> None:
     program = f"open({str(tmp_path / 'ran')!r}, 'w')"
-    done = called(environment, "watch", "--record", tmp_path / "no" / "run", "--", sys.executable, "-c", program)
+    done = run_holdall(environment, "watch", "--record", tmp_path / "no" / "run", "--", sys.executable, "-c", program)
     assert done.returncode == 1
     assert not (tmp_path / "ran").exists()
 
@@ -226,18 +226,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
-def test_a_tree_has_its_own_peak_and_shared_memory_its_file(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.skipif(not LINUX, reason="only Linux reports single mappings")
+def test_workers_count_for_the_peak_and_shared_memory_is_named_by_its_file(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "workers.py").write_text(WORKERS, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "workers.py"), str(tmp_path / "replay.dat")]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        told = called(environment, "watch", "--once", "--json", child.pid).stdout
-        seen = called(environment, "watch", "--once", child.pid).stdout
+        result = run_holdall(environment, "watch", "--once", "--json", child.pid).stdout
+        seen = run_holdall(environment, "watch", "--once", child.pid).stdout
         child.communicate("\n")
-    reading = json.loads(told.splitlines()[1])
+    reading = json.loads(result.splitlines()[1])
     assert reading["peak"] >= reading["pss"] > 80 * MIB
     shared = {part["name"]: part["resident"] for part in reading["parts"] if part["group"] == "shared"}
     assert shared["/dev/shm/holdall-test-frames"] >= 6 * MIB
@@ -255,18 +257,18 @@ def test_the_watcher_loads_neither_numpy_nor_torch() -> None:
         subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_view_that_fails_at_the_end_leaves_the_exit_code_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_view_does_not_change_the_exit_code_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("nothing can be drawn")
 
     monkeypatch.setattr("holdall.cli.watch.draw_pass", fail)
-    told = CliRunner().invoke(app, ["watch", "--", sys.executable, "-c", "raise SystemExit(5)"])
-    assert told.exit_code == 5
-    assert "nothing can be drawn" in told.stderr
+    result = CliRunner().invoke(app, ["watch", "--", sys.executable, "-c", "raise SystemExit(5)"])
+    assert result.exit_code == 5
+    assert "nothing can be drawn" in result.stderr
 
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
-def test_a_terminal_that_knows_ascii_alone_gets_the_reading(environment: dict[str, str]) -> None:
+def test_an_ascii_terminal_gets_the_reading(environment: dict[str, str]) -> None:
     """Bars become question marks. The figures are there."""
     done = subprocess.run(
         [*HOLDALL, "watch", "--once", str(os.getpid())],

@@ -1,4 +1,4 @@
-"""`holdall.zoo` with the real rl_zoo3: its command line trains, continues and shows, with holdall's buffers."""
+"""`holdall.zoo` with rl_zoo3: its commands train, continue and show models with holdall's buffers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ for script, *arguments in json.loads(sys.argv[1]):
     size = buffer.size() if buffer else 0
     print("BUFFER", type(buffer).__module__, type(buffer).__name__, size, getattr(model, "_n_updates", 0))
 """
-"""Run scripts of the zoo one after another in one process, which imports torch once, and say what they trained with."""
+"""A program that runs scripts of the zoo in one process, which imports torch once, and prints their buffers."""
 
 
-def run(folder: Path, *scripts: list[str]) -> list[list[str]]:
-    """Return what every script trained with: module and name of the buffer, its size, and the updates."""
+def run_scripts(folder: Path, *scripts: list[str]) -> list[list[str]]:
+    """Return for every script: module and name of its buffer, the buffer's size, and the number of updates."""
     surroundings = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SEVERAL, json.dumps(scripts)]
     done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
@@ -51,18 +51,18 @@ def run(folder: Path, *scripts: list[str]) -> list[list[str]]:
     return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("BUFFER ")]
 
 
-def weights(folder: Path, algorithm: str, number: int = 1, env: str = "CartPole-v1") -> bytes:
+def read_weights(folder: Path, algorithm: str, number: int = 1, env: str = "CartPole-v1") -> bytes:
     with zipfile.ZipFile(folder / algorithm / f"{env}_{number}" / f"{env}.zip") as model:
         return model.read("policy.pth")
 
 
 @pytest.mark.nightly
 def test_one_word_on_the_command_line_gives_the_buffers_and_the_same_weights(tmp_path: Path) -> None:
-    """Trained with either buffer, saved with the buffer, trained on with `-i`, and shown by `enjoy`."""
+    """The models are trained with either buffer, saved with the buffer, continued with `-i`, and shown by `enjoy`."""
     dqn = ["train", "--algo", "dqn", *COMMON]
     ppo = ["train", "--algo", "ppo", *COMMON, "-n", "256"]
     saved = "plain/dqn/CartPole-v1_1/CartPole-v1.zip"
-    plain, plain_ppo, ours, ours_ppo, on, on_from_plain, shown = run(
+    plain, plain_ppo, ours, ours_ppo, on, on_from_plain, shown = run_scripts(
         tmp_path,
         [*dqn, "-f", "plain", "--save-replay-buffer", *SHORT],
         [*ppo, "-f", "plain"],
@@ -74,14 +74,16 @@ def test_one_word_on_the_command_line_gives_the_buffers_and_the_same_weights(tmp
     )
     assert plain[:2] == ["stable_baselines3.common.buffers", "ReplayBuffer"]
     assert ours[:2] == on[:2] == on_from_plain[:2] == ["holdall.sb3.replay", "ReplayBuffer"]
-    assert weights(tmp_path / "plain", "dqn") == weights(tmp_path / "ours", "dqn")
-    assert (int(ours[2]), int(on[2])) == (256, 512), "the saved buffer is filled further"
+    assert read_weights(tmp_path / "plain", "dqn") == read_weights(tmp_path / "ours", "dqn")
+    assert (int(ours[2]), int(on[2])) == (256, 512), "steps are added to the saved buffer"
     assert int(ours[3]) > 50
-    assert weights(tmp_path / "plain", "dqn", 2) == weights(tmp_path / "ours", "dqn", 2), "a plain buffer is taken over"
-    assert shown[:2] == ["holdall.sb3.replay", "ReplayBuffer"], "what was saved names it"
+    assert read_weights(tmp_path / "plain", "dqn", 2) == read_weights(tmp_path / "ours", "dqn", 2), (
+        "a plain buffer is copied"
+    )
+    assert shown[:2] == ["holdall.sb3.replay", "ReplayBuffer"], "the saved model names the buffer"
     assert plain_ppo[:2] == ["stable_baselines3.common.buffers", "RolloutBuffer"]
     assert ours_ppo[:2] == ["holdall.sb3.rollout", "RolloutBuffer"]
-    assert weights(tmp_path / "plain", "ppo") == weights(tmp_path / "ours", "ppo")
+    assert read_weights(tmp_path / "plain", "ppo") == read_weights(tmp_path / "ours", "ppo")
 
 
 OTHERS: dict[str, Any] = {
@@ -99,26 +101,26 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", OTHERS)
 def test_every_algorithm_of_the_zoo_learns_the_same_weights(algorithm: str, tmp_path: Path) -> None:
-    """With the hyperparameters that the zoo publishes."""
+    """The hyperparameters are those of the zoo."""
     env, buffer, length = OTHERS[algorithm]
     train = ["train", "--algo", algorithm, *COMMON, "--env", env]
-    done = run(tmp_path, [*train, "-f", "plain", *length], [*train, "-f", "ours", *HOLDALL, *length])
+    done = run_scripts(tmp_path, [*train, "-f", "plain", *length], [*train, "-f", "ours", *HOLDALL, *length])
     assert "holdall" not in " ".join(done[0])
     assert " ".join(done[1][:2]) == buffer
-    assert weights(tmp_path / "plain", algorithm, env=env) == weights(tmp_path / "ours", algorithm, env=env)
+    assert read_weights(tmp_path / "plain", algorithm, env=env) == read_weights(tmp_path / "ours", algorithm, env=env)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_class_may_be_named_in_hyperparameters(tmp_path: Path) -> None:
-    """In a file and on the command line, as the guide says, without `holdall.zoo`."""
+    """It is named in a file or on the command line, as in the guide, without `holdall.zoo`."""
     published = Path(rl_zoo3.__file__).parent / "hyperparams" / "dqn.yml"
     settings = yaml.safe_load(published.read_text())["CartPole-v1"]
     (line,) = (row for row in GUIDE.splitlines() if row.startswith("  replay_buffer_class: "))
     (tmp_path / "with_holdall.yml").write_text(yaml.safe_dump({"CartPole-v1": settings | yaml.safe_load(line)}))
     (command,) = (row for row in GUIDE.splitlines() if "__import__" in row and row.startswith("python"))
     train = ["train", "--algo", "dqn", *COMMON]
-    plain, file, on_line, shown = run(
+    plain, file, on_line, shown = run_scripts(
         tmp_path,
         [*train, "-f", "plain", *SHORT],
         [*train, "-f", "file", "--conf-file", "with_holdall.yml", *SHORT],
@@ -127,14 +129,14 @@ def test_the_class_may_be_named_in_hyperparameters(tmp_path: Path) -> None:
     )
     assert plain[:2] == ["stable_baselines3.common.buffers", "ReplayBuffer"]
     assert file[:2] == on_line[:2] == shown[:2] == ["holdall.sb3.replay", "ReplayBuffer"]
-    plain_weights = weights(tmp_path / "plain", "dqn")
-    assert plain_weights == weights(tmp_path / "file", "dqn") == weights(tmp_path / "line", "dqn")
+    plain_weights = read_weights(tmp_path / "plain", "dqn")
+    assert plain_weights == read_weights(tmp_path / "file", "dqn") == read_weights(tmp_path / "line", "dqn")
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_the_commands_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
-    """One after another in one folder, with the file that the guide has for one of them."""
+def test_the_commands_of_the_guide_run(tmp_path: Path) -> None:
+    """They run one after another in one folder. One of them uses a file from the guide."""
     (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     (tmp_path / "prioritized.py").write_text(program)
     commands = "".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)).splitlines()

@@ -1,4 +1,4 @@
-"""`holdall plan` as people call it: real processes, real libraries, real environments."""
+"""`holdall plan` as users call it: real processes, real libraries, real environments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _plan_script(folder: Path, script: str, *options: str) -> tuple[int, dict[st
 
 
 @pytest.mark.timeout(300)
-def test_a_script_is_planned_and_what_it_is_advised_fits(tmp_path: Path) -> None:
+def test_a_script_is_planned_and_its_advice_fits(tmp_path: Path) -> None:
     plain = SAC.replace("BUFFER_SIZE", "100_000").replace("EXTRA", "")
     code, found = _plan_script(tmp_path, plain, "--memory", "3GiB")
     row_bytes = found["buffer"]["plain_bytes"] / 100_000
@@ -71,7 +71,7 @@ def test_a_script_is_planned_and_what_it_is_advised_fits(tmp_path: Path) -> None
     assert followed["buffer"]["plain_bytes"] == found["buffer"]["plain_bytes"]
 
 
-@pytest.mark.nightly  # in make test, the next test has a buffer that cannot be allocated
+@pytest.mark.nightly  # `make test` has the next test, whose buffer cannot be allocated either.
 def test_a_buffer_that_cannot_be_allocated_is_planned_with_its_real_size(tmp_path: Path) -> None:
     script = SAC.replace("BUFFER_SIZE", "10**10").replace("EXTRA", "")
     code, found = _plan_script(tmp_path, script)
@@ -108,7 +108,7 @@ DQN("MlpPolicy", "CartPole-v1", buffer_size=1_000_000, device="cpu").learn(10**9
     assert any("outside Python" in note for note in found["notes"])
 
 
-def test_the_first_line_says_that_the_command_runs_and_another_size_can_be_tried(tmp_path: Path) -> None:
+def test_another_size_is_planned_after_a_line_that_the_command_runs(tmp_path: Path) -> None:
     script = """
 from stable_baselines3 import DQN
 DQN("MlpPolicy", "CartPole-v1", buffer_size=50_000, device="cpu").learn(10**9)
@@ -121,7 +121,7 @@ DQN("MlpPolicy", "CartPole-v1", buffer_size=50_000, device="cpu").learn(10**9)
     assert first == f"Running {' '.join(command)} until it is about to train. It is stopped then."
     assert second == "DQN, 200,000 transitions, 1 environment, batches of 32  fits"
     assert "replay buffer (SB3)" in out
-    assert "10.40  9.92" in " ".join(out.split()).replace("10.40 9.92", "10.40  9.92")  # MB and MiB of 200,000
+    assert "10.40 9.92" in " ".join(out.split())  # MB and MiB of 200,000 transitions
     assert 'model = DQN("MlpPolicy", env, buffer_size=200_000, batch_size=32)' in out
     assert max(len(line) for line in out.splitlines()[1:]) <= 80
 
@@ -164,7 +164,7 @@ def test_the_loop_of_the_readme_is_planned(tmp_path: Path, features: str) -> Non
     assert not [name for name in parts if "Hook" in name or "_recorded" in name]
 
 
-def test_what_is_beyond_the_budget_of_a_loop_is_counted_on_the_disk(tmp_path: Path) -> None:
+def test_transitions_above_the_budget_are_counted_on_disk(tmp_path: Path) -> None:
     script = LOOP.replace("FEATURES", "").replace('"2GiB"', '"64MiB", spill_dir="spill"')
     code, found = _plan_script(tmp_path, script, "--memory", "1GiB")
     assert (code, found["verdict"]) == (0, "fits")
@@ -172,8 +172,8 @@ def test_what_is_beyond_the_budget_of_a_loop_is_counted_on_the_disk(tmp_path: Pa
     assert memory["nbytes"] <= 128 * 2**20
 
 
-@pytest.mark.nightly  # in make test, probe/test_probe.py has the rule
-def test_the_probes_own_copies_are_no_part_of_a_plan(tmp_path: Path) -> None:
+@pytest.mark.nightly  # `make test` tests this rule in probe/test_probe.py.
+def test_a_plan_does_not_count_the_copies_of_the_probe(tmp_path: Path) -> None:
     script = """
 import gymnasium as gym, numpy as np, torch
 from stable_baselines3.common.buffers import ReplayBuffer
@@ -262,7 +262,7 @@ def test_a_file_describes_a_run(tmp_path: Path) -> None:
         (("--", sys.executable, "-c", "print('done')"), "ended before it trained"),
     ],
 )
-def test_whatever_is_wrong_has_its_own_exit_code(arguments: tuple[str, ...], words: str) -> None:
+def test_every_mistake_ends_with_exit_code_64(arguments: tuple[str, ...], words: str) -> None:
     code, _, err = _plan(*arguments)
     assert code == 64
     assert words in " ".join(err.split())

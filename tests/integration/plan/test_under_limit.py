@@ -23,7 +23,7 @@ pytest.importorskip("stable_baselines3")
 from holdall.machine import list_control_groups
 
 _PLANNER_BYTES = 128 * 2**20
-"""The process that plans is in the group as well, and takes its share of the limit."""
+"""Bytes of the process that plans, which is in the same group."""
 RUNS: dict[str, dict[str, Any]] = {
     "replay": {"algo": "dqn", "obs": "600", "action": "discrete(4)", "capacity": 60_000},
     "rollout": {
@@ -45,7 +45,7 @@ if "n_steps" in run.changes:
     model = build_model(run.arguments | {"n_steps": run.changes["n_steps"]})
     model.learn(3 * model.n_steps * model.n_envs)
 else:
-    capacity = run.changes["buffer_size"]
+    capacity = run.changes["capacity"]
     model = build_model(run.arguments | {"capacity": capacity})
     model.learning_starts = capacity
     model.learn(capacity + 60)
@@ -64,7 +64,7 @@ def group() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     yield made
-    for process in (made / "cgroup.procs").read_text().split():  # what a test that was interrupted left behind
+    for process in (made / "cgroup.procs").read_text().split():  # Processes of an interrupted test.
         os.kill(int(process), signal.SIGKILL)
         time.sleep(1.0)
     made.rmdir()

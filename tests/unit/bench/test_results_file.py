@@ -1,3 +1,5 @@
+"""Files of results: what is written can be read, also after an interruption."""
+
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,18 @@ from holdall.tools.report.results import TrainingRun
 RUN = TrainingRun("fast", "sb3", 0, "done", 100, 32, peaks={"train": 7}, rewards=(1.0,), checkpoint={"seconds": 1.0})
 
 
-def test_what_was_written_is_read_and_the_last_of_a_name_counts(tmp_path: Path) -> None:
+def test_results_are_read_as_written_and_the_last_record_of_a_run_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with path.open("w") as file:
         write_line(file, {"kind": "header", "format": FORMAT})
         write_line(file, TrainingRun("fast", "sb3", 0, "failed", 100, 32).as_dict())
-        write_line(file, RUN.as_dict() | {"later": "a key of a version to come"})
+        write_line(file, RUN.as_dict() | {"later": "a key of a later version"})
     header, runs = read_results(path)
     assert header.text("format") == FORMAT
     assert runs == [RUN]
 
 
-def test_a_bench_that_was_really_run_is_read_and_ranked() -> None:
+def test_the_results_of_a_real_bench_are_read_and_ranked() -> None:
     header, runs = read_results(Path(__file__).parents[2] / "results" / "bench.jsonl")
     assert (header.text("env"), header.text("algo")) == ("demo", "sac")
     assert len(runs) == 8
@@ -32,7 +34,7 @@ def test_a_bench_that_was_really_run_is_read_and_ranked() -> None:
     )
 
 
-def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(f'{{"kind": "header", "format": "{FORMAT}"}}\n{{"kind": "run", "prof')
     assert read_results(path)[1] == []
@@ -53,6 +55,6 @@ def test_a_file_without_its_header_is_refused(tmp_path: Path, text: str) -> None
         read_results(tmp_path / "results.jsonl")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="cannot be read"):
         read_results(tmp_path / "results.jsonl")

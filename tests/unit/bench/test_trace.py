@@ -10,7 +10,7 @@ from holdall.tools.bench.trace import Trace
 from .traces import LENGTHS, frame, write
 
 
-def test_a_trace_plays_what_was_recorded_with_the_final_observation_of_every_episode(tmp_path: Path) -> None:
+def test_a_trace_plays_the_recorded_steps_and_the_final_observation_of_every_episode(tmp_path: Path) -> None:
     write(tmp_path / "trace.npz")
     trace = Trace.load(tmp_path / "trace.npz")
     steps = list(trace.steps())
@@ -74,7 +74,7 @@ def test_a_file_whose_parts_do_not_fit_together_is_refused(tmp_path: Path, broke
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a zip"])
-def test_a_file_that_is_no_archive_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "trace.npz").write_bytes(content)
     with pytest.raises(ArgumentError, match="cannot be read"):

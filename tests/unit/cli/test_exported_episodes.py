@@ -1,4 +1,4 @@
-"""Episodes that an export finds in a memory, whatever the blocks in which it reads them."""
+"""The episodes that an export finds in a memory do not depend on the blocks in which it reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPACE = spaces.Box(-9, 9, (3,), np.float32)
 
 
 @pytest.mark.parametrize("ticks", [1, 2, 4, 5, 9, 12])
-def test_blocks_of_any_length_leave_episodes_whole(ticks: int) -> None:
+def test_episodes_are_whole_for_every_block_length(ticks: int) -> None:
     """An episode of five steps in each of two lanes. Blocks have four transitions, and the last one may have one."""
     seen = np.arange(3 * (ticks + 1), dtype=np.float32).reshape(-1, 1, 3).repeat(2, axis=1)
     with ReplayMemory(SPACE, SPACE, 64, 2) as memory:
@@ -27,7 +27,7 @@ def test_blocks_of_any_length_leave_episodes_whole(ticks: int) -> None:
 
 
 def test_a_transition_that_is_not_valid_ends_an_episode() -> None:
-    """Even where it is the last one of a block."""
+    """Also if it is the last one of a block."""
     still = np.zeros((1, 3), np.float32)
     with ReplayMemory(SPACE, SPACE, 64) as memory:
         for at in range(8):

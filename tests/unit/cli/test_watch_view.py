@@ -1,4 +1,4 @@
-"""What `holdall watch` draws: figures are whole at 80 columns, and names, too, where the terminal is wider."""
+"""The view of `holdall watch`: figures are never cut, and names only in narrow terminals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def view(width: int, parts: tuple[AttributedPart, ...] = PARTS) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_every_figure_is_whole(width: int) -> None:
+def test_no_figure_is_cut(width: int) -> None:
     lines = view(width)
     assert max(map(len, lines)) <= width
     (row,) = (line.split() for line in lines if "replay.observations" in line)
@@ -37,8 +37,8 @@ def test_every_figure_is_whole(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_terminal_shows_fewer_figures_and_cuts_none(width: int) -> None:
-    """What is resident, and how full it is. A figure that is cut is a wrong one."""
+def test_a_narrow_terminal_shows_fewer_figures_and_cuts_no_figure(width: int) -> None:
+    """A row has the resident bytes and the fill. A figure that is cut would be wrong."""
     lines = view(width)
     assert max(map(len, lines)) <= width
     (row,) = (line.split() for line in lines if "replay.obs" in line)
@@ -48,13 +48,13 @@ def test_a_narrow_terminal_shows_fewer_figures_and_cuts_none(width: int) -> None
     assert any("1.9 GiB (peak 1.9 GiB)" in line for line in lines)
 
 
-def test_a_long_name_is_cut_only_where_there_is_no_room() -> None:
+def test_a_long_name_is_cut_only_if_the_terminal_is_narrow() -> None:
     assert not any(NAME in line for line in view(80))
     assert any(NAME in line for line in view(120))
 
 
-def test_a_name_with_brackets_or_escapes_is_shown_as_it_is() -> None:
-    """It is neither markup nor a control sequence of the terminal, because any process chooses its names."""
+def test_brackets_and_escapes_of_a_name_have_no_effect() -> None:
+    """A name is neither markup nor a control sequence of the terminal, because any process chooses its names."""
     shown = "\n".join(view(80, (AttributedPart("buffers", "camera[/left]\x1b[2J", 700 * MIB, 900 * MIB, 0.75),)))
     assert "camera[/left]?[2J" in shown
     assert "\x1b" not in shown

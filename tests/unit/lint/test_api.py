@@ -50,7 +50,7 @@ WORDS = st.sampled_from(
 )
 
 
-def test_text_and_files_say_the_same(tmp_path: Path) -> None:
+def test_a_text_and_its_file_have_the_same_findings(tmp_path: Path) -> None:
     file = tmp_path / "save.py"
     file.write_text(DUMP)
     (from_text,) = lint.text(DUMP, str(file))
@@ -81,6 +81,6 @@ def test_deep_and_long_files_are_read() -> None:
 
 
 @given(st.lists(WORDS, max_size=40).map(" ".join))
-def test_any_text_is_answered(text: str) -> None:
+def test_any_text_is_checked_without_an_error(text: str) -> None:
     for finding in lint.text(text):
         assert finding.message

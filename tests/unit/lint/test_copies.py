@@ -1,4 +1,4 @@
-"""What M07 counts in a buffer of a run."""
+"""The copies of a frame that rule M07 counts in a buffer."""
 
 import pytest
 
@@ -37,5 +37,5 @@ def test_copies_are_counted_in_every_layout(names: tuple[str, ...], stack: int, 
     assert match.numbers["repeated_bytes"] == ROWS * copies * FRAME_BYTES
 
 
-def test_an_observation_that_is_stored_once_is_no_finding() -> None:
+def test_an_observation_that_is_stored_once_is_not_a_finding() -> None:
     assert not find_copies("observations", stack=1)

@@ -1,4 +1,4 @@
-"""--fix changes what is safe, exactly there, and nothing else."""
+"""--fix makes safe corrections, and changes nothing else."""
 
 import ast
 
@@ -56,5 +56,5 @@ def test_a_safe_correction_is_made_in_place(before: str, after: str) -> None:
         "losses = []\nfor b in c:\n    loss = f(b)\n    loss.backward()\n    losses.append(loss)\n",
     ],
 )
-def test_what_is_no_literal_or_not_safe_is_left_alone(text: str) -> None:
+def test_only_safe_corrections_of_literals_are_made(text: str) -> None:
     assert fixed(text) == text

@@ -1,4 +1,4 @@
-"""`# holdall: ignore[...]` hides the findings that it names, on the lines that it is about, and no others."""
+"""`# holdall: ignore[...]` accepts the findings that it names, on its own line or the next line of code."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def codes(text: str) -> list[str]:
     return [finding.rule for finding in lint.text(text)]
 
 
-def test_without_a_comment_it_is_found() -> None:
+def test_a_finding_without_a_comment_is_reported() -> None:
     assert codes(f"import pickle\n{DUMP}") == ["S03"]
 
 
@@ -27,22 +27,36 @@ def test_without_a_comment_it_is_found() -> None:
         "import pickle\npickle.dump(\n    replay_buffer,\n    file,\n    4,\n)  # holdall: ignore[S03]",
     ],
 )
-def test_a_comment_hides_what_it_names(text: str) -> None:
+def test_a_comment_accepts_the_findings_that_it_names(text: str) -> None:
     assert codes(text) == []
 
 
-def test_a_comment_hides_nothing_else() -> None:
+def test_a_comment_accepts_no_other_findings() -> None:
     assert codes(f"import pickle\n{DUMP}  # holdall: ignore[P01]\n{DUMP}") == ["S03", "F02", "S03"]
 
 
-def test_one_of_several_rules_in_a_comment_is_idle() -> None:
+def test_an_unused_code_of_a_comment_is_found() -> None:
     (finding,) = lint.text(f"import pickle\n{DUMP}  # holdall: ignore[S03, P01]")
     assert (finding.rule, finding.edit) == ("F02", None)
     assert "P01" in finding.message
     assert "S03" not in finding.message
 
 
-def test_a_rule_that_is_not_in_force_or_needs_a_run_is_not_called_idle() -> None:
-    settings = lint.Settings(select=("F02", "L01"))
-    assert lint.text(f"import pickle\n{DUMP}  # holdall: ignore[S03]", settings=settings) == []
+@pytest.mark.parametrize("comment", ["# holdall: ignore[S03]", "# holdall: ignore", "# holdall: ignore-file"])
+@pytest.mark.parametrize("settings", [lint.Settings(select=("F02", "L01")), lint.Settings(ignore=("S03",))], ids=str)
+def test_a_comment_is_not_unused_if_a_rule_that_it_accepts_was_not_checked(
+    comment: str, settings: lint.Settings
+) -> None:
+    assert lint.text(f"import pickle\n{DUMP}  {comment}", settings=settings) == []
+
+
+def test_a_comment_for_a_rule_about_runs_is_not_unused_in_a_file() -> None:
     assert codes("batch_size = 64  # holdall: ignore[L05]") == []
+
+
+@pytest.mark.parametrize("comment", ["# holdall: ignore", "# holdall: ignore-file", "# holdall: ignore[S03]"])
+def test_a_comment_that_accepts_nothing_is_found_and_can_be_removed(comment: str) -> None:
+    (finding,) = lint.text(f"import pickle  {comment}")
+    assert finding.rule == "F02"
+    assert finding.edit is not None
+    assert finding.edit.old.strip() == comment

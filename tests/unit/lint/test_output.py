@@ -1,4 +1,4 @@
-"""What is printed: lines, counts, JSON with the documented keys, and the explanation of a rule."""
+"""The output of lint: lines, counts, JSON with the documented keys, and the explanation of a rule."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The tables of rules in docs/lint.md are those that the script makes now."""
+"""The tables of rules in docs/lint.md are those that docs/lint_page.py writes."""
 
 import subprocess
 import sys

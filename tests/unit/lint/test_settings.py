@@ -1,4 +1,4 @@
-"""Which rules are in force: the command line over pyproject.toml over the defaults."""
+"""The rules in force: the command line replaces pyproject.toml, which replaces the defaults."""
 
 from pathlib import Path
 
@@ -7,11 +7,12 @@ import pytest
 from holdall.errors import ArgumentError
 from holdall.machine import Limit
 from holdall.tools.lint.finding import Severity
+from holdall.tools.lint.machine import detect_machine
 from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.settings import LintSettings, find_settings, read_settings
 
 
-def test_all_rules_are_in_force_unless_told_otherwise() -> None:
+def test_all_rules_are_in_force_by_default() -> None:
     assert list(LintSettings().rules()) == list(RULES)
 
 
@@ -28,21 +29,24 @@ def test_a_rule_that_does_not_exist_is_refused(wrong: dict[str, tuple[str, ...]]
         LintSettings().change(wrong).rules()
 
 
-def test_limits_are_the_users_before_the_machines() -> None:
+def test_limits_of_the_user_replace_those_of_the_machine() -> None:
     machine = LintSettings(budget="9.21GB", vram="16GiB").machine()
     assert (machine.limit_bytes, machine.limit_name) == (9_210_000_000, "the budget")
     assert machine.vram_bytes == 16 * 2**30
     assert machine.cores >= 1
 
 
-def test_a_container_that_allows_less_than_the_machine_has_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_container_counts_if_it_is_below_the_memory_of_the_machine() -> None:
     group = Limit("control group /sys/fs/cgroup/train", 0, 2**20)
-    monkeypatch.setattr("holdall.tools.lint.machine.control_groups", lambda: [group])
-    machine = LintSettings().machine()
+    machine = detect_machine(groups=[group])
     assert (machine.limit_bytes, machine.limit_name) == (2**20, group.name)
     assert machine.is_contained
     assert machine.ram_bytes > 2**20
-    assert not LintSettings(budget="8TiB").machine().is_contained
+
+
+def test_a_budget_is_not_a_container() -> None:
+    group = Limit("control group /sys/fs/cgroup/train", 0, 2**20)
+    assert not detect_machine(budget_bytes=2**43, groups=[group]).is_contained
 
 
 def test_severities_are_words() -> None:
@@ -68,7 +72,7 @@ def test_the_nearest_pyproject_is_read(tmp_path: Path) -> None:
     ["choose = ['M']", "select = 'M'", "fail-on = ['error']", "fail-on = 3", "select = [1]", "= 3"],
     ids=lambda text: text,
 )
-def test_a_setting_that_is_wrong_is_named(tmp_path: Path, table: str) -> None:
+def test_an_invalid_setting_is_refused_with_its_name(tmp_path: Path, table: str) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text(f"[tool.holdall.lint]\n{table}\n")
     with pytest.raises(ArgumentError, match=r"pyproject\.toml"):
@@ -81,7 +85,7 @@ def test_a_project_without_the_table_has_the_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["tool = 5", "[tool]\nholdall = [1]", "[tool.holdall]\nlint = 'M'"])
-def test_a_pyproject_whose_tables_are_none_is_named(tmp_path: Path, text: str) -> None:
+def test_a_pyproject_without_tables_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(ArgumentError, match="must be a table"):
         read_settings(tmp_path / "pyproject.toml")

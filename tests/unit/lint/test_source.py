@@ -58,12 +58,12 @@ def test_the_last_assignment_in_scope_is_found(text: str, expected: str | None) 
         ("-'a'", None),
     ],
 )
-def test_constants_are_computed_and_nothing_else(expression: str, value: object) -> None:
+def test_only_constant_expressions_are_evaluated(expression: str, value: object) -> None:
     source = Source("a.py", f"N = 10\nresult = {expression}\nshow(result)")
     assert source.evaluate(source.calls[-1].args[0]) == value
 
 
-def test_a_long_chain_of_names_ends() -> None:
+def test_a_long_chain_of_names_is_not_followed_to_its_end() -> None:
     text = "N0 = 1\n" + "".join(f"N{i} = N{i - 1}\n" for i in range(1, 2000)) + "show(N1999)"
     source = Source("a.py", text)
     assert source.evaluate(source.calls[-1].args[0]) is None

@@ -1,14 +1,16 @@
-"""The file of a page: whatever its texts are, it is one whole document that fetches nothing."""
+"""The file of a page is one complete document that makes no requests, whatever its texts are."""
 
 from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdall.tools.part_groups import PART_GROUPS
 from holdall.tools.report.page import card, cards, format_number, section, write_page
 
 
@@ -35,7 +37,7 @@ class _Seen(HTMLParser):
 
 @settings(max_examples=30)
 @given(st.text())
-def test_a_page_is_whole_and_holds_its_texts_whatever_they_are(text: str) -> None:
+def test_a_page_is_complete_whatever_its_texts_are(text: str) -> None:
     seen = _Seen()
     seen.feed(write_page(text, text, [text], [section(text, cards(card("info", text, text)), lead=text), None]))
     seen.close()
@@ -52,3 +54,10 @@ def test_a_page_is_whole_and_holds_its_texts_whatever_they_are(text: str) -> Non
 )
 def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
     assert format_number(value) == text
+
+
+def test_every_group_of_parts_has_a_colour_of_the_page() -> None:
+    style = resources.files("holdall.tools.report").joinpath("page.css").read_text(encoding="utf-8")
+    colours = [group.colour for group in PART_GROUPS]
+    assert len(set(colours)) == len(colours)
+    assert [colour for colour in colours if f".{colour} {{" not in style] == []

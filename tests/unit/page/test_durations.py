@@ -22,5 +22,5 @@ from holdall.units import format_seconds
         (90_000, "1 d 1 h"),
     ],
 )
-def test_times_are_written_as_people_say_them(seconds: float, text: str) -> None:
+def test_a_duration_has_at_most_two_units(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

@@ -1,21 +1,33 @@
-"""Evidence in words: sizes with units, rates with theirs, shares in per cent."""
+"""Evidence of a verdict in words: every value with its unit."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from holdall.tools.report.recording import RecordedEvidence
 from holdall.tools.report.recording_page import format_evidence
 
 
-def test_evidence_is_written_with_its_units() -> None:
-    leak = [("of", "live objects"), ("unit", "B a step"), ("slope", 526.0), ("grown", 14.0 * 2**20), ("phase", None)]
-    expected = [("of", "live objects"), ("slope", "526 B a step"), ("grown", "14.0 MiB")]
-    assert list(format_evidence(leak)) == expected
-    counted = [("unit", "objects a step"), ("slope", 1.04), ("grown", 9_000.0)]
-    assert list(format_evidence(counted)) == [("slope", "1.04 objects a step"), ("grown", "9,000 objects")]
-    filling = [("buffer", "replay"), ("fill", 0.5), ("left", 1000.0), ("final_pss", 2.0**30)]
-    assert list(format_evidence(filling))[1:] == [("fill", "50%"), ("left", "1,000"), ("final pss", "1.0 GiB")]
-    steps = [("buffer", "replay"), ("unit", "B a step"), ("slope", 12_359.0), ("left", 17_989.0)]
-    assert list(format_evidence(steps))[1:] == [("slope", "12,359 B a step"), ("left", "17,989 steps")]
-    timed = [("buffer", "replay"), ("unit", "B a second"), ("left", 90.0)]
-    assert list(format_evidence(timed))[1:] == [("left", "1 min 30 s")]
-    out = [("left", 2.0**30), ("seconds", 90.0), ("sure", True)]
-    assert list(format_evidence(out)) == [("left", "1.0 GiB"), ("seconds", "1 min 30 s"), ("sure", "yes")]
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (14.0 * 2**20, "B", "14.0 MiB"),
+        (526.0, "B a step", "526 B a step"),
+        (1.04, "objects a step", "1.04 objects a step"),
+        (17_989.0, "steps", "17,989 steps"),
+        (90.0, "s", "1 min 30 s"),
+        (0.5, "share", "50%"),
+        (0.0, "time", "01 January 1970, 00:00 UTC"),
+        (1_000.0, "", "1,000"),
+        (True, "", "yes"),
+        ("live objects", "", "live objects"),
+    ],
+)
+def test_a_value_is_written_with_its_unit(value: Any, unit: str, text: str) -> None:
+    assert list(format_evidence([RecordedEvidence("final_pss", value, unit)])) == [("final pss", text)]
+
+
+def test_unknown_evidence_is_left_out() -> None:
+    assert list(format_evidence([RecordedEvidence("phase", None, "")])) == []

@@ -1,4 +1,4 @@
-"""Recorded runs: what `holdall watch` writes, and what may be missing in it."""
+"""The pages of recorded runs, also of recordings without some values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.tools.report import read_lines, read_report
-from holdall.tools.report.recording import GROUP_TITLES, Recording
+from holdall.tools.report.recording import Recording
 from holdall.tools.report.recording_page import summarize_recording, write_recording_page
-from holdall.tools.watch.reading import GROUPS as WATCHED
 
 HEADER = {"kind": "header", "format": "holdall-watch-1", "command": ["python", "train.py"], "limits": {"memory": 1000}}
 RECORDED = Path(__file__).parents[1] / "watch" / "run.jsonl"
@@ -36,11 +35,7 @@ def _summary(tmp_path: Path, *lines: dict[str, Any]) -> dict[str, Any]:
     return report.summary()
 
 
-def test_the_groups_are_those_that_watch_records() -> None:
-    assert tuple(GROUP_TITLES) == WATCHED
-
-
-def test_a_real_recording_adds_up() -> None:
+def test_the_groups_of_a_real_recording_add_up_to_its_memory() -> None:
     report = read_report(RECORDED)
     found = report.summary()
     assert found["readings"] > 10
@@ -50,7 +45,7 @@ def test_a_real_recording_adds_up() -> None:
     assert report.page().count('"kind":"plot"') == 3
 
 
-def test_the_last_phase_of_a_name_and_the_last_verdict_count(tmp_path: Path) -> None:
+def test_the_last_record_of_a_phase_and_of_a_verdict_counts(tmp_path: Path) -> None:
     found = _summary(
         tmp_path,
         _reading(0),
@@ -68,7 +63,7 @@ def test_the_last_phase_of_a_name_and_the_last_verdict_count(tmp_path: Path) -> 
 
 
 def test_the_peak_and_the_buffers_at_the_peak_are_shown(tmp_path: Path) -> None:
-    """What was freed before the last reading is what people look for."""
+    """Memory that was freed before the last reading is shown, too."""
     camera = {"group": "buffers", "name": "camera", "resident": 265 * 2**20, "allocated": 300 * 2**20, "fill": 0.9}
     peak = _reading(5, pss=265 * 2**20, parts=[camera])
     lines = [_reading(0), peak, _reading(9, pss=60, peak=400 * 2**20)]
@@ -111,12 +106,12 @@ def test_a_page_is_named_after_the_script(tmp_path: Path, command: list[str], ti
         [_reading(0, gpu={"requested": 3, "allocated": 5, "reserved": 9, "limit": 10}, steps_per_second=0, pressure=0)],
     ],
 )
-def test_what_is_missing_is_not_measured_and_no_error(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+def test_a_recording_without_some_values_has_a_page(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
     assert _summary(tmp_path, *lines)["readings"] == sum(line.get("kind") == "reading" for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (_reading(0, pss="much"), r"line 2: 'pss' \('much'\) must be a number"),
         (_reading(0, parts={}), "line 2: 'parts' .* must be a list"),
@@ -124,19 +119,19 @@ def test_what_is_missing_is_not_measured_and_no_error(tmp_path: Path, lines: lis
         ({"kind": "phase", "name": 5}, "line 2: 'name' .* must be text"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, line: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
+def test_an_invalid_value_is_refused_with_its_line(tmp_path: Path, line: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         read_report(_file(tmp_path, HEADER, line))
 
 
-def test_the_smallest_limit_counts(tmp_path: Path) -> None:
+def test_the_limit_of_a_recording_is_the_smallest_one(tmp_path: Path) -> None:
     header = HEADER | {"limits": {"memory": 1000, "cgroup": 500}}
     assert read_report(_file(tmp_path, header, _reading(0))).summary()["limit_bytes"] == 500
     header = HEADER | {"limits": {"memory": None, "cgroup": None}}
     assert read_report(_file(tmp_path, header, _reading(0))).summary()["limit_bytes"] is None
 
 
-def test_a_long_recording_makes_a_small_page_that_keeps_its_peak(tmp_path: Path) -> None:
+def test_the_page_of_a_long_recording_is_small_and_has_its_peak(tmp_path: Path) -> None:
     lines = [_reading(at, pss=60 + 2**20 * (at == 7_777)) for at in range(20_000)]
     for line in lines:
         line["parts"] = [{"group": "torch", "name": "heap", "resident": line["pss"]}]
@@ -147,7 +142,7 @@ def test_a_long_recording_makes_a_small_page_that_keeps_its_peak(tmp_path: Path)
     assert "1048636" in text
 
 
-def test_times_that_go_back_do_not_break_the_axis(tmp_path: Path) -> None:
+def test_the_axis_is_monotonic_if_the_clock_was_set_back(tmp_path: Path) -> None:
     path = _file(tmp_path, HEADER, _reading(10), _reading(4), _reading(12))
     lines = read_lines(path)
     recording = Recording.read(next(lines), lines)
@@ -157,7 +152,7 @@ def test_times_that_go_back_do_not_break_the_axis(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_speed_is_drawn_from_two_points_on(tmp_path: Path, count: int) -> None:
+def test_speed_is_drawn_if_there_are_two_points(tmp_path: Path, count: int) -> None:
     readings = [_reading(second, steps_per_second=9.0 if second < count else None) for second in range(3)]
     text = read_report(_file(tmp_path, HEADER, *readings)).page()
     assert ("Steps a second" in text) == (count == 2)

@@ -21,11 +21,11 @@ def test_both_ends_the_smallest_and_the_largest_are_kept(values: list[float], mo
         assert array[chosen].max() == array.max()
 
 
-def test_every_stretch_keeps_its_own_peak() -> None:
+def test_every_part_of_a_series_keeps_its_peak() -> None:
     values = np.zeros(10_000)
     values[[17, 3_333, 9_000]] = (1, 2, 3)
     assert {17, 3_333, 9_000} <= set(choose_positions(values, 600).tolist())
 
 
-def test_a_short_series_stays_as_it_is() -> None:
+def test_a_short_series_is_not_thinned() -> None:
     assert choose_positions(np.arange(5.0), 600).tolist() == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Spaces as text: what people write becomes the space that they mean, or an error that says how to write it."""
+"""Spaces as text: a text becomes a space, or an error that says how to write one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from holdall.tools.plan.environments import (
         ("MultiDiscrete(3, 4)", spaces.MultiDiscrete([3, 4])),
     ],
 )
-def test_text_is_read_as_the_space_it_names(text: str, space: spaces.Space[Any]) -> None:
+def test_a_text_is_read_as_a_space(text: str, space: spaces.Space[Any]) -> None:
     assert parse_space(text, "obs") == space
 
 
@@ -50,19 +50,19 @@ def test_text_is_read_as_the_space_it_names(text: str, space: spaces.Space[Any])
         "2147483648",
     ],
 )
-def test_text_that_is_no_space_is_refused_with_how_to_write_one(text: str) -> None:
+def test_a_text_without_a_valid_space_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="obs"):
         parse_space(text, "obs")
 
 
-def test_names_make_a_dict() -> None:
+def test_named_spaces_become_a_dict() -> None:
     found = parse_observation(["image=84x84x3:uint8", "vector=31"])
     assert isinstance(found, spaces.Dict)
     assert {key: child.shape for key, child in found.spaces.items()} == {"image": (84, 84, 3), "vector": (31,)}
 
 
 @pytest.mark.parametrize("texts", [[], ["3", "4"], ["a=3", "a=4"], ["=3", "b=2"]])
-def test_several_spaces_need_a_name_each(texts: list[str]) -> None:
+def test_several_spaces_without_names_of_their_own_are_refused(texts: list[str]) -> None:
     with pytest.raises(ArgumentError):
         parse_observation(texts)
 
@@ -78,17 +78,17 @@ def test_several_spaces_need_a_name_each(texts: list[str]) -> None:
         spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Box(0, 1, (3,), np.float32)}),
     ],
 )
-def test_a_space_survives_the_way_to_another_process(space: spaces.Space[Any]) -> None:
+def test_a_space_is_equal_after_it_was_sent_to_another_process(space: spaces.Space[Any]) -> None:
     assert space_from_dict(space_to_dict(space)) == space
 
 
 @pytest.mark.parametrize("space", [spaces.Text(5), spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)})})])
-def test_a_space_that_cannot_be_stored_is_not_described(space: spaces.Space[Any]) -> None:
+def test_a_space_that_stable_baselines3_cannot_store_is_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ArgumentError, match="cannot be stored"):
         space_to_dict(space)
 
 
-def test_images_are_what_stable_baselines3_convolves() -> None:
+def test_only_spaces_that_stable_baselines3_convolves_count_as_images() -> None:
     assert has_images(spaces.Dict({"v": spaces.Discrete(2), "i": spaces.Box(0, 255, (8, 9, 3), np.uint8)}))
     assert not has_images(spaces.Box(0, 1, (8, 9, 3), np.float32))
     assert not has_images(spaces.Box(0, 100, (8, 9, 3), np.uint8))

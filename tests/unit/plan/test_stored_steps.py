@@ -32,7 +32,7 @@ class Envs:
 
 
 def test_many_environments_play_enough_steps_to_measure_a_transition() -> None:
-    """One step of 1,000 environments was played, and holdall was said to need 0 bytes per transition."""
+    """With one step of 1,000 environments, the plan of holdall had 0 bytes per transition."""
     measured = measure_model(SimpleNamespace(env=Envs()), 1.0)
     assert measured["stored"].steps == 4 * LANES
     assert measured["stored"].raw_bytes >= 8 * 4

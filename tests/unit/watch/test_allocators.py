@@ -1,3 +1,5 @@
+"""The live bytes of the C library's heap."""
+
 from __future__ import annotations
 
 import subprocess
@@ -9,11 +11,11 @@ from holdall.machine import LINUX
 from holdall.tools.watch import allocators
 
 pytestmark = pytest.mark.skipif(
-    not LINUX or allocators.read_heap_use() is None, reason="the GNU C library alone is asked"
+    not LINUX or allocators.read_heap_use() is None, reason="only the GNU C library counts its heap"
 )
 
 
-def test_heap_in_use_and_mapped_blocks_are_told_apart() -> None:
+def test_heap_in_use_and_mapped_blocks_are_counted_separately() -> None:
     program = """
 import ctypes
 from holdall.tools.watch.allocators import read_heap_use as heap
@@ -30,5 +32,5 @@ for block in [*small, large]:
     library.free(block)
 assert heap().used - before.used < 100_000, (before, heap())
 """
-    # A heap of its own: in one that has room for it, a large block is not mapped.
+    # In a new process, because a heap with enough free memory would not map a large block.
     subprocess.run([sys.executable, "-c", program], check=True)

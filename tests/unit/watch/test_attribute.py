@@ -1,3 +1,5 @@
+"""The parts of a process's memory."""
+
 from __future__ import annotations
 
 import json
@@ -11,11 +13,12 @@ from typing import Any
 import pytest
 
 from holdall.machine import LINUX
+from holdall.tools.part_groups import GROUP_NAMES
 from holdall.tools.watch.exchange import AgentReport, HeldField, Region
-from holdall.tools.watch.reading import GROUPS, MemoryReading
+from holdall.tools.watch.reading import MemoryReading
 from holdall.tools.watch.watcher import Watcher, attribute_sum
 
-pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+pytestmark = pytest.mark.skipif(not LINUX, reason="only Linux reports single mappings")
 MIB = 2**20
 
 PROGRAM = """
@@ -62,60 +65,60 @@ def reading(trainer: tuple[int, dict[str, Any]]) -> MemoryReading:
     return Watcher(trainer[0], 1.0).run_pass().reading
 
 
-def part(reading: MemoryReading, name: str) -> tuple[str, int, int]:
+def find_part(reading: MemoryReading, name: str) -> tuple[str, int, int]:
     found = [(one.group, one.resident, one.allocated) for one in reading.parts if one.name == name]
     assert len(found) == 1, name
     return found[0]
 
 
-def test_the_parts_add_up(reading: MemoryReading) -> None:
+def test_the_parts_add_up_to_the_memory_of_the_process(reading: MemoryReading) -> None:
     assert sum(one.resident for one in reading.parts) == reading.pss
-    assert {one.group for one in reading.parts} <= set(GROUPS)
+    assert {one.group for one in reading.parts} <= set(GROUP_NAMES)
     assert all(one.resident >= 0 for one in reading.parts)
     assert reading.pss * (1 - reading.attributed) == pytest.approx(reading.of("unattributed"))
 
 
-def test_what_no_allocator_knows_of_is_not_given_a_name(reading: MemoryReading) -> None:
+def test_memory_that_no_allocator_counts_stays_unattributed(reading: MemoryReading) -> None:
     assert reading.of("unattributed") == pytest.approx(24 * MIB, rel=0.1)
 
 
-def test_a_named_array_takes_what_was_touched_of_it(reading: MemoryReading) -> None:
-    group, resident, allocated = part(reading, "big.part")
+def test_only_the_touched_pages_of_a_named_array_are_resident(reading: MemoryReading) -> None:
+    group, resident, allocated = find_part(reading, "big.part")
     assert group == "buffers"
     assert allocated == 64 * MIB
-    assert 20 * MIB <= resident <= 22 * MIB  # the last page may be a large one of 2 MiB
-    assert part(reading, "small")[1] == 24_000
+    assert 20 * MIB <= resident <= 22 * MIB  # The last page may be a huge page of 2 MiB.
+    assert find_part(reading, "small")[1] == 24_000
 
 
-def test_python_objects_are_estimated_and_large_blocks_are_told_by_their_allocator(
+def test_python_objects_are_estimated_and_large_blocks_are_counted(
     reading: MemoryReading, trainer: tuple[int, dict[str, Any]]
 ) -> None:
-    group, resident, _ = part(reading, "objects, estimated from their number")
+    group, resident, _ = find_part(reading, "objects, estimated from their number")
     assert group == "python"
     assert resident >= trainer[1]["objects"]
-    group, resident, _ = part(reading, "large blocks of malloc, at most")
+    group, resident, _ = find_part(reading, "large blocks of malloc, at most")
     assert 32 * MIB <= resident < 40 * MIB
 
 
-def test_stacks_are_told_resident_beside_virtual(reading: MemoryReading) -> None:
-    group, resident, allocated = part(reading, "threads")
+def test_stacks_have_resident_and_allocated_bytes(reading: MemoryReading) -> None:
+    group, resident, allocated = find_part(reading, "threads")
     assert group == "stacks"
     assert allocated >= 20 * MIB
     assert resident < 2 * MIB
     assert reading.threads >= 21
 
 
-def test_memory_between_processes_is_told_apart(reading: MemoryReading) -> None:
+def test_shared_memory_has_a_group_of_its_own(reading: MemoryReading) -> None:
     assert reading.of("shared") >= 8 * MIB
     assert reading.of("libraries") > MIB
 
 
-def test_steps_come_from_the_process_itself(reading: MemoryReading) -> None:
+def test_the_steps_of_a_reading_are_those_of_the_agent(reading: MemoryReading) -> None:
     assert reading.step == 17
 
 
-def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
-    """A mapping of 64 MiB that begins at a multiple of it could not be told from an arena of the C library."""
+def test_without_an_agent_only_the_kernels_figures_are_used(tmp_path: Path) -> None:
+    """The mapping has 80 MiB, because one of 64 MiB at a multiple of 64 MiB looks like an arena of the C library."""
     program = (
         "import mmap; m = mmap.mmap(-1, 80 * 2**20, flags=2); m.write(bytes(16 * 2**20)); print(1, flush=True); input()"
     )
@@ -131,8 +134,8 @@ def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
     assert 16 * MIB <= mapped[0].resident <= 18 * MIB
 
 
-def test_where_the_system_reports_only_the_sum_named_buffers_are_estimated_by_their_fill() -> None:
-    """The figures of macOS and Windows: the process's sum, and what was named of it."""
+def test_without_page_maps_named_buffers_are_estimated_from_their_fill() -> None:
+    """macOS and Windows report only the sum of a process."""
     named = (Region("buffers", "replay.observations", 4096, 2 * MIB, 0.5),)
     held = (HeldField("replay.obs", MIB, 0.5, 3 * MIB),)
     report = AgentReport(os.getpid(), 0, 0.0, regions=named, held=held)

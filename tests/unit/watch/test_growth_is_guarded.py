@@ -1,4 +1,4 @@
-"""A guard's memories wait for it while they grow, however fast that is."""
+"""A memory that grows waits for its guard, however fast it grows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     made.stop()
 
 
-def filled(memory: ReplayMemory, count: int) -> int:
-    """Add frames that compress well. Return the most that the process held, without what it shares with others."""
+def fill(memory: ReplayMemory, count: int) -> int:
+    """Add frames that compress well. Return the largest number of anonymous bytes that the process held."""
     frame = np.zeros((1, 3, 128, 128), np.uint8)
     no = np.zeros(1, np.bool_)
     most = 0
@@ -44,13 +44,13 @@ def filled(memory: ReplayMemory, count: int) -> int:
 
 @pytest.mark.parametrize("is_made_first", [True, False])
 def test_a_memory_that_grows_stays_under_the_limit(agent: Agent, tmp_path: Path, is_made_first: bool) -> None:
-    """The guard has no thread: on a busy machine a thread may be late, and memories must not need it."""
+    """The guard has no thread, because a thread may be late on a busy machine."""
     held = held_bytes()
     limit = held.proportional + 160 * MIB
     guard = None if is_made_first else MemoryGuard(agent, "spill", limit_bytes=limit, has_thread=False)
     with ReplayMemory(CAMERA, ACTION, 20_000, budget="4GiB", spill_dir=tmp_path / "spill") as memory:
         guard = guard or MemoryGuard(agent, "spill", limit_bytes=limit, has_thread=False)
-        most = filled(memory, 3_000)  # 280 MiB with the next observations
+        most = fill(memory, 3_000)  # 280 MiB with the next observations
         guard.stop()
         assert most < held.anonymous + 160 * MIB
         assert len(memory) == 3_000
@@ -58,9 +58,9 @@ def test_a_memory_that_grows_stays_under_the_limit(agent: Agent, tmp_path: Path,
         assert batch.next_obs[:, 0, 0, :4].copy().view(np.int32)[:, 0].tolist() == list(range(2_000, 2_010))
 
 
-def test_a_guard_that_was_stopped_is_not_asked(agent: Agent, tmp_path: Path) -> None:
+def test_memories_do_not_ask_a_stopped_guard(agent: Agent, tmp_path: Path) -> None:
     guard = MemoryGuard(agent, "spill", limit_bytes=held_bytes().proportional, has_thread=False)
     guard.stop()
     with ReplayMemory(CAMERA, ACTION, 20_000, budget="4GiB", spill_dir=tmp_path / "spill") as memory:
-        filled(memory, 1_000)
+        fill(memory, 1_000)
         assert memory.report().disk_bytes == 0

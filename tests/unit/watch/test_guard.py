@@ -1,4 +1,4 @@
-"""The guard: what it does when a limit is near, and that it does nothing else."""
+"""What the guard does when memory is short."""
 
 from __future__ import annotations
 
@@ -30,15 +30,22 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 
 class Machine:
-    """A machine whose free memory and clock a test sets."""
+    """A machine whose free memory, memory pressure and clock a test sets."""
 
     def __init__(self, free_mib: int = 1000, total_mib: int = 1000) -> None:
         self.limits = [Limit("machine", free_mib * MIB, total_mib * MIB)]
         self.now = 0.0
+        self.stalled_percent: float | None = None
 
     def guard(self, agent: Agent, on_pressure: Any, **named: Any) -> MemoryGuard:
         return MemoryGuard(
-            agent, on_pressure, has_thread=False, read_limits=lambda: self.limits, clock=lambda: self.now, **named
+            agent,
+            on_pressure,
+            has_thread=False,
+            read_limits=lambda: self.limits,
+            read_stalled=lambda: self.stalled_percent,
+            clock=lambda: self.now,
+            **named,
         )
 
     def set(self, free_mib: int, seconds: float = 100.0) -> None:
@@ -55,13 +62,21 @@ def fill(memory: ReplayMemory, count: int) -> list[np.ndarray[Any, Any]]:
     return frames
 
 
-def test_nothing_is_done_while_there_is_room(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_guard_does_nothing_while_memory_is_free(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     guard = Machine(free_mib=200).guard(agent, "warn")
     assert not guard.check()
     assert not caplog.records
 
 
-def test_a_limit_that_is_near_is_reported_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("percent", "is_short"), [(None, False), (39.0, False), (41.0, True)])
+def test_memory_is_short_if_processes_wait_for_it(agent: Agent, percent: float | None, is_short: bool) -> None:
+    machine = Machine()
+    guard = machine.guard(agent, "warn")
+    machine.stalled_percent = percent
+    assert guard.check() == is_short
+
+
+def test_a_near_limit_is_reported_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine()
     guard = machine.guard(agent, "warn")
     machine.set(free_mib=50)
@@ -102,7 +117,7 @@ def test_memories_free_memory_and_lose_nothing(agent: Agent, tmp_path: Path, spi
         assert all(np.array_equal(batch.next_obs[row], frames[i + 1][0]) for row, i in enumerate(ids))
 
 
-def test_a_checkpoint_is_asked_for_once_each_time_memory_runs_short(agent: Agent) -> None:
+def test_checkpoint_is_called_once_each_time_memory_runs_short(agent: Agent) -> None:
     saved: list[int] = []
     machine = Machine()
     guard = machine.guard(agent, "checkpoint", checkpoint=lambda: saved.append(1))
@@ -128,8 +143,8 @@ def test_an_action_is_given_a_second_to_take_effect(agent: Agent) -> None:
     guard.stop()
 
 
-def test_a_memory_asks_after_an_eighth_of_what_the_smallest_limit_leaves(agent: Agent) -> None:
-    """The nearest limit as a share of its size is not the one that is used up first."""
+def test_a_memory_asks_the_guard_after_an_eighth_of_the_spare_bytes(agent: Agent) -> None:
+    """The spare bytes are those of the limit that is used up first. As a share of its size, another limit is nearer."""
     asked: list[float] = []
     machine = Machine()
     machine.limits = [Limit("machine", 8 * 1024 * MIB, 24 * 1024 * MIB), Limit("group", 160 * MIB, 200 * MIB)]
@@ -138,14 +153,22 @@ def test_a_memory_asks_after_an_eighth_of_what_the_smallest_limit_leaves(agent: 
         asked.append(machine.now)
         return machine.limits
 
-    guard = MemoryGuard(agent, "spill", has_thread=False, read_limits=read_limits, clock=lambda: machine.now)
+    guard = MemoryGuard(
+        agent,
+        "spill",
+        has_thread=False,
+        read_limits=read_limits,
+        read_stalled=lambda: None,
+        clock=lambda: machine.now,
+    )
     for _ in range(20):
         assert not guard.is_short(MIB)
     guard.stop()
-    assert len(asked) - 1 == 1, "140 MiB until the group is near: one question for every 17.5 MiB"
+    # The group has 140 spare MiB, so a memory asks after 17.5 MiB. The first call was that of the constructor.
+    assert len(asked) == 2
 
 
-def test_the_agent_counts_added_transitions_and_bears_closed_memories(agent: Agent) -> None:
+def test_the_agent_counts_added_transitions_and_ignores_closed_memories(agent: Agent) -> None:
     space = spaces.Box(-1, 1, (2,), np.float32)
     with ReplayMemory(CAMERA, space, 100) as memory, ReplayMemory(CAMERA, space, 100) as other:
         fill(memory, 7)
@@ -156,10 +179,12 @@ def test_the_agent_counts_added_transitions_and_bears_closed_memories(agent: Age
         assert (report.step or 0) >= 7  # Memories of other tests may still be there.
 
 
-def test_arguments_that_make_no_sense_are_refused(agent: Agent) -> None:
-    with pytest.raises(ArgumentError, match="on_pressure"):
-        Machine().guard(agent, "pray")
-    with pytest.raises(ArgumentError, match="pressure_at"):
-        Machine().guard(agent, "warn", pressure_at=2.0)
-    with pytest.raises(ArgumentError, match="checkpoint"):
-        Machine().guard(agent, "checkpoint")
+@pytest.mark.parametrize(
+    ("on_pressure", "settings", "named"),
+    [("pray", {}, "on_pressure"), ("warn", {"pressure_at": 2.0}, "pressure_at"), ("checkpoint", {}, "checkpoint")],
+)
+def test_invalid_arguments_of_the_guard_are_refused(
+    agent: Agent, on_pressure: str, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        Machine().guard(agent, on_pressure, **settings)

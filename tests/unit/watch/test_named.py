@@ -1,3 +1,5 @@
+"""The regions and the sizes that an agent reports: arrays, memories, networks."""
+
 from __future__ import annotations
 
 import gc
@@ -29,7 +31,7 @@ def by_name(regions: Any) -> dict[str, list[Region]]:
 
 
 @pytest.mark.parametrize("budget", [None, "auto"])
-def test_a_memory_shows_all_that_it_reports(budget: str | None) -> None:
+def test_all_fields_that_a_memory_reports_are_measured(budget: str | None) -> None:
     generator = np.random.default_rng(0)
     no = np.zeros(1, np.bool_)
     with ReplayMemory(CAMERA, spaces.Box(-1, 1, (2,)), 300, budget=budget) as memory:
@@ -43,7 +45,7 @@ def test_a_memory_shows_all_that_it_reports(budget: str | None) -> None:
         assert {field.fill for field in held.values()} == {1.0}
 
 
-def test_a_rollout_shows_its_fields() -> None:
+def test_all_fields_of_a_rollout_are_measured() -> None:
     rollout = RolloutMemory(CAMERA, spaces.Discrete(3), 16, 2)
     names = {field.name for field in measure_memories([rollout])}
     assert {"rollout.obs.camera", "rollout.obs.state", "rollout.action", "rollout.advantage"} <= names
@@ -51,7 +53,7 @@ def test_a_rollout_shows_its_fields() -> None:
     assert list(measure_memories([rollout])) == []
 
 
-def test_a_memory_shows_its_budget_and_how_much_of_what_fits_is_filled() -> None:
+def test_the_fill_of_a_memory_is_a_share_of_the_transitions_that_its_budget_holds() -> None:
     no = np.zeros(1, np.bool_)
     generator = np.random.default_rng(0)
     with ReplayMemory(CAMERA["camera"], spaces.Discrete(2), 100_000, budget="4MiB") as memory:
@@ -64,7 +66,7 @@ def test_a_memory_shows_its_budget_and_how_much_of_what_fits_is_filled() -> None
         assert {field.fill for field in held} == {1.0}, "the budget is full, though 100,000 transitions never fit"
 
 
-def test_bytes_that_malloc_gave_to_a_memory_are_counted_until_they_are_freed() -> None:
+def test_heap_bytes_of_a_memory_are_counted_until_they_are_freed() -> None:
     before = get_heap_bytes()
     memory = ReplayMemory(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), 100)
     no = np.zeros(1, np.bool_)
@@ -78,7 +80,7 @@ def test_bytes_that_malloc_gave_to_a_memory_are_counted_until_they_are_freed() -
     assert get_heap_bytes() <= before
 
 
-def test_memories_are_listed_as_long_as_they_live() -> None:
+def test_a_memory_is_listed_until_it_is_deleted() -> None:
     memory = ReplayMemory(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), 10)
     assert any(one is memory for one in MEMORIES)
     memory.close()
@@ -87,7 +89,7 @@ def test_memories_are_listed_as_long_as_they_live() -> None:
     assert not any(isinstance(one, ReplayMemory) and one.capacity == 10 for one in MEMORIES)
 
 
-def test_plain_buffers_are_named_by_their_attributes_and_filled_by_their_position() -> None:
+def test_arrays_of_other_buffers_are_named_by_attributes_and_filled_by_position() -> None:
     buffer = SimpleNamespace(
         buffer_size=10, pos=4, full=False, observations={"camera": np.zeros((10, 4))}, rewards=np.zeros(10), name="x"
     )
@@ -98,7 +100,7 @@ def test_plain_buffers_are_named_by_their_attributes_and_filled_by_their_positio
     assert by_name(list_buffer_regions("replay", buffer))["replay.rewards"][0].fill == 1.0
 
 
-def test_modules_and_optimizers_are_told_by_what_they_hold() -> None:
+def test_networks_are_split_into_parameters_gradients_and_optimizer_state() -> None:
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(100, 50)
     optimizer = torch.optim.Adam(module.parameters())
@@ -136,7 +138,7 @@ def test_the_thread_of_the_agent_does_not_read_gradients(tmp_path: Path, monkeyp
         agent.stop()
 
 
-def test_a_view_is_named_by_the_memory_that_it_looks_into() -> None:
+def test_a_view_has_the_addresses_of_its_base() -> None:
     whole = np.zeros(1000)
     (region,) = list_array_regions("buffers", "part", whole[100:200])
     assert (region.address, region.nbytes) == (whole.ctypes.data, whole.nbytes)

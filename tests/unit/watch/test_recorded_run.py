@@ -1,3 +1,5 @@
+"""Records, published readings and metrics of a watch."""
+
 from __future__ import annotations
 
 import json
@@ -9,8 +11,9 @@ from typing import Any
 import pytest
 
 from holdall.errors import WatchError
+from holdall.tools.part_groups import GROUP_NAMES
 from holdall.tools.watch import exchange
-from holdall.tools.watch.reading import GROUPS, MemoryReading
+from holdall.tools.watch.reading import MemoryReading
 from holdall.tools.watch.watcher import Watcher, WatchRecorder, make_header
 
 RECORDED = Path(__file__).parent / "run.jsonl"
@@ -29,14 +32,14 @@ def check(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         if line["kind"] == "reading":
             assert sum(part["resident"] for part in line["parts"]) == line["pss"]
-            assert {part["group"] for part in line["parts"]} <= set(GROUPS)
+            assert {part["group"] for part in line["parts"]} <= set(GROUP_NAMES)
         if line["kind"] == "verdict":
             assert line["severity"] in {"error", "warning", "info"}
             assert line["text"]
             assert line["remedy"]
 
 
-def test_a_record_is_one_object_a_line(runtime: Path, tmp_path: Path) -> None:
+def test_a_record_has_one_object_per_line(runtime: Path, tmp_path: Path) -> None:
     watcher = Watcher(os.getpid(), 1.0, command=["python", "train.py"])
     recorder = WatchRecorder(tmp_path / "run.jsonl")
     recorder.write([make_header(watcher, 1.0, None)])
@@ -50,16 +53,16 @@ def test_a_record_is_one_object_a_line(runtime: Path, tmp_path: Path) -> None:
     assert lines[0]["command"] == ["python", "train.py"]
 
 
-def test_the_recorded_run_that_pages_are_tested_with_is_of_this_format() -> None:
+def test_the_recorded_run_of_the_page_tests_has_this_format() -> None:
     check([json.loads(line) for line in RECORDED.read_text(encoding="utf-8").splitlines()])
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(WatchError, match=r"missing/run.jsonl cannot be written"):
         WatchRecorder(tmp_path / "missing" / "run.jsonl")
 
 
-def test_the_latest_pass_is_read_back_whole(runtime: Path) -> None:
+def test_the_latest_reading_is_read_as_it_was_published(runtime: Path) -> None:
     watcher = Watcher(os.getpid(), 1.0)
     latest = watcher.run_pass()
     assert exchange.read_latest(os.getpid()) is None
@@ -69,7 +72,7 @@ def test_the_latest_pass_is_read_back_whole(runtime: Path) -> None:
     assert MemoryReading.from_dict(found["reading"]) == latest.reading
 
 
-def test_prometheus_reads_the_newest_pass_from_the_loopback(runtime: Path) -> None:
+def test_prometheus_is_served_the_newest_reading(runtime: Path) -> None:
     pytest.importorskip("prometheus_client")
     from holdall.tools.watch.prometheus import Exporter
 

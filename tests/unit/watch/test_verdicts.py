@@ -1,3 +1,5 @@
+"""Verdicts on the readings of made-up runs."""
+
 from __future__ import annotations
 
 import math
@@ -11,11 +13,12 @@ from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, 
 from holdall.tools.watch.verdicts import FillingBuffer, WatchVerdict, compute_distance, judge
 
 MIB = 2**20
-STEPS = 100  # between two readings
+STEPS = 100
+"""Steps between two readings."""
 
 
-def reading(number: int, parts: list[AttributedPart], **changed: Any) -> MemoryReading:
-    words: dict[str, Any] = {
+def make_reading(number: int, parts: list[AttributedPart], **changed: Any) -> MemoryReading:
+    values: dict[str, Any] = {
         "time": 1000.0 + number,
         "pss": sum(part.resident for part in parts),
         "peak": 0,
@@ -27,85 +30,88 @@ def reading(number: int, parts: list[AttributedPart], **changed: Any) -> MemoryR
         "cores": 4,
         "headroom": {"free memory of this machine": 10**12},
     }
-    return MemoryReading(**(words | changed))
+    return MemoryReading(**(values | changed))
 
 
-def history_of(count: int, parts: Callable[[int], list[AttributedPart]], **changed: Any) -> ReadingHistory:
+def make_history(count: int, parts: Callable[[int], list[AttributedPart]], **changed: Any) -> ReadingHistory:
     history = ReadingHistory()
     for number in range(count):
-        history.add(reading(number, parts(number), **changed))
+        history.add(make_reading(number, parts(number), **changed))
     return history
 
 
-def base(resident: int = 300 * MIB) -> AttributedPart:
+def make_libraries(resident: int = 300 * MIB) -> AttributedPart:
     return AttributedPart("libraries", "torch", resident, resident)
 
 
-def buffer(fill: float, of: int = 1000 * MIB) -> AttributedPart:
+def make_buffer(fill: float, of: int = 1000 * MIB) -> AttributedPart:
     return AttributedPart("buffers", "replay.observations", int(fill * of), of, fill)
 
 
-def named(verdicts: list[WatchVerdict], name: str) -> WatchVerdict:
+def find_verdict(verdicts: list[WatchVerdict], name: str) -> WatchVerdict:
     found = [verdict for verdict in verdicts if verdict.name == name]
     assert len(found) == 1, [verdict.name for verdict in verdicts]
     return found[0]
 
 
-def names(verdicts: list[WatchVerdict]) -> set[str]:
+def list_names(verdicts: list[WatchVerdict]) -> set[str]:
     return {verdict.name for verdict in verdicts}
 
 
-def test_a_buffer_that_fills_is_told_with_its_end_and_its_size() -> None:
-    history = history_of(40, lambda i: [base(), buffer(i / 100)])
-    verdict = named(judge(history), "filling")
+def test_a_filling_buffer_is_extrapolated_to_its_final_size() -> None:
+    history = make_history(40, lambda i: [make_libraries(), make_buffer(i / 100)])
+    verdict = find_verdict(judge(history), "filling")
     assert verdict.evidence["left"] == pytest.approx(61 * STEPS, rel=0.01)
     assert verdict.evidence["final"] == pytest.approx(1000 * MIB, rel=0.01)
     assert verdict.evidence["final_pss"] == pytest.approx(1300 * MIB, rel=0.01)
-    assert verdict.evidence["unit"] == "B a step"
-    assert "leak" not in names(judge(history))
+    assert verdict.units["slope"] == "B a step"
+    assert verdict.units["left"] == "steps"
+    assert "leak" not in list_names(judge(history))
 
 
-def test_a_full_buffer_takes_what_was_allocated_for_it_however_few_pages_were_touched() -> None:
-    def some(i: int, resident: int) -> AttributedPart:
-        return AttributedPart("buffers", "replay.observations", resident, 10 * MIB, i / 1000)
+@pytest.mark.parametrize("touched", [MIB, 10 * MIB])
+def test_the_final_size_of_a_buffer_is_its_allocation(touched: int) -> None:
+    def list_parts(i: int) -> list[AttributedPart]:
+        return [make_libraries(), AttributedPart("buffers", "replay.observations", touched, 10 * MIB, i / 1000)]
 
-    for touched in (MIB, 10 * MIB):
-        filling = named(judge(history_of(40, lambda i, touched=touched: [base(), some(i, touched)])), "filling")  # type: ignore[misc]
-        assert filling.evidence["final"] == pytest.approx(10 * MIB)
+    filling = find_verdict(judge(make_history(40, list_parts)), "filling")
+    assert filling.evidence["final"] == pytest.approx(10 * MIB)
 
 
-def test_a_full_buffer_and_a_rollout_that_begins_anew_do_not_fill() -> None:
-    assert "filling" not in names(judge(history_of(40, lambda _: [base(), buffer(1.0)])))
-    assert "filling" not in names(judge(history_of(40, lambda i: [base(), buffer(i % 10 / 10)])))
+def test_a_full_buffer_and_a_rollout_that_is_emptied_are_not_filling() -> None:
+    assert "filling" not in list_names(judge(make_history(40, lambda _: [make_libraries(), make_buffer(1.0)])))
+    assert "filling" not in list_names(judge(make_history(40, lambda i: [make_libraries(), make_buffer(i % 10 / 10)])))
 
 
 def test_steady_memory_is_a_plateau() -> None:
-    verdicts = judge(history_of(60, lambda i: [base(300 * MIB + i % 3 * MIB)]))
-    assert names(verdicts) == {"plateau"}
+    verdicts = judge(make_history(60, lambda i: [make_libraries(300 * MIB + i % 3 * MIB)]))
+    assert list_names(verdicts) == {"plateau"}
 
 
-def test_up_and_down_is_a_sawtooth_and_no_leak() -> None:
-    verdicts = judge(history_of(60, lambda i: [base(), AttributedPart("torch", "heap", (i % 4) * 100 * MIB, 0)]))
-    assert names(verdicts) == {"sawtooth"}
+def test_memory_that_rises_and_falls_is_a_sawtooth() -> None:
+    verdicts = judge(
+        make_history(60, lambda i: [make_libraries(), AttributedPart("torch", "heap", (i % 4) * 100 * MIB, 0)])
+    )
+    assert list_names(verdicts) == {"sawtooth"}
 
 
-def test_kept_heap_is_told_with_what_a_trim_would_return() -> None:
+def test_retained_heap_is_reported_with_its_bytes() -> None:
     kept = AttributedPart("heap_retained", "free", 128 * MIB, 128 * MIB)
-    verdict = named(judge(history_of(3, lambda _: [base(), kept])), "retained heap")
+    verdict = find_verdict(judge(make_history(3, lambda _: [make_libraries(), kept])), "retained heap")
     assert verdict.evidence["retained"] == 128 * MIB
     assert "heap_trim" in verdict.remedy
 
 
-def test_threads_are_told_with_what_their_stacks_take() -> None:
+def test_many_threads_are_reported_with_the_bytes_of_their_stacks() -> None:
     stacks = AttributedPart("stacks", "threads", MIB, 480 * MIB)
-    verdict = named(judge(history_of(3, lambda _: [base(), stacks], threads=60)), "threads")
+    verdict = find_verdict(judge(make_history(3, lambda _: [make_libraries(), stacks], threads=60)), "threads")
     assert verdict.evidence["stacks_resident"] == MIB
     assert "1.0 MiB" in verdict.text
     assert "480.0 MiB" in verdict.text
 
 
-def leaking(history: ReadingHistory, slope: float, noise: float, seed: int = 0, count: int = 200) -> None:
-    """Add what live objects take, told four times as often as it is read."""
+def add_live_objects(history: ReadingHistory, slope: float, noise: float, seed: int = 0, count: int = 200) -> None:
+    """Add counts of live objects, four for every reading. Their heap grows by `slope` bytes per step."""
     rng = random.Random(seed)
     for i in range(count):
         step = i * STEPS // 4
@@ -116,174 +122,185 @@ def leaking(history: ReadingHistory, slope: float, noise: float, seed: int = 0, 
 
 @pytest.mark.parametrize("slope", [512.0, 2048.0])
 def test_a_leak_is_found_while_a_buffer_fills(slope: float) -> None:
-    history = history_of(
-        200, lambda i: [base(), buffer(i / 400), AttributedPart("torch", "heap", int(slope * i * STEPS), 0)]
+    history = make_history(
+        200,
+        lambda i: [make_libraries(), make_buffer(i / 400), AttributedPart("torch", "heap", int(slope * i * STEPS), 0)],
     )
-    leaking(history, slope, noise=300_000.0, count=800)
-    verdict = named(judge(history), "leak")
+    add_live_objects(history, slope, noise=300_000.0, count=800)
+    verdict = find_verdict(judge(history), "leak")
     assert verdict.evidence["slope"] == pytest.approx(slope, rel=0.15)
     assert 0 < verdict.evidence["low"] <= slope <= verdict.evidence["high"]
-    assert "filling" in names(judge(history))
+    assert "filling" in list_names(judge(history))
 
 
-def test_small_objects_that_are_kept_are_counted() -> None:
-    history = history_of(200, lambda _: [base()])
-    for i in range(800):  # One object for every step, in the noise of objects that come and go.
+def test_a_leak_of_small_objects_is_found_by_their_count() -> None:
+    history = make_history(200, lambda _: [make_libraries()])
+    for i in range(800):  # One object is kept at every step, and other objects are made and deleted.
         step = i * STEPS // 4
         history.add_live(LiveObjects(1000.0 + i / 4, step, None, 200 * MIB, 600_000 + step + i % 7 * 50))
-    verdict = named(judge(history), "leak")
+    verdict = find_verdict(judge(history), "leak")
     assert verdict.evidence["slope"] == pytest.approx(1.0, rel=0.02)
-    assert verdict.evidence["unit"] == "objects a step"
+    assert verdict.units["slope"] == "objects a step"
     assert verdict.text.startswith("Python keeps 1.0 more objects a step")
 
 
-def test_the_returns_of_episodes_are_no_leak() -> None:
-    history = history_of(200, lambda _: [base()])
+def test_recorded_returns_of_episodes_are_not_a_leak() -> None:
+    history = make_history(200, lambda _: [make_libraries()])
     for i in range(800):  # Three objects for every episode of ten steps.
         step = i * STEPS // 4
         history.add_live(LiveObjects(1000.0 + i / 4, step, None, 200 * MIB, 600_000 + 3 * step // 10))
-    assert "leak" not in names(judge(history))
+    assert "leak" not in list_names(judge(history))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_leak_is_told_where_there_is_none(seed: int) -> None:
-    history = history_of(200, lambda i: [base(), buffer(i / 400)])
-    leaking(history, 0.0, noise=2e6, seed=seed, count=800)
-    assert "leak" not in names(judge(history))
+def test_noise_is_not_a_leak(seed: int) -> None:
+    history = make_history(200, lambda i: [make_libraries(), make_buffer(i / 400)])
+    add_live_objects(history, 0.0, noise=2e6, seed=seed, count=800)
+    assert "leak" not in list_names(judge(history))
 
 
-def test_objects_that_are_made_once_are_no_leak() -> None:
-    history = history_of(100, lambda _: [base()])
+def test_objects_that_are_made_once_are_not_a_leak() -> None:
+    history = make_history(100, lambda _: [make_libraries()])
     for i in range(400):
         history.add_live(LiveObjects(1000.0 + i, i * STEPS, None, 200 * MIB + (64 * MIB if i > 150 else 0), 0))
-    assert "leak" not in names(judge(history))
+    assert "leak" not in list_names(judge(history))
 
 
-def test_only_one_phase_is_looked_at() -> None:
-    history = history_of(10, lambda _: [base()])
-    for i in range(400):  # ever more of what is told is told in the phase that takes more
+def test_a_larger_phase_that_becomes_more_frequent_is_not_a_leak() -> None:
+    history = make_history(10, lambda _: [make_libraries()])
+    for i in range(400):  # The phase that takes more memory becomes more frequent.
         phase = "train" if i % 10 < i / 60 else "collect"
         history.add_live(
             LiveObjects(1000.0 + i, i * STEPS, phase, 200 * MIB + (90 * MIB if phase == "train" else 0), 0)
         )
-    assert "leak" not in names(judge(history))
+    assert "leak" not in list_names(judge(history))
 
 
-def test_a_process_that_tells_no_steps_is_judged_by_time() -> None:
-    history = history_of(
-        100, lambda i: [base(), AttributedPart("python", "C heap, in use and kept", i * MIB, 0)], step=None, goal=None
+def test_a_process_without_steps_is_judged_by_time() -> None:
+    history = make_history(
+        100,
+        lambda i: [make_libraries(), AttributedPart("python", "C heap, in use and kept", i * MIB, 0)],
+        step=None,
+        goal=None,
     )
-    verdict = named(judge(history), "leak")
-    assert verdict.evidence["unit"] == "B a second"
+    verdict = find_verdict(judge(history), "leak")
+    assert verdict.units["slope"] == "B a second"
     assert verdict.evidence["slope"] == pytest.approx(MIB, rel=0.01)
 
 
 def test_nothing_is_a_leak_before_the_first_step() -> None:
-    history = history_of(100, lambda i: [base(), AttributedPart("workers", "1 python", i * 4 * MIB, 0)], step=0)
-    for i in range(400):  # imports and models, and then a first step
+    history = make_history(
+        100, lambda i: [make_libraries(), AttributedPart("workers", "1 python", i * 4 * MIB, 0)], step=0
+    )
+    for i in range(400):  # Before the first step, modules are imported and models are made.
         history.add_live(LiveObjects(1000.0 + i / 4, 0 if i else None, None, (200 + i) * MIB, 0))
-    assert "leak" not in names(judge(history))
-    history.add(reading(100, [base()], step=1))
+    assert "leak" not in list_names(judge(history))
+    history.add(make_reading(100, [make_libraries()], step=1))
     history.add_live(LiveObjects(1101.0, 1, None, 600 * MIB, 0))
-    assert "leak" not in names(judge(history))
+    assert "leak" not in list_names(judge(history))
 
 
-def test_imports_are_no_leak() -> None:
-    history = history_of(200, lambda _: [base()], step=None, goal=None)
+def test_imports_are_not_a_leak() -> None:
+    history = make_history(200, lambda _: [make_libraries()], step=None, goal=None)
     for i in range(400):
         phase = None if i % 5 == 0 else "import"  # There is no phase between two imports.
         history.add_live(LiveObjects(1000.0 + i / 2, None, phase, (200 + i) * MIB, 10_000 * i))
-    assert "leak" not in names(judge(history))
-    for i in range(200):  # and then something grows
+    assert "leak" not in list_names(judge(history))
+    for i in range(200):  # After the imports, memory grows.
         history.add_live(LiveObjects(1200.0 + i / 2, None, None, (600 + i) * MIB, 10_000 * i))
-    assert named(judge(history), "leak").evidence["from"] >= 1200.0
+    assert find_verdict(judge(history), "leak").evidence["from"] >= 1200.0
 
 
 def test_a_short_time_without_steps_is_not_judged() -> None:
-    history = history_of(20, lambda _: [base()], step=None, goal=None)
-    for i in range(40):  # 20 s: a data set that is read
+    history = make_history(20, lambda _: [make_libraries()], step=None, goal=None)
+    for i in range(40):  # For 20 s, a data set is read.
         history.add_live(LiveObjects(1000.0 + i / 2, None, None, (200 + 10 * i) * MIB, 0))
-    assert "leak" not in names(judge(history))
+    assert "leak" not in list_names(judge(history))
 
 
-def test_a_buffer_is_never_foretold_more_than_was_allocated_for_it() -> None:
-    def ahead(i: int, *, grows: bool) -> AttributedPart:  # pages are read later than how full it is
+def test_a_buffer_of_fixed_size_is_not_predicted_to_exceed_its_allocation() -> None:
+    def ahead(i: int, *, grows: bool) -> AttributedPart:  # The pages are counted later than the fill.
         return AttributedPart("buffers", "replay.camera", int(0.02 * i * 1000 * MIB), 1000 * MIB, i / 100, grows)
 
-    fixed = named(judge(history_of(40, lambda i: [base(), ahead(i, grows=False)])), "filling")
+    fixed = find_verdict(judge(make_history(40, lambda i: [make_libraries(), ahead(i, grows=False)])), "filling")
     assert fixed.evidence["final"] == pytest.approx(1000 * MIB)
     assert fixed.evidence["final_pss"] == pytest.approx(1300 * MIB)
-    growing = named(judge(history_of(40, lambda i: [base(), ahead(i, grows=True)])), "filling")
+    growing = find_verdict(judge(make_history(40, lambda i: [make_libraries(), ahead(i, grows=True)])), "filling")
     assert growing.evidence["final"] == pytest.approx(2000 * MIB, rel=0.01)
 
 
 def test_a_leak_names_the_command_that_finds_its_line() -> None:
-    history = history_of(200, lambda _: [base()])
-    leaking(history, 2048.0, noise=3e5, count=800)
-    verdict = named(judge(history, ["/usr/bin/python3", "train.py", "--lr", "3e-4"]), "leak")
+    history = make_history(200, lambda _: [make_libraries()])
+    add_live_objects(history, 2048.0, noise=3e5, count=800)
+    verdict = find_verdict(judge(history, ["/usr/bin/python3", "train.py", "--lr", "3e-4"]), "leak")
     assert verdict.evidence["profile"] == (
         "/usr/bin/python3 -m memray run --trace-python-allocators -fo leak.bin train.py --lr 3e-4; "
         "/usr/bin/python3 -m memray flamegraph --leaks -fo leak.html leak.bin"
     )
     assert verdict.evidence["profile"] in verdict.remedy
-    assert "profile" not in named(judge(history, ["./train.sh"]), "leak").evidence
+    assert "profile" not in find_verdict(judge(history, ["./train.sh"]), "leak").evidence
 
 
-def test_the_forecast_of_a_memory_ends_at_its_budget() -> None:
+def test_a_memory_is_not_predicted_to_exceed_its_budget() -> None:
     def memory(i: int) -> list[AttributedPart]:
-        return [base(), AttributedPart("buffers", "replay.obs", i * 2 * MIB, i * 2 * MIB, i / 1000, True, 300 * MIB)]
+        return [
+            make_libraries(),
+            AttributedPart("buffers", "replay.obs", i * 2 * MIB, i * 2 * MIB, i / 1000, True, 300 * MIB),
+        ]
 
-    history = history_of(100, memory)
-    filling = named(judge(history), "filling")
+    history = make_history(100, memory)
+    filling = find_verdict(judge(history), "filling")
     assert filling.evidence["final"] == 300 * MIB
     assert filling.evidence["final_pss"] == 600 * MIB
     assert "300.0 MiB (its budget)" in filling.text
-    history.add(reading(100, memory(100), headroom={"control group x": 150 * MIB}))
-    assert "running out" not in names(judge(history))
-    history.add(reading(101, memory(101), headroom={"control group x": 50 * MIB}))
-    assert named(judge(history), "running out").evidence["step"] == pytest.approx(126 * STEPS, rel=0.01)
+    history.add(make_reading(100, memory(100), headroom={"control group x": 150 * MIB}))
+    assert "running out" not in list_names(judge(history))
+    history.add(make_reading(101, memory(101), headroom={"control group x": 50 * MIB}))
+    assert find_verdict(judge(history), "running out").evidence["step"] == pytest.approx(126 * STEPS, rel=0.01)
 
 
-def test_one_is_written_without_an_s() -> None:
+def test_one_core_is_written_in_the_singular() -> None:
     stacks = AttributedPart("stacks", "threads", MIB, 480 * MIB)
-    verdict = named(judge(history_of(3, lambda _: [base(), stacks], threads=60, cores=1)), "threads")
+    verdict = find_verdict(judge(make_history(3, lambda _: [make_libraries(), stacks], threads=60, cores=1)), "threads")
     assert "60 threads for 1 core;" in verdict.text
 
 
-def test_the_step_at_which_a_limit_is_reached_is_told() -> None:
-    history = history_of(40, lambda i: [base(), buffer(i / 100)])
-    left = 305 * MIB  # at 10 MiB a reading of 100 steps
-    history.add(reading(40, [base(), buffer(0.40)], headroom={"control group x": left}))
-    verdict = named(judge(history), "running out")
+def test_the_step_at_which_a_limit_is_reached_is_predicted() -> None:
+    history = make_history(40, lambda i: [make_libraries(), make_buffer(i / 100)])
+    left = 305 * MIB  # The buffer grows by 10 MiB per reading, which is 100 steps.
+    history.add(make_reading(40, [make_libraries(), make_buffer(0.40)], headroom={"control group x": left}))
+    verdict = find_verdict(judge(history), "running out")
     assert verdict.severity == "error"
     assert verdict.evidence["step"] == pytest.approx(40 * STEPS + 30.5 * STEPS, rel=0.02)
     assert verdict.evidence["limit"] == "control group x"
     assert verdict.text == "control group x: 305.0 MiB are left, used up at step 7,050, in 30 s"
 
 
-def test_a_gpu_and_a_disk_run_out_too() -> None:
+def test_the_limits_of_a_gpu_and_a_disk_are_predicted() -> None:
     gpu = {"requested": 0, "allocated": 0, "fragmented": 0, "other": 100 * MIB, "limit": 1000 * MIB}
     history = ReadingHistory()
     for i in range(40):
-        history.add(reading(i, [base()], gpu=GpuMemory(**gpu, reserved=(100 + 10 * i) * MIB)))
-    verdict = named(judge(history), "running out")
+        history.add(make_reading(i, [make_libraries()], gpu=GpuMemory(**gpu, reserved=(100 + 10 * i) * MIB)))
+    verdict = find_verdict(judge(history), "running out")
     assert verdict.evidence["limit"] == "GPU memory"
     assert verdict.evidence["step"] == pytest.approx(80 * STEPS, rel=0.02)
     history = ReadingHistory()
     for i in range(40):
-        history.add(reading(i, [base()], spilled=i * MIB, disk_free=100 * MIB))
-    verdict = named(judge(history), "running out")
+        history.add(make_reading(i, [make_libraries()], spilled=i * MIB, disk_free=100 * MIB))
+    verdict = find_verdict(judge(history), "running out")
     assert verdict.evidence["limit"] == "disk that memories spill to"
     assert verdict.evidence["distance"] == pytest.approx(100 * STEPS, rel=0.02)
 
 
-def test_a_limit_beyond_the_end_of_the_training_is_not_told() -> None:
-    history = history_of(40, lambda i: [base(), buffer(i / 100)], goal=5000)
-    history.add(reading(40, [base(), buffer(0.40)], goal=5000, headroom={"control group x": 305 * MIB}))
-    assert "running out" not in names(judge(history))
+def test_a_limit_after_the_end_of_the_training_is_not_reported() -> None:
+    history = make_history(40, lambda i: [make_libraries(), make_buffer(i / 100)], goal=5000)
+    history.add(
+        make_reading(40, [make_libraries(), make_buffer(0.40)], goal=5000, headroom={"control group x": 305 * MIB})
+    )
+    assert "running out" not in list_names(judge(history))
 
 
-def test_a_buffer_grows_until_it_is_full_and_a_leak_for_ever() -> None:
+def test_buffers_grow_until_they_are_full_and_leaks_without_end() -> None:
     fills = [FillingBuffer("a", 0.5, 0, slope=10.0, left=100.0), FillingBuffer("b", 0.5, 0, slope=5.0, left=10.0)]
     assert compute_distance(100.0, fills, 0.0) == pytest.approx(100 / 15)
     assert compute_distance(150.0 + 300.0, fills, 0.0) == pytest.approx(10 + 30)
@@ -292,10 +309,10 @@ def test_a_buffer_grows_until_it_is_full_and_a_leak_for_ever() -> None:
     assert compute_distance(-1.0, fills, 0.0) == 0.0
 
 
-def test_a_history_is_bounded_and_keeps_its_beginning() -> None:
+def test_a_history_is_thinned_and_keeps_its_first_reading() -> None:
     history = ReadingHistory(max_readings=100)
     for number in range(5000):
-        history.add(reading(number, [base()]))
+        history.add(make_reading(number, [make_libraries()]))
     assert len(history.readings) <= 100
     assert history.readings[0].step == 0
     assert history.newest.step == 4999 * STEPS
