@@ -42,7 +42,7 @@ def _one_thread_of_torch() -> Iterator[None]:
 
 
 @pytest.fixture
-def interrupted() -> Callable[[int, Callable[[], Any]], bool]:
+def interrupt_at_line() -> Callable[[int, Callable[[], Any]], bool]:
     """Return a function that makes a call and interrupts it at the given line of holdall.device.
 
     The function returns whether the call had that many lines.
@@ -72,12 +72,12 @@ def interrupted() -> Callable[[int, Callable[[], Any]], bool]:
 
 
 @pytest.fixture
-def no_waiting() -> Callable[[], AbstractContextManager[None]]:
+def forbid_waiting() -> Callable[[], AbstractContextManager[None]]:
     """Return a context in which torch raises an error for every operation that waits for the device."""
     import torch
 
     @contextmanager
-    def refused() -> Iterator[None]:
+    def refuse_waiting() -> Iterator[None]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # The first call of a process warns that the mode is a prototype.
@@ -86,21 +86,21 @@ def no_waiting() -> Callable[[], AbstractContextManager[None]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    return refused
+    return refuse_waiting
 
 
 SERVERS = ("cluster", "weed")
 """Fixtures of servers that take seconds to start: Ray, and an S3 server."""
 
 
-def _server_of(item: pytest.Item) -> int:
+def _find_server(item: pytest.Item) -> int:
     return next((i for i, name in enumerate(SERVERS) if name in getattr(item, "fixturenames", ())), len(SERVERS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # xdist gives each process consecutive tests of this list. Sorted, all tests of a server run in one process, which
     # starts the server once.
-    items.sort(key=_server_of)
+    items.sort(key=_find_server)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _has_cuda():
         for item in gpu_tests:

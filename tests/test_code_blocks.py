@@ -69,12 +69,12 @@ for step in range(200):
     obs = env.reset()[0] if terminated or truncated else after
 """
 WATCHING = {"docs/report.md", "docs/watch.md"}
-"""Pages that watch `train.py` several times. Theirs is a loop without torch, which starts in a second."""
+"""Pages that watch `train.py` several times. Their `train.py` is a loop without torch, which starts in a second."""
 WATCHED = "import holdall.watch; holdall.watch.start(); print(flush=True); input()"
 PROCESS_ID = re.compile(r"\d{5}")
 """The id of a process in a command of a page."""
 CONTEXT = typer.Context.__bases__[0]
-"""What calls a command: click's class, which some versions of typer bring themselves."""
+"""The class of click whose `invoke` runs a command. Some versions of typer contain a copy of it."""
 OTHER_PROGRAMS = {"export", "git", "jq", "ray"}
 """Commands that need a network, several machines or a shell."""
 
@@ -110,21 +110,21 @@ def run_difference(example: Example) -> None:
 
 def run_commands(example: Example) -> None:
     """Run the commands of holdall in a block of commands."""
-    for words in commands(example.parsed):
+    for words in split_commands(example.parsed):
         if words[0] == "holdall":
             run_command(words)
 
 
 def run_command(words: list[str]) -> None:
     if words[1] == "watch":
-        return run_watch(words)
+        run_watch(words)
+        return
     result = CliRunner().invoke(app, words[1:])
     codes = {0, 1, 2} if words[1] == "plan" else {0}  # The run fits, is tight, does not fit.
     assert result.exit_code in codes, f"{' '.join(words)}\n{result.output}{result.stderr}"
     assert result.output
     if words[1] == "report":
         check_report(words, result.output)
-    return None
 
 
 def check_report(words: list[str], output: str) -> None:
@@ -183,17 +183,17 @@ def run_watch(words: list[str]) -> None:
             process.wait()
 
 
-def commands(block: str) -> list[list[str]]:
-    """Return the commands of a block as words, without comments. A pipe makes two."""
+def split_commands(block: str) -> list[list[str]]:
+    """Return the words of each command of a block, without comments. The sides of a pipe are two commands."""
     found: list[list[str]] = []
-    begun = ""
+    unfinished = ""
     for line in block.splitlines(keepends=True):
-        begun += line
+        unfinished += line
         try:
-            words = shlex.split(begun, comments=True)
+            words = shlex.split(unfinished, comments=True)
         except ValueError:  # A quotation continues in the next line.
             continue
-        begun = ""
+        unfinished = ""
         for is_command, part in itertools.groupby(words, lambda word: word not in {"|", "&&"}):
             found += [list(part)] if is_command else []
     return found
@@ -225,7 +225,7 @@ def run_page(page: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- programs
 
 
-def name_of(page: Path) -> str:
+def get_page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
@@ -234,9 +234,9 @@ def has_blocks(page: Path) -> bool:
 
 
 RUN = [
-    pytest.param(page, id=name_of(page), marks=[pytest.mark.nightly] * (name_of(page) in NIGHTLY))
+    pytest.param(page, id=get_page_name(page), marks=[pytest.mark.nightly] * (get_page_name(page) in NIGHTLY))
     for page in PAGES
-    if has_blocks(page) and name_of(page) not in OWN_TEST
+    if has_blocks(page) and get_page_name(page) not in OWN_TEST
 ]
 
 
@@ -257,10 +257,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Stable-Baselines3, of large buffers on a small machine
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(page: Path) -> None:
-    if name_of(page) in OWN_PROCESS:
+    if get_page_name(page) in OWN_PROCESS:
         subprocess.run([sys.executable, __file__, str(page)], check=True, timeout=200)
         return
-    if name_of(page) in WATCHING:
+    if get_page_name(page) in WATCHING:
         Path("train.py").write_text(LOOP, encoding="utf-8")
     names = run_page(page)
     for contract in [kind for kind in names.values() if getattr(kind, "__module__", "") == "page"]:
@@ -269,10 +269,10 @@ def test_the_blocks_of_a_page_run(page: Path) -> None:
 
 
 def test_pages_with_a_rule_of_their_own_exist() -> None:
-    assert {name_of(page) for page in PAGES} >= OWN_PROCESS | OWN_TEST | NIGHTLY | WATCHING
+    assert {get_page_name(page) for page in PAGES} >= OWN_PROCESS | OWN_TEST | NIGHTLY | WATCHING
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=get_page_name)
 def test_every_block_that_does_not_run_has_a_reason(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(re.findall(r"<!-- skip:", text)) == len(re.findall(r'<!-- skip: next "[^"]{10,}" -->', text))
@@ -291,15 +291,16 @@ def test_a_block_that_fails_is_found(folder: Path) -> None:
 # ---------------------------------------------------------------- commands
 
 SHELL = [
-    (name_of(page), words)
+    (get_page_name(page), words)
     for page in PAGES
     for example in parse(page).examples()
     if getattr(example.region.evaluator, "__name__", "") == "run_commands"
-    for words in commands(example.parsed)
+    for words in split_commands(example.parsed)
 ]
 
 
 def look_up(words: list[str]) -> None:
+    """Check that a command exists, with its options and files."""
     word, *rest = words
     if word == "holdall":
         result = CliRunner().invoke(app, rest)

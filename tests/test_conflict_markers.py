@@ -26,11 +26,10 @@ def test_tracked_files_contain_no_conflict_markers() -> None:
         pytest.skip("needs git and a clone of the repository")
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     files = [ROOT / name for name in listing.decode().split("\0") if name]
-    marked = {
-        str(file.relative_to(ROOT)): lines
-        for file in files
-        if file.is_file() and (lines := find_conflict_markers(file.read_bytes()))
+    markers = {
+        str(file.relative_to(ROOT)): find_conflict_markers(file.read_bytes()) for file in files if file.is_file()
     }
+    marked = {file: lines for file, lines in markers.items() if lines}
     assert not marked, f"conflict markers by file and line: {marked}"
 
 

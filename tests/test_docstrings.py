@@ -51,7 +51,7 @@ def find_methods() -> list[str]:
     return [name for name in re.split(r",\s*", match[1]) if name not in PLAIN_MEMBERS]
 
 
-def find(name: str) -> Any:
+def import_name(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -73,7 +73,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Stable-Baselines3, of large buffers on a small machine
 def test_the_example_of_a_public_name_runs(name: str, names: dict[str, Any]) -> None:
-    examples = doctest.DocTestFinder(recurse=False).find(find(name), name, globs=names)
+    examples = doctest.DocTestFinder(recurse=False).find(import_name(name), name, globs=names)
     if not any(example.examples for example in examples):
         assert any(name == other or name.startswith(f"{other}.") for other in NO_EXAMPLE), "there is no example"
     for example in examples:
@@ -93,5 +93,5 @@ def test_the_reference_lists_every_public_name() -> None:
     assert not [name for name in holdall.__all__ if name not in errors and f"::: holdall.{name}\n" not in text]
 
 
-def test_names_without_an_example_are_listed_once() -> None:
+def test_every_name_without_an_example_is_in_the_reference() -> None:
     assert all(any(name == other or name.startswith(f"{other}.") for name in NAMES) for other in NO_EXAMPLE)

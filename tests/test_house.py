@@ -19,20 +19,21 @@ VAGUE = re.compile(r"(utils|helpers|common|misc|manager)")
 
 
 @functools.cache
-def _files() -> list[Path]:
+def _list_files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
 @functools.cache
-def _tree(file: Path) -> ast.Module:
+def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _statements(file: Path) -> Iterator[ast.AST]:
+def _iterate_statements(file: Path) -> Iterator[ast.AST]:
     """Yield every statement of a file, without looking into expressions."""
-    waiting: list[ast.AST] = [_tree(file)]
+    waiting: list[ast.AST] = [_parse(file)]
     while waiting:
-        yield (node := waiting.pop())
+        node = waiting.pop()
+        yield node
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             inside = getattr(node, block, None)
             waiting += inside if isinstance(inside, list) else []
@@ -40,31 +41,32 @@ def _statements(file: Path) -> Iterator[ast.AST]:
 
 def test_a_class_name_is_defined_in_one_file() -> None:
     homes: dict[str, set[str]] = defaultdict(set)
-    for file in _files():
-        for node in _statements(file):
+    for file in _list_files():
+        for node in _iterate_statements(file):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(str(file.relative_to(SOURCE)))
     assert not {name: sorted(files) for name, files in homes.items() if len(files) > 1 and name not in TWINS}
 
 
-def test_a_files_name_says_what_is_inside() -> None:
-    assert not [str(file) for file in _files() if VAGUE.search(file.name)]
+def test_no_file_has_a_vague_name() -> None:
+    assert not [str(file) for file in _list_files() if VAGUE.search(file.name)]
 
 
 PACKAGES = ("sampling", "checkpoint", "testing")
 """Packages that other packages import only through their `__init__`. The others are imported file by file."""
 
 
-def _reached_into(file: Path) -> list[str]:
+def _find_direct_imports(file: Path) -> list[str]:
     """Return the submodules of other packages that a file imports directly."""
     own = file.relative_to(SOURCE).parts[0]
-    named = [node.module for node in _statements(file) if isinstance(node, ast.ImportFrom) and node.module]
+    named = [node.module for node in _iterate_statements(file) if isinstance(node, ast.ImportFrom) and node.module]
     reached = [name for name in named if name.startswith("holdall.") and name.count(".") > 1]
     return [name for name in reached if name.split(".")[1] in PACKAGES and name.split(".")[1] != own]
 
 
-def test_a_package_is_entered_through_its_front_door() -> None:
-    assert not {str(file): reached for file in _files() if (reached := _reached_into(file))}
+def test_three_packages_are_imported_only_through_their_init() -> None:
+    reached = {str(file): _find_direct_imports(file) for file in _list_files()}
+    assert not {file: modules for file, modules in reached.items() if modules}
 
 
 NAMED_PATH = re.compile(r"(?<![\w/.<@-])(?:tests|benchmarks|examples|release)/[\w./-]*[\w/]")

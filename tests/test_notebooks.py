@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
-def test_there_are_three() -> None:
+def test_the_notebooks_are_these_three() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["camera_under_2_gib", "first_steps", "where_did_my_memory_go"]
 
 
@@ -23,7 +23,7 @@ def test_there_are_three() -> None:
     ids=lambda path: path.stem,
 )
 def test_the_cells_of_a_notebook_run(path: Path, tmp_path: Path) -> None:
-    """As a program. `make notebooks` runs them in a kernel."""
+    """Here the cells run as a program. `make notebooks` runs them in a kernel."""
     if path.stem == "where_did_my_memory_go" and sys.platform != "linux":
         pytest.skip("reads /proc")
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -37,6 +37,6 @@ def test_the_cells_of_a_notebook_run(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
-    """They would change with every run, and show a machine's paths."""
+    """Outputs would change with every run, and show the paths of a machine."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]

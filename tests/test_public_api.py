@@ -1,9 +1,12 @@
 """What users may rely on: the names that holdall exports, and what importing it costs."""
 
+import ast
 import importlib
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from gymnasium import spaces
@@ -40,6 +43,9 @@ PUBLIC = [
     "threads",
 ]
 
+PACKAGES = ["holdall", "holdall.sb3", "holdall.ray"]
+"""Packages that import their names when they are first used."""
+
 HEAVY = ["ray", "rich", "stable_baselines3", "torch", "typer"]
 
 
@@ -50,6 +56,28 @@ def test_the_public_names_are_these_and_no_others() -> None:
 def test_every_public_name_exists() -> None:
     for name in holdall.__all__:
         assert hasattr(holdall, name), name
+
+
+def list_declared_names(package: ModuleType) -> dict[str, str]:
+    """Return the names that a package imports for type checkers, and their modules."""
+    source = Path(package.__file__ or "").read_text()
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    block = next(node for node in blocks if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
+    imports = [statement for statement in block.body if isinstance(statement, ast.ImportFrom)]
+    return {alias.name: statement.module or "" for statement in imports for alias in statement.names}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_type_checkers_and_programs_see_the_same_names(name: str) -> None:
+    package = pytest.importorskip(name)
+    declared = list_declared_names(package)
+    assert set(package.__all__) <= set(declared)
+    for public, module in declared.items():
+        assert getattr(package, public) is getattr(importlib.import_module(module), public)
+    objects = {public: getattr(package, public) for public in dir(package) if not public.startswith("_")}
+    ours = {public for public, value in objects.items() if getattr(value, "__module__", "").startswith("holdall.")}
+    used_by_the_packages = {"MissingPackageError", "attach_names"}
+    assert ours - used_by_the_packages <= set(declared)
 
 
 def test_the_methods_and_attributes_of_a_memory_are_these_and_no_others() -> None:
@@ -66,6 +94,7 @@ def test_the_methods_and_attributes_of_a_memory_are_these_and_no_others() -> Non
         "fill",
         "first_id",
         "gather",
+        "host_store",
         "load",
         "loader",
         "next_id",
@@ -137,7 +166,7 @@ USES = (
 
 
 def test_a_module_is_imported_when_it_is_first_asked_for() -> None:
-    """All in one process, which imports torch once. None of them brings the next."""
+    """All modules are used in one process, so that torch is imported once. No module imports the next one."""
     program = "import holdall, sys"
     for use in USES:
         program += f"\nprint('holdall.{use.split('.')[0]}' in sys.modules, callable(holdall.{use}))"
@@ -145,9 +174,9 @@ def test_a_module_is_imported_when_it_is_first_asked_for() -> None:
     assert done.stdout.splitlines() == ["False True"] * len(USES)
 
 
-def test_a_name_that_is_none_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        holdall.nothing  # type: ignore[attr-defined]  # noqa: B018  that is the point
+        holdall.nothing  # type: ignore[attr-defined]  # noqa: B018  This raises the error.
 
 
 def test_the_version_is_the_installed_one() -> None:

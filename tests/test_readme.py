@@ -1,10 +1,8 @@
-"""The README's Python blocks run unchanged, in one namespace."""
+"""The first screen of the README."""
 
-import re
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def test_the_first_screen_has_one_sentence_the_install_line_the_difference_and_five_rows() -> None:

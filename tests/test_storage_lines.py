@@ -128,7 +128,7 @@ def check_a_training_step(buffers: dict[str, Any], step: int) -> None:
 
 
 def test_the_changed_line_of_dreamerv3_makes_a_replay() -> None:
-    """The side before needs DreamerV3's own package. Test_dreamer.py compares with what that class draws."""
+    """The line before needs DreamerV3's own package. `test_dreamer.py` compares the draws with that class."""
     (statement,) = [line for line in find_lines("DreamerV3", "+") if line.startswith("return")]
     names: dict[str, Any] = {}
     imports = [line for line in find_lines("DreamerV3", "+") if line.startswith("import")]

@@ -1,4 +1,4 @@
-"""Every codec: what was compressed comes back bit for bit, and a second implementation reads the same."""
+"""Every codec: slices are decoded bit for bit, by holdall and by a second implementation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Bytes = NDArray[np.uint8]
 
 COUNT = 9
 SIZES = [(1, 1), (9, 1), (1, 17), (4, 16), (5, 15), (7, 33), (8, 84)]
-"""Rows and columns: one-pixel rows and columns, and widths on both sides of what 16 divides."""
+"""Rows and columns: one-pixel rows and columns, and widths just below and above multiples of 16."""
 COLOURS = {Transform.COLOURS, Transform.COLOUR_COLUMNS}
 
 
 # ---------------------------------------------------------------- codecs and slices
 
 
-def train() -> Dictionary:
+def train_dictionary() -> Dictionary:
     rng = np.random.default_rng(0)
     words = [rng.bytes(24) for _ in range(40)]
     samples: list[Any] = [b"".join(words[i] for i in rng.integers(0, 40, 20)) for _ in range(300)]
@@ -39,7 +39,7 @@ def train() -> Dictionary:
 
 DICTIONARIES: dict[str, Dictionary | None] = {
     "none": None,
-    "trained": train(),
+    "trained": train_dictionary(),
     "one byte": Dictionary(b"x"),
     "beyond 64 KiB": Dictionary(np.random.default_rng(8).bytes(90_000)),
 }
@@ -95,7 +95,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Codec]]] = {
 
 
 def list_contents(codec: Codec, seed: int = 0) -> Iterator[Bytes]:
-    """Yield slices that shrink well, a little and not at all. A palette gets at most 256 words or colours."""
+    """Yield slices that compress well, a little and not at all. A palette gets at most 256 words or colours."""
     rng = np.random.default_rng(seed)
     size = codec.slice_bytes
     if codec.word_bytes:
@@ -106,9 +106,11 @@ def list_contents(codec: Codec, seed: int = 0) -> Iterator[Bytes]:
         return
     if codec.transform in COLOURS:
         for kinds in (1, 3, 17, 40, 100, 256):
-            numbers = rng.integers(0, kinds, (COUNT, size // 3)) ** 2 // kinds  # Some far more often than others.
+            # Some colours are far more frequent than others.
+            numbers = rng.integers(0, kinds, (COUNT, size // 3)) ** 2 // kinds
             yield paint(codec, rng.integers(0, 1 << 24, kinds), numbers)
-        numbers = rng.integers(0, 60, (COUNT, size // 3)) + 60 * np.arange(COUNT)[:, None]  # Others in every slice.
+        # Every slice has colours of its own.
+        numbers = rng.integers(0, 60, (COUNT, size // 3)) + 60 * np.arange(COUNT)[:, None]
         yield paint(codec, rng.integers(0, 1 << 24, 60 * COUNT), numbers)
         return
     yield np.zeros((COUNT, size), np.uint8)
@@ -146,12 +148,12 @@ def change_slowly(count: int, size: int, runs: int, longest: int, rng: np.random
     return slices
 
 
-def with_method(codec: Codec, method: str) -> Codec:
+def apply_method(codec: Codec, method: str) -> Codec:
     kind, level, dictionary = METHODS[method]
     known = DICTIONARIES[dictionary]
     if known is not None and codec.transform in COLOURS:
         palette = np.random.default_rng(3).integers(0, 1 << 24, 256).astype("<u4")
-        palette[50:] = 0xFFFFFFFF  # Free numbers.
+        palette[50:] = 0xFFFFFFFF  # Unused numbers.
         palette[7] = palette[6]
         known = Dictionary(known.content, palette.tobytes())
     return replace(codec, method=kind, level=level, dictionary=known)
@@ -169,10 +171,10 @@ def encode_fitting(slices: Bytes, codec: Codec, order: NDArray[np.uint32] | None
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_implementations_read_the_same_bits(family: str, method: str) -> None:
-    """Every transform with every compressor, alone and together."""
+    """Every transform is tested with every compressor."""
     for base in FAMILIES[family]():
         for slices, group in itertools.product(list_contents(base), {base.group, 4}):
-            codec = replace(with_method(base, method), group=group)
+            codec = replace(apply_method(base, method), group=group)
             coded = encode(slices, codec)
             if coded is None:  # A unit of four slices may have too many colours.
                 assert codec.transform in COLOURS, codec
@@ -185,12 +187,12 @@ def test_both_implementations_read_the_same_bits(family: str, method: str) -> No
 
 @pytest.mark.parametrize("method", METHODS)
 def test_changes_of_any_size_come_back(method: str) -> None:
-    """Units of several sizes, in order and in another order."""
+    """The units have several sizes, and the slices are in two orders."""
     rng = np.random.default_rng(6)
     for size, runs, longest in itertools.product((20, 900), (0, 1, 9), (1, 5, 17, 900)):
         slices = change_slowly(70, size, runs, longest, rng)
         for group, order in itertools.product((1, 2, 7, 64), (None, rng.permutation(70).astype(np.uint32))):
-            codec = replace(with_method(Codec(size, transform=Transform.CHANGES), method), group=group)
+            codec = replace(apply_method(Codec(size, transform=Transform.CHANGES), method), group=group)
             coded = encode_fitting(slices, codec, order)
             assert decode(coded, 0, 70).tobytes() == slices.tobytes(), codec
             assert decode_slice(coded, 69) == slices[69].tobytes(), codec
@@ -199,7 +201,7 @@ def test_changes_of_any_size_come_back(method: str) -> None:
 @pytest.mark.parametrize("dictionary", DICTIONARIES)
 @pytest.mark.parametrize("method", [Method.LZ4, Method.ZSTANDARD])
 def test_every_dictionary_is_read_back(method: Method, dictionary: str) -> None:
-    """Also slices that repeat the far end of a dictionary which is longer than LZ4 looks back."""
+    """Some slices repeat the beginning of a dictionary that is longer than the window of LZ4."""
     known = DICTIONARIES[dictionary]
     content = b"" if known is None else known.content
     rng = np.random.default_rng(1)
@@ -212,10 +214,11 @@ def test_every_dictionary_is_read_back(method: Method, dictionary: str) -> None:
 
 
 def test_slices_in_another_order_keep_their_numbers() -> None:
-    """Neighbours in the units shrink together."""
+    """Similar slices in one unit compress better."""
     rng = np.random.default_rng(0)
     scenes = rng.integers(0, 256, (4, 1, 600), np.uint8).repeat(8, axis=1)
-    lanes = np.ascontiguousarray(scenes.transpose(1, 0, 2)).reshape(32, 600)  # Four lanes, tick by tick.
+    # The order is tick by tick, with four lanes in each tick.
+    lanes = np.ascontiguousarray(scenes.transpose(1, 0, 2)).reshape(32, 600)
     order = np.arange(32).reshape(8, 4).T.reshape(-1).astype(np.uint32)
     codec = Codec(600, Method.ZSTANDARD, 3, 8)
     mixed = encode_fitting(lanes, replace(codec, group=2))
@@ -229,7 +232,7 @@ def test_slices_in_another_order_keep_their_numbers() -> None:
 
 @given(data=st.data())
 def test_generated_slices_come_back(data: st.DataObject) -> None:
-    """Any bytes, any group, any order, any transform that fits."""
+    """Bytes, group, order and transform are random."""
     count = data.draw(st.integers(1, 12), "count")
     rows, columns = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 20)), "shape")
     size = 3 * rows * columns
@@ -265,7 +268,7 @@ def test_too_many_words_or_colours_are_refused() -> None:
 
 
 def test_palette_numbers_of_scaled_images_are_predicted_as_bytes() -> None:
-    """Numbers of a palette are in the order of the values, so differences are as small as those of bytes."""
+    """The palette is in the order of its values, so differences of its numbers are as small as those of bytes."""
     y, x, number = np.mgrid[0:40, 0:40, 0:COUNT].astype(np.float32)
     waves = 127 + 60 * np.sin(x / 9 + number) + 60 * np.cos(y / 7 + 2 * number)
     pixels = np.ascontiguousarray(waves.astype(np.uint8).transpose(2, 0, 1)).reshape(COUNT, -1)
@@ -289,14 +292,14 @@ def test_nbytes_counts_units_offsets_and_palette() -> None:
     assert (np.diff(coded.offsets.astype(np.int64)) > 0).all()
 
 
-def test_a_dictionary_saves_what_slices_have_in_common() -> None:
-    """Each slice alone is noise. Only the dictionary knows it."""
+def test_a_dictionary_saves_the_bytes_that_slices_have_in_common() -> None:
+    """A slice is noise, which only the dictionary can compress."""
     rng = np.random.default_rng(0)
     common = rng.bytes(400)
     slices = np.frombuffer(b"".join(common + rng.bytes(8) for _ in range(20)), np.uint8).reshape(20, 408)
     alone = encode_fitting(slices, Codec(408, Method.ZSTANDARD, 3))
-    told = encode_fitting(slices, Codec(408, Method.ZSTANDARD, 3, dictionary=Dictionary(common)))
-    assert told.nbytes < alone.nbytes / 5
+    with_dictionary = encode_fitting(slices, Codec(408, Method.ZSTANDARD, 3, dictionary=Dictionary(common)))
+    assert with_dictionary.nbytes < alone.nbytes / 5
 
 
 def test_huge_slices_come_back() -> None:
@@ -307,7 +310,7 @@ def test_huge_slices_come_back() -> None:
         assert decode(coded, 0, 2).tobytes() == slices.tobytes()
 
 
-def test_threads_decode_beside_each_other() -> None:
+def test_several_threads_decode_at_once() -> None:
     blocks = []
     for size in (64, 4096, 300):
         codec = Codec(size * 3, Method.ZSTANDARD, 3, 1, Transform.LEFT, 0, 3, 2, size // 2, True, True)

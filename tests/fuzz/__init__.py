@@ -1,1 +1,1 @@
-"""Fuzzing: damaged blocks for the decoder, damaged and forged checkpoints, a soak of whole memories."""
+"""Fuzzing: damaged blocks for the decoder, damaged and forged checkpoints, and a soak of whole memories."""

@@ -1,14 +1,19 @@
-"""Harms checkpoints, and holds everything that reads or writes them to one rule, in a process of its own.
+"""Damage checkpoints, and check one rule for everything that reads or writes them. This script runs as a process.
 
-The rule: `load` gives, bit for bit, a state that was acknowledged, and none older than the newest whose files are all
-as they were written; or it raises an error of holdall's. Rows that cannot be read are refused, never made up. `ls`,
-`verify` and `gc` end without a traceback. The next save is refused, or what it acknowledged loads. Nothing hangs, takes
-much memory, or touches a file that is not holdall's. A forged manifest whose sums are right may say anything that makes
-sense.
+The rule has these parts:
 
-`python -m tests.fuzz.checkpoint_cases make FOLDER` writes the checkpoints that are harmed;
-`python -m tests.fuzz.checkpoint_cases run FOLDER SEED COUNT` runs cases and ends with 1 if the rule was broken. One
-case is run again by its seed, with COUNT 1.
+- `load` returns an acknowledged state, bit for bit, or raises an error of holdall. The state is at least as new as the
+  newest checkpoint whose files are unchanged.
+- Rows that cannot be read are refused.
+- `ls`, `verify` and `gc` end without a traceback.
+- The next save is refused, or its checkpoint can be loaded.
+- No call hangs, takes much memory, or changes a file that is not holdall's.
+
+A forged manifest with correct checksums may make any claim that is consistent.
+
+`python -m tests.fuzz.checkpoint_cases make FOLDER` writes the checkpoints that are damaged.
+`python -m tests.fuzz.checkpoint_cases run FOLDER SEED COUNT` runs cases, and exits with 1 if the rule was broken. To
+repeat one case, pass its seed and COUNT 1.
 """
 
 from __future__ import annotations
@@ -39,14 +44,14 @@ from holdall import HoldallError, ReplayMemory
 from holdall.cli.checkpoint import checkpoint
 
 from .harm import FORGERIES, HARMS
-from .templates import KINDS, Content, Template, content_of, make, rows_of
+from .templates import KINDS, Content, Template, make_template, read_content, read_rows
 
 HANG_S = int(os.environ.get("HOLDALL_FUZZ_HANG_S", "60"))
 COMMANDS = get_group(checkpoint)
-MOST_BYTES = 5 * 2**29
-"""By which a case may let the process grow: what one record may claim, and a little."""
-MOST_ADDRESSES = 2**35
-"""Memory that is reserved and never touched costs nothing, but it is limited, too."""
+MAX_GROWTH_BYTES = 5 * 2**29
+"""Bytes by which the process may grow in one case: a little more than one record may have."""
+MAX_ADDRESS_BYTES = 2**35
+"""Limit of the address space. It also covers memory that is reserved and never touched."""
 OWN_NAMES = re.compile(
     r"LOCK|segments|manifests|shards|[0-9]{5}|[0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json"
     r"|([0-9a-f]{16}-[0-9a-f]{16}\.seg|[0-9]{16}\.json)\.[0-9a-f]{16}\.tmp"
@@ -54,12 +59,12 @@ OWN_NAMES = re.compile(
 
 
 class BrokenRuleError(AssertionError):
-    """What happened is not what the rule says."""
+    """The rule was broken."""
 
 
 @dataclass
 class Case:
-    """One harmed directory, and what is done with it."""
+    """One damaged directory, and the calls that use it."""
 
     template: Template
     folder: Path
@@ -70,12 +75,13 @@ class Case:
 
     def __post_init__(self) -> None:
         self.generator = Random(self.seed)
-        self.run_dir, self.outside = self.folder / "run", self.folder / "outside"
+        self.run_dir = self.folder / "run"
+        self.outside = self.folder / "outside"
 
-    # ------------------------------------------------------------ the course of a case
+    # ------------------------------------------------------------ one case
 
     def run(self) -> None:
-        """Harm a copy, and use it."""
+        """Damage a copy of the template, and use it."""
         shutil.copytree(self.template.run, self.run_dir)
         (self.outside / "folder").mkdir(parents=True)
         (self.outside / "victim.txt").write_text("not holdall's")
@@ -83,9 +89,9 @@ class Case:
         live = self.load() if self.generator.random() < 0.3 and self.template.name != "shards" else None
         try:
             self.harm()
-            outside = _seen(self.outside)
-            foreign = self.foreign()
-            intact = self.newest_intact()
+            outside = _describe_folder(self.outside)
+            foreign = self.list_foreign_entries()
+            intact = self.find_newest_intact()
             self.require_load(intact)
             if self.generator.random() < 0.3:
                 self.require_recovered()
@@ -94,14 +100,14 @@ class Case:
         finally:
             if live is not None:
                 live.close()
-        if _seen(self.outside) != outside:
-            raise BrokenRuleError(f"outside of the directory: {outside} became {_seen(self.outside)}")
-        after = self.foreign()
+        if _describe_folder(self.outside) != outside:
+            raise BrokenRuleError(f"outside of the directory: {outside} became {_describe_folder(self.outside)}")
+        after = self.list_foreign_entries()
         if lost := sorted(name for name in foreign if after.get(name) != foreign[name]):
-            raise BrokenRuleError(f"files that are not holdall's are gone or others: {lost}")
+            raise BrokenRuleError(f"files that are not holdall's were removed or changed: {lost}")
 
     def harm(self) -> None:
-        """Do one to three kinds of harm."""
+        """Apply one to three kinds of damage."""
         for _ in range(self.generator.choice([1, 1, 1, 2, 3])):
             forges = self.generator.random() < 0.4
             one = self.generator.choice(FORGERIES if forges else HARMS)
@@ -111,8 +117,8 @@ class Case:
             except (OSError, RecursionError) as error:
                 self.harms.append(f"{one.__name__} could not be done ({error})")
 
-    def newest_intact(self) -> int | None:
-        """Return the newest checkpoint of which every file is what it was, and where it was."""
+    def find_newest_intact(self) -> int | None:
+        """Return the number of the newest checkpoint whose files are all unchanged."""
         return max((number for number in self.template.needs if self._is_intact(number)), default=None)
 
     def _is_intact(self, number: int) -> bool:
@@ -126,19 +132,19 @@ class Case:
         original = (self.template.run / name).read_bytes()
         return raw == original or (name.endswith(".seg") and raw.startswith(original))
 
-    def foreign(self) -> dict[str, Any]:
+    def list_foreign_entries(self) -> dict[str, Any]:
         """Return the entries of the directory whose names are not holdall's."""
-        seen = _seen(self.run_dir)
+        seen = _describe_folder(self.run_dir)
         return {name: what for name, what in seen.items() if not all(map(OWN_NAMES.fullmatch, Path(name).parts))}
 
     # ------------------------------------------------------------ load
 
     def load(self, **arguments: Any) -> ReplayMemory:
-        """Load what is there."""
+        """Load the damaged directory."""
         return ReplayMemory.load(self.run_dir, **self.template.kind.arguments(), **arguments)
 
     def require_load(self, intact: int | None) -> None:
-        """Load. What comes is a state that was acknowledged, or an error."""
+        """Require that `load` returns an acknowledged state or raises an error of holdall."""
         try:
             memory = self.load()
         except HoldallError as error:
@@ -151,54 +157,54 @@ class Case:
             self.require_state(memory, intact)
 
     def require_state(self, memory: ReplayMemory, intact: int | None) -> None:
-        """Hold what was loaded against what was acknowledged."""
+        """Require that a loaded memory has an acknowledged state."""
         try:
-            found = content_of(memory)
+            found = read_content(memory)
         except HoldallError:
             self.require_rows_left(memory)
             return
         numbers = [number for number, content in self.template.holds.items() if content == found]
         if not numbers and not self.is_forged:
-            raise BrokenRuleError(f"{_difference(found, self.template.holds)}")
+            raise BrokenRuleError(f"{_describe_difference(found, self.template.holds)}")
         if intact is not None and max(numbers, default=intact) < intact:
             raise BrokenRuleError(f"checkpoint {numbers} was loaded, and {intact} is as it was written")
 
     def require_rows_left(self, memory: ReplayMemory) -> None:
-        """Read every transition alone. It is refused, or is what was added."""
+        """Read every transition by itself. Require that it is refused or right."""
         states = self.template.holds.values()
-        right = {row for content in states for row in _rows(content)}
+        right = {row for content in states for row in _split_transitions(content)}
         every = np.arange(memory.first_id, min(memory.next_id, memory.first_id + 300))
         for number in every[memory.are_valid(every)].tolist():
             try:
-                rows = rows_of(memory, np.array([number]))
+                rows = read_rows(memory, np.array([number]))
             except HoldallError:
                 continue
             if not self.is_forged and tuple(row.tobytes() for row in rows.values()) not in right:
-                raise BrokenRuleError(f"transition {number} is none that was added")
+                raise BrokenRuleError(f"transition {number} was never added")
 
     def require_recovered(self) -> None:
-        """Load what is left of a damaged checkpoint. All of it is right."""
+        """Require that every transition of a recovered memory is right."""
         try:
             memory = self.load(recover=True)
         except HoldallError:
             return
         with memory:
-            if self.template.name != "shards":  # there, lanes that lost rows are cut, and marked as truncated
+            if self.template.name != "shards":  # Lanes of shards that lost rows are cut and marked as truncated.
                 self.require_rows_left(memory)
 
     # ------------------------------------------------------------ the command line, and the next save
 
     def use_the_command_line(self, intact: int | None) -> None:
-        """List, check and clean up."""
+        """Run `ls`, `verify` and sometimes `gc`."""
         self.command("ls")
         self.command("ls", "--json")
         self.command("verify", *self.generator.choice([[], ["--json"]]))
         if self.generator.random() < 0.4:
             self.command("gc", "--keep", str(self.generator.choice([1, 3])))
-            self.require_load(None if self._rots() else intact)
+            self.require_load(None if self._has_silent_damage() else intact)
 
     def command(self, name: str, *arguments: str) -> None:
-        """Run a command. Errors are one line."""
+        """Run a command. Require that it ends without a traceback."""
         nowhere = io.StringIO()
         try:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
@@ -206,10 +212,10 @@ class Case:
         except SystemExit:
             return
         except Exception as error:
-            raise BrokenRuleError(f"{name} ended with {_short(error)}") from error
+            raise BrokenRuleError(f"{name} ended with {_format_error(error)}") from error
 
     def require_save(self, live: ReplayMemory | None) -> None:
-        """Save once more, from a memory that was there before or was loaded now. What is acknowledged loads."""
+        """Save once more. Require that the save is refused or that its checkpoint can be loaded."""
         memory = live
         if memory is None and self.template.name != "shards":
             try:
@@ -232,37 +238,37 @@ class Case:
 
     def _require_saved(self, memory: ReplayMemory) -> None:
         try:
-            expected = content_of(memory) | {"attached": {"agent.pth": b"the last"}}
+            expected = read_content(memory) | {"attached": {"agent.pth": b"the last"}}
         except HoldallError:
-            return  # blocks that were loaded from here are damaged, and are refused
+            return  # Blocks that this memory loaded are damaged.
         memory.close()
         try:
             with self.load() as again:
-                found = content_of(again)
+                found = read_content(again)
         except HoldallError as error:
-            if self._rots():
+            if self._has_silent_damage():
                 return
             raise BrokenRuleError(f"a save was acknowledged and does not load: {error}") from error
-        if found != expected and not self._rots():
+        if found != expected and not self._has_silent_damage():
             raise BrokenRuleError(
-                f"a save was acknowledged, and something else is loaded: {_difference(found, {0: expected})}"
+                f"a save was acknowledged, and something else is loaded: {_describe_difference(found, {0: expected})}"
             )
 
     @staticmethod
     def require_little_memory(grown: int) -> None:
-        """Refuse what takes much memory."""
-        if grown > MOST_BYTES:
+        """Require that the process did not grow much."""
+        if grown > MAX_GROWTH_BYTES:
             raise BrokenRuleError(f"{grown / 2**20:.0f} MiB more memory were taken")
 
-    def _rots(self) -> bool:
-        """Whether a file has its length and other bytes: a save that names it again does not read it to find out."""
+    def _has_silent_damage(self) -> bool:
+        """Return whether a file has its size but other bytes. A later save names such a file without reading it."""
         names = {name for needs in self.template.needs.values() for name in needs if name.endswith(".seg")}
         sizes = {name: (self.template.run / name).stat().st_size for name in names}
         there = [name for name in names if (self.run_dir / name).is_file()]
         return any((self.run_dir / n).stat().st_size >= sizes[n] and not self._file_is_intact(n) for n in there)
 
 
-def _seen(folder: Path) -> dict[str, Any]:
+def _describe_folder(folder: Path) -> dict[str, Any]:
     """Return everything below a folder: links and their targets, kinds of files, contents."""
     seen: dict[str, Any] = {}
     for top, folders, names in os.walk(folder):
@@ -278,20 +284,20 @@ def _seen(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def _rows(content: Content) -> set[tuple[bytes, ...]]:
-    """Cut a state into its transitions."""
+def _split_transitions(content: Content) -> set[tuple[bytes, ...]]:
+    """Split a state into its transitions."""
     count = len(content["ids"]) // 8
     fields = [rows for name, rows in content.items() if name not in {"ids", "lanes", "attached", "draws"}]
     cut = [[rows[i * len(rows) // count :][: len(rows) // count] for i in range(count)] for rows in fields if count]
     return set(zip(*cut, strict=True))
 
 
-def _difference(found: Content, states: dict[int, Content]) -> str:
+def _describe_difference(found: Content, states: dict[int, Content]) -> str:
     wrong = {number: [key for key in content if content[key] != found.get(key)] for number, content in states.items()}
-    return f"what was loaded is none of the states that were acknowledged; these differ: {wrong}"
+    return f"the loaded state was never acknowledged; it differs from each acknowledged one in: {wrong}"
 
 
-def _short(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "holdall" in frame.filename] or frames[-1:]
     return f"{type(error).__name__}: {str(error)[:900]} at {Path(own[-1].filename).name}:{own[-1].lineno}"
@@ -301,7 +307,7 @@ def _short(error: BaseException) -> str:
 
 
 def _peak_bytes() -> int:
-    """Return the most memory that was resident since this was last asked."""
+    """Return the largest resident memory since the last call."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) * 1024
@@ -317,7 +323,7 @@ def run_case(template: Template, seed: int, tell: Callable[[str], None]) -> bool
             case.run()
             case.require_little_memory(_peak_bytes() - before)
         except BaseException as error:
-            tell(f"BROKEN {template.name} seed {seed}: {case.harms}: {_short(error)}\n{traceback.format_exc()}")
+            tell(f"BROKEN {template.name} seed {seed}: {case.harms}: {_format_error(error)}\n{traceback.format_exc()}")
             return False
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -332,12 +338,12 @@ def main(arguments: list[str]) -> int:
     if what == "make":
         for name in KINDS:
             (folder / name).mkdir(parents=True)
-            make(name, folder / name)
+            make_template(name, folder / name)
         return 0
     first = int(arguments[2])
     count = int(arguments[3])
     templates = [pickle.loads((folder / name / "template.pickle").read_bytes()) for name in KINDS]
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESSES, MOST_ADDRESSES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
     held = 0
     for seed in range(first, first + count):
         template = templates[Random(seed).choice([0, 0, 1, 1, 2])]

@@ -1,8 +1,8 @@
-"""Damaged blocks, made on purpose, and a script that has the native decoder read them in a process of its own.
+"""Damaged blocks, and a script in which the native decoder reads them.
 
-`python damaged_blocks.py KINDS CASES SEED`: KINDS are names of `DAMAGES` and `CLAIMS`, or "nothing", with commas
-between them, and slashes between those that are done one after another. After a crash the last line says what to run
-again.
+`python damaged_blocks.py KINDS CASES SEED` reads CASES damaged blocks. KINDS are names of `DAMAGES` and `CLAIMS`, or
+`WHOLE`, separated by commas. Groups of kinds are separated by slashes and run one after another. After a crash, the
+last line of the output is the call that crashed.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ Bytes = NDArray[np.uint8]
 
 COUNT = 12
 WHOLE_EVERY = 50
-"""After so many damaged blocks one that is whole is read: what is refused must leave nothing behind in the decoder."""
+"""Number of damaged blocks between two whole ones. A refused block must not change how the next one is decoded."""
 ZSTD_DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
 
 
-# ---------------------------------------------------------------- blocks, and what befalls them
+# ---------------------------------------------------------------- blocks and their damages
 
 
 @dataclass
 class Block:
-    """What a block consists of where it is stored, and which slices are asked for."""
+    """The stored content of a block, and the slices that are read from it."""
 
     codec: Codec
     data: Bytes
     offsets: NDArray[np.uint32]
     palette: Bytes
     numbers: NDArray[np.int64]
-    slices: Bytes | None = None  # what was compressed
+    slices: Bytes | None = None  # The slices before compression.
     count: int = COUNT
     in_file: bool = False
-    checks: NDArray[np.uint32] | None = None  # of the units in a file; None: those that are right
-    cut: int = 0  # bytes that the file lacks at its end
-    start: int = 0  # where in the file the units are said to begin
+    checks: NDArray[np.uint32] | None = None  # Checksums of the units in a file. None: the right ones.
+    cut: int = 0  # Bytes that are missing at the end of the file.
+    start: int = 0  # Claimed position of the units in the file.
     places: NDArray[Any] | None = None
 
 
@@ -106,8 +106,8 @@ def make_slices(form: Codec, generator: np.random.Generator) -> tuple[Bytes, Dic
     return np.ascontiguousarray(slices), dictionary
 
 
-def whole_blocks() -> list[Block]:
-    """Encode slices in every way that reads them differently."""
+def make_whole_blocks() -> list[Block]:
+    """Encode slices with all codecs that are decoded differently."""
     blocks = []
     for form in FORMS:
         generator = np.random.default_rng(form.slice_bytes)
@@ -125,7 +125,7 @@ def whole_blocks() -> list[Block]:
             replace(form, method=Method.ZSTANDARD, level=4),
             replace(form, method=Method.LZ4, level=4, group=3),
         ):
-            # Slices with codecs of level 4 are encoded in another order than their numbers'.
+            # With level 4, slices are not encoded in the order of their numbers.
             order = generator.permutation(COUNT).astype(np.uint32) if codec.level == 4 else None
             coded = encode(slices, codec, order)
             assert coded is not None
@@ -143,12 +143,12 @@ def whole_blocks() -> list[Block]:
     return [*blocks, *(replace(block, in_file=True) for block in blocks)]
 
 
-BLOCKS = whole_blocks()
+BLOCKS = make_whole_blocks()
 SINGLES = [block for block in BLOCKS if block.codec.group == 1 and block.places is None]
 Damage = Callable[[Block, np.random.Generator], None]
 
 
-def _spoil(array: NDArray[Any], generator: np.random.Generator, kinds: int = 4) -> Bytes:
+def _spoil_bytes(array: NDArray[Any], generator: np.random.Generator, kinds: int = 4) -> Bytes:
     """Flip, zero, randomise or cut some bytes of a copy."""
     spoilt = array.view(np.uint8).copy()
     if not spoilt.size:
@@ -169,16 +169,16 @@ def _spoil(array: NDArray[Any], generator: np.random.Generator, kinds: int = 4) 
 
 def spoil_data(block: Block, generator: np.random.Generator) -> None:
     """Change compressed bytes, mostly the first few of every slice, which are headers."""
-    block.data = _spoil(block.data, generator)
+    block.data = _spoil_bytes(block.data, generator)
     for start in block.offsets[:-1].tolist():
-        behind_magic = 4 * int(generator.integers(2))
-        header = block.data[start + behind_magic : start + behind_magic + 6]
+        after_magic = 4 * int(generator.integers(2))
+        header = block.data[start + after_magic : start + after_magic + 6]
         if generator.random() < 0.5:
             header ^= generator.integers(0, 256, len(header), np.uint8)
 
 
 def spoil_offsets(block: Block, generator: np.random.Generator) -> None:
-    """Put offsets out of order, beyond the data, at the end of what they can say, or leave some out."""
+    """Put offsets out of order, beyond the data or to their largest value, or leave some out."""
     offsets = block.offsets.copy()
     if not offsets.size:
         return
@@ -201,7 +201,7 @@ def spoil_offsets(block: Block, generator: np.random.Generator) -> None:
 
 def spoil_palette(block: Block, generator: np.random.Generator) -> None:
     """Change words of the palette."""
-    block.palette = _spoil(block.palette, generator, kinds=3)
+    block.palette = _spoil_bytes(block.palette, generator, kinds=3)
 
 
 def shorten_palette(block: Block, generator: np.random.Generator) -> None:
@@ -212,7 +212,7 @@ def shorten_palette(block: Block, generator: np.random.Generator) -> None:
 def spoil_dictionary(block: Block, generator: np.random.Generator) -> None:
     """Change, shorten or take away the bytes that slices have in common."""
     content = b"?" if block.codec.dictionary is None else block.codec.dictionary.content
-    spoilt = _spoil(np.frombuffer(content, np.uint8), generator).tobytes() or b"!"
+    spoilt = _spoil_bytes(np.frombuffer(content, np.uint8), generator).tobytes() or b"!"
     try:
         dictionary = Dictionary(spoilt) if generator.random() < 0.8 else None
     except ValueError:
@@ -220,7 +220,7 @@ def spoil_dictionary(block: Block, generator: np.random.Generator) -> None:
     block.codec = replace(block.codec, dictionary=dictionary)
 
 
-def pretend_a_dictionary(block: Block, generator: np.random.Generator) -> None:
+def forge_dictionary(block: Block, generator: np.random.Generator) -> None:
     """Replace a dictionary by bytes that only begin like a trained one."""
     content = ZSTD_DICTIONARY_MAGIC + generator.bytes(int(generator.integers(500)))
     try:
@@ -230,19 +230,19 @@ def pretend_a_dictionary(block: Block, generator: np.random.Generator) -> None:
     block.codec = replace(block.codec, method=Method.ZSTANDARD, dictionary=dictionary)
 
 
-def ask_for_others(block: Block, generator: np.random.Generator) -> None:
-    """Ask for slices that the block does not hold."""
+def request_missing_slices(block: Block, generator: np.random.Generator) -> None:
+    """Request slices that the block does not have."""
     beyond = np.array([-1, COUNT, COUNT + 1, 1 << 32, 1 << 62, -(1 << 62)])
     block.numbers = np.append(block.numbers, generator.choice(beyond, 2))
 
 
-def mistake_the_method(block: Block, generator: np.random.Generator) -> None:
+def change_method(block: Block, generator: np.random.Generator) -> None:
     """Read one method's bytes by another."""
     block.codec = replace(block.codec, method=Method(int(generator.integers(3))))
 
 
-def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
-    """Claim a size, a word or an image that does not go with the others."""
+def change_transform(block: Block, generator: np.random.Generator) -> None:
+    """Claim a size, a word or an image that does not fit the other settings."""
     names = ("slice_bytes", "word_bytes", "planes", "rows", "columns", "shuffle_bytes", "level", "min_match")
     name = names[int(generator.integers(len(names)))]
     values = [-1, 0, 1, 2, 3, 4, 5, 8, 7, 60, 901, 100_000, 1 << 20, 1 << 40, 1 << 62]
@@ -254,8 +254,8 @@ def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
     block.codec = codec
 
 
-def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
-    """Claim other numbers of neighbours in a unit: one, many, all of memory, or less than none."""
+def change_group(block: Block, generator: np.random.Generator) -> None:
+    """Claim another number of slices per unit: one, many, more than fit into memory, or a negative number."""
     group = int(generator.choice([-(1 << 31), -1, 0, 1, 2, 3, 6, 12, 13, 64, 65, 1 << 20, 1 << 31, 1 << 40, 1 << 62]))
     block.codec = replace(block.codec, group=group)
 
@@ -263,7 +263,7 @@ def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
 def spoil_places(block: Block, generator: np.random.Generator) -> None:
     """Make slices share places, have places that do not exist, or be fewer than their number says."""
     places: Any = np.arange(COUNT, dtype=np.uint16)[::-1].copy() if block.places is None else block.places.copy()
-    if not places.size:  # spoilt before
+    if not places.size:  # Another damage has removed all places.
         return
     match generator.integers(3):
         case 0:
@@ -275,20 +275,20 @@ def spoil_places(block: Block, generator: np.random.Generator) -> None:
     block.places = places
 
 
-def mistake_the_count(block: Block, generator: np.random.Generator) -> None:
+def change_count(block: Block, generator: np.random.Generator) -> None:
     """Claim more slices than there are, or fewer, and sometimes change the number of offsets and sums accordingly."""
     block.count = int(generator.choice([-1, 0, 1, COUNT - 1, COUNT + 1, 2 * COUNT, 1 << 16, 1 << 32, 1 << 62]))
     units = -(-block.count // max(block.codec.group, 1))
     if generator.random() < 0.7 and 0 <= units < 1 << 17:
         block.offsets = np.resize(block.offsets, units + 1)
-        block.checks = np.resize(checks_of(block), units)
+        block.checks = np.resize(compute_checks(block), units)
         block.numbers = generator.integers(0, max(block.count, 1), COUNT)
 
 
 def spoil_checks(block: Block, generator: np.random.Generator) -> None:
     """Change the sums that units in a file must have, or leave some out."""
     block.in_file = True
-    checks = checks_of(block)
+    checks = compute_checks(block)
     if checks.size:
         checks[generator.integers(checks.size)] ^= np.uint32(1 << int(generator.integers(32)))
     block.checks = checks if generator.random() < 0.7 else checks[: int(generator.integers(checks.size + 1))].copy()
@@ -307,26 +307,26 @@ DAMAGES: dict[str, Damage] = {
     "offsets": spoil_offsets,
     "palette": spoil_palette,
     "dictionary": spoil_dictionary,
-    "numbers": ask_for_others,
-    "method": mistake_the_method,
+    "numbers": request_missing_slices,
+    "method": change_method,
     "checks": spoil_checks,
     "file": cut_the_file,
 }
 CLAIMS: dict[str, Damage] = {
     "short palette": shorten_palette,
-    "transform": mistake_the_transform,
-    "false dictionary": pretend_a_dictionary,
-    "group": mistake_the_group,
-    "count": mistake_the_count,
+    "transform": change_transform,
+    "false dictionary": forge_dictionary,
+    "group": change_group,
+    "count": change_count,
     "places": spoil_places,
 }
-"""What is wrong with a block before a slice of it is read."""
+"""Damages that are noticed before a slice of the block is read."""
 WHOLE = "nothing"
-"""A child that is given this word also compresses and reads blocks that are whole."""
+"""With this kind, the script also compresses and reads whole blocks."""
 
 
-def checks_of(block: Block) -> NDArray[np.uint32]:
-    """Return the sums that the block claims, or those of its units as they are, wherever its offsets lead."""
+def compute_checks(block: Block) -> NDArray[np.uint32]:
+    """Return the checksums that the block claims, or else the checksums of its units."""
     if block.checks is not None:
         return block.checks.copy()
     ends = np.minimum(block.offsets.astype(np.int64), block.data.size).tolist()
@@ -343,7 +343,7 @@ def make_coded(block: Block) -> Coded:
         temporary.flush()
         file = DataFile(Path("units"), os.dup(temporary.fileno()))
     place = (file.descriptor, block.start, block.data.nbytes)
-    checks = checks_of(block)
+    checks = compute_checks(block)
     return Coded(block.codec, block.count, block.offsets, block.palette, place, block.places, checks, file)
 
 
@@ -356,7 +356,7 @@ def read_damaged(block: Block) -> bytes | None:
         return None
 
 
-def damaged(number: int, kinds: list[str], seed: int) -> Block:
+def make_damaged(number: int, kinds: list[str], seed: int) -> Block:
     """Apply damages of the given kinds to one of the blocks, and read some slices in any order."""
     generator = np.random.default_rng(seed)
     block = replace(BLOCKS[number % len(BLOCKS)])
@@ -393,11 +393,11 @@ def encode_and_decode(generator: np.random.Generator) -> None:
             assert decode(coded, 0, 3).tobytes() == slices.tobytes(), form
 
 
-def require_the_rest_is_well(number: int) -> None:
-    """Read a block that is whole, after damaged ones: nothing of them is left in the decoder."""
+def require_whole_block(number: int) -> None:
+    """Read a whole block. Require that its slices are right, also after damaged blocks were read."""
     block = BLOCKS[number]
     assert block.slices is not None
-    assert read_damaged(block) == block.slices.tobytes(), f"block {number} is read otherwise"
+    assert read_damaged(block) == block.slices.tobytes(), f"block {number} has wrong slices"
 
 
 def main(kinds: list[str], cases: int, seed: int) -> None:
@@ -407,16 +407,16 @@ def main(kinds: list[str], cases: int, seed: int) -> None:
         kinds.remove(WHOLE)
         encode_and_decode(generator)
     for case in range(cases):
-        befalling = [kinds[int(i)] for i in generator.integers(0, len(kinds), generator.integers(1, 4))]
+        damages = [kinds[int(i)] for i in generator.integers(0, len(kinds), generator.integers(1, 4))]
         number = int(generator.integers(len(BLOCKS)))
         case_seed = int(generator.integers(1 << 32))
-        # Told before it is done: after a crash, the last line says what to run again.
-        sys.stderr.write(f"damaged({number}, {befalling}, {case_seed})\n")
-        read_damaged(damaged(number, befalling, case_seed))
+        # The line is written first. After a crash, the last line is the call that crashed.
+        sys.stderr.write(f"make_damaged({number}, {damages}, {case_seed})\n")
+        read_damaged(make_damaged(number, damages, case_seed))
         if case % WHOLE_EVERY == 0:
-            require_the_rest_is_well(number)
+            require_whole_block(number)
 
 
 if __name__ == "__main__":
-    for together in sys.argv[1].split("/"):
-        main(together.split(","), int(sys.argv[2]), int(sys.argv[3]))
+    for group in sys.argv[1].split("/"):
+        main(group.split(","), int(sys.argv[2]), int(sys.argv[3]))

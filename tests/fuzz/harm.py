@@ -1,6 +1,6 @@
-"""Harm done to a directory of checkpoints: what disks, people, other programs and strangers do to it.
+"""Damage to a directory of checkpoints, as disks, people, other programs and strangers cause it.
 
-Every function takes the directory, a folder beside it that nobody may touch, and a generator. It returns what it did.
+Every function takes the directory, a folder outside of it, and a generator. It returns a description of the damage.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from holdall.store.records import MAGIC
 
 Harm = Callable[[Path, Path, Random], str]
 _STRANGERS = import_module("tests.crash.test_strangers")
-mutated = _STRANGERS.mutated
-renamed = _STRANGERS.renamed
-rewritten = _STRANGERS.rewritten
+mutate = _STRANGERS.mutate
+rename_record = _STRANGERS.rename_record
+rewrite_record = _STRANGERS.rewrite_record
 PREAMBLE = _STRANGERS.PREAMBLE
 
 
-def files_of(run: Path) -> list[Path]:
+def list_files(run: Path) -> list[Path]:
     """Return the regular files of a directory, those of shards too, in order."""
     found = (Path(top, name) for top, _folders, names in os.walk(run) for name in names)
     return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
 
-def _victim(run: Path, generator: Random) -> Path:
-    """Pick a file. Manifests are picked more often than their share."""
-    files = files_of(run) or [run / "nothing-else"]
+def _choose_file(run: Path, generator: Random) -> Path:
+    """Choose a file. Manifests are chosen more often than other files."""
+    files = list_files(run) or [run / "nothing-else"]
     manifests = [path for path in files if path.parent.name == "manifests"]
     return generator.choice(manifests if manifests and generator.random() < 0.4 else files)
 
 
-def _named(run: Path, path: Path) -> str:
+def _format_path(run: Path, path: Path) -> str:
     return str(path.relative_to(run))
 
 
@@ -54,14 +54,14 @@ def _named(run: Path, path: Path) -> str:
 
 
 def remove(run: Path, _outside: Path, generator: Random) -> str:
-    """A file is gone."""
-    path = _victim(run, generator)
+    """Remove a file."""
+    path = _choose_file(run, generator)
     path.unlink(missing_ok=True)
-    return f"removed {_named(run, path)}"
+    return f"removed {_format_path(run, path)}"
 
 
 def remove_many(run: Path, _outside: Path, generator: Random) -> str:
-    """A folder is gone, or all that was in it, or the whole directory."""
+    """Remove a folder, all files of it, or the whole directory."""
     folder = generator.choice([run / "segments", run / "manifests", run])
     shutil.rmtree(folder, ignore_errors=True)
     if generator.random() < 0.5:
@@ -70,22 +70,22 @@ def remove_many(run: Path, _outside: Path, generator: Random) -> str:
 
 
 def swap(run: Path, _outside: Path, generator: Random) -> str:
-    """Two files have each other's content."""
-    one = _victim(run, generator)
-    other = _victim(run, generator)
+    """Exchange the contents of two files."""
+    one = _choose_file(run, generator)
+    other = _choose_file(run, generator)
     if one.is_file() and other.is_file():
         first = one.read_bytes()
         second = other.read_bytes()
         one.write_bytes(second)
         other.write_bytes(first)
-    return f"swapped {_named(run, one)} and {_named(run, other)}"
+    return f"swapped {_format_path(run, one)} and {_format_path(run, other)}"
 
 
 def change_bytes(run: Path, _outside: Path, generator: Random) -> str:
-    """Bytes are cut off, added, zeroed or flipped."""
-    path = _victim(run, generator)
+    """Cut, add, zero or flip bytes of a file."""
+    path = _choose_file(run, generator)
     if path.exists() and not path.is_file():
-        return "nothing"  # who opens a pipe waits for ever
+        return "nothing"  # Opening a pipe would wait for ever.
     raw = bytearray(path.read_bytes() if path.is_file() else b"")
     place = generator.randrange(len(raw) + 1)
     how = generator.choice(["cut", "emptied", "zeroed", "zeroed whole", "flipped", "grew", "overwritten"])
@@ -109,22 +109,22 @@ def change_bytes(run: Path, _outside: Path, generator: Random) -> str:
                 if raw:
                     raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
     path.write_bytes(raw)
-    return f"{how} {_named(run, path)}"
+    return f"{how} {_format_path(run, path)}"
 
 
 # ---------------------------------------------------------------- people, and other programs
 
 
-def replace_by_something_else(run: Path, outside: Path, generator: Random) -> str:
-    """A name is that of a link, a pipe, a directory, a socket or a device."""
+def replace_by_special_file(run: Path, outside: Path, generator: Random) -> str:
+    """Replace a file or folder by a link, a pipe, a directory or a socket."""
     folders = [run / "segments", run / "manifests"]
-    path = generator.choice(folders) if generator.random() < 0.2 else _victim(run, generator)
+    path = generator.choice(folders) if generator.random() < 0.2 else _choose_file(run, generator)
     if generator.random() < 0.15:
         path = run / "LOCK"
-    return f"{_named(run, path)} is {_replace(path, outside, generator)}"
+    return f"{_format_path(run, path)} is {_replace(path, outside, generator)}"
 
 
-def _specials(folder: str, names: list[str]) -> list[str]:
+def _find_special_files(folder: str, names: list[str]) -> list[str]:
     """Return the names in a folder that are neither files, folders nor links."""
     found = [Path(folder) / name for name in names]
     return [path.name for path in found if not (path.is_symlink() or path.is_file() or path.is_dir())]
@@ -135,7 +135,8 @@ def _replace(path: Path, outside: Path, generator: Random) -> str:
     moved = outside / f"moved-{path.name}"
     if path.is_dir():
         if not moved.exists():
-            shutil.copytree(path, moved, symlinks=True, ignore=_specials)  # A copy of /dev/zero would never end.
+            # A copy of /dev/zero would never end, so special files are left out.
+            shutil.copytree(path, moved, symlinks=True, ignore=_find_special_files)
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         moved.write_bytes(raw)
@@ -157,7 +158,7 @@ def _replace(path: Path, outside: Path, generator: Random) -> str:
         os.mkfifo(path)
     elif kind == "a socket":
         here = Path.cwd()
-        os.chdir(path.parent)  # names of sockets are short
+        os.chdir(path.parent)  # The path of a socket must be short.
         try:
             with socket.socket(socket.AF_UNIX) as one:
                 one.bind(path.name)
@@ -170,8 +171,8 @@ def _replace(path: Path, outside: Path, generator: Random) -> str:
     return kind
 
 
-def foreign_files(run: Path, outside: Path, generator: Random) -> str:
-    """Somebody keeps files of their own there, some of which look like holdall's."""
+def add_foreign_file(run: Path, outside: Path, generator: Random) -> str:
+    """Add a file or folder that is not holdall's. Some have names like holdall's."""
     folder = generator.choice([run, run / "segments", run / "manifests"])
     if not folder.is_dir():
         return "nothing"
@@ -198,26 +199,26 @@ def foreign_files(run: Path, outside: Path, generator: Random) -> str:
         (path / "own.txt").write_text("a user's own file")
     else:
         path.symlink_to(outside / ("victim.txt" if how == "link" else "folder"))
-    return f"a foreign {how} {_named(run, path)}"
+    return f"a foreign {how} {_format_path(run, path)}"
 
 
-def odd_numbers(run: Path, _outside: Path, generator: Random) -> str:
-    """A manifest has another number than its own, or is missing."""
+def add_numbered_manifest(run: Path, _outside: Path, generator: Random) -> str:
+    """Add a manifest under another number, with content that is empty, invalid or copied."""
     folder = run / "manifests"
-    manifests = [path for path in files_of(run) if path.parent == folder]
+    manifests = [path for path in list_files(run) if path.parent == folder]
     if not manifests:
         return "nothing"
     number = generator.choice([0, 4, 17, 10**9, 10**16 - 2, 10**16 - 1])
     raw = generator.choice([b"", b"{}", append_checksum(b"{}"), generator.choice(manifests).read_bytes()])
     path = folder / f"{number:016d}.json"
     path.write_bytes(raw)
-    return f"{_named(run, path)} holds {len(raw)} bytes of another"
+    return f"{_format_path(run, path)} has {len(raw)} bytes of another"
 
 
-# ---------------------------------------------------------------- strangers: the sums are right, the words are not
+# ---------------------------------------------------------------- strangers: correct checksums, wrong claims
 
 
-def _newest(run: Path, generator: Random) -> tuple[Path, Any] | None:
+def _read_manifest(run: Path, generator: Random) -> tuple[Path, Any] | None:
     folders = [run, run, *sorted(run.glob("shards/*"))]
     folder = generator.choice(folders)
     for path in sorted((folder / "manifests").glob("*.json"), reverse=True)[generator.choice([0, 0, 0, 1]) :]:
@@ -234,18 +235,18 @@ def _write(path: Path, words: Any) -> None:
 
 
 def forge_anything(run: Path, _outside: Path, generator: Random) -> str:
-    """One word of a manifest is another, of any kind."""
-    found = _newest(run, generator)
+    """Change some values of a manifest to values of any type."""
+    found = _read_manifest(run, generator)
     if found is None:
         return "nothing"
     path, words = found
     for _ in range(generator.choice([1, 1, 2, 4])):
-        words = mutated(words, generator)
+        words = mutate(words, generator)
     _write(path, words)
-    return f"forged {_named(run, path)}"
+    return f"forged {_format_path(run, path)}"
 
 
-def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
+def _make_claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
     deep: Any = []
     for _ in range(generator.choice([40, 900])):
         deep = [deep]
@@ -263,6 +264,7 @@ def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
         "capacity_ticks": generator.choice([0, 1, huge]),
         "first_tick": huge,
         "next_tick": generator.choice([0, huge]),
+        "transitions": generator.choice([-1, 1.5, huge]),
         "files": generator.choice([[[escape, 1]], [], [["f" * 16 + "-" + "0" * 16 + ".seg", huge]]]),
         "attached": generator.choice([{escape: [ref]}, {"a": [ref] * 9}, {"x" * 300: []}]),
         "shards": generator.choice(
@@ -272,7 +274,7 @@ def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
         "segments": generator.choice([[], [[0, huge, [], [ref]]], [[0, 1, [0], []]], [[0, 1, [0] * 9, [ref] * 9]]]),
         "dictionaries": {"0" * 32: ref},
         many: (words.get(many) or [[]]) * generator.choice([2, 3_000]),
-        "schema": generator.choice([deep, {}, mutated(schema, generator), _widened(schema, generator)]),
+        "schema": generator.choice([deep, {}, mutate(schema, generator), _change_sizes(schema, generator)]),
         "epoch": escape,
         "state": generator.choice([[0, 0, huge, "0" * 32], [huge, 0, 0, "0" * 32], [], ref]),
     }
@@ -280,57 +282,59 @@ def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
     return {key: claims[key]} | ({"features": ["shards"]} if key == "shards" else {})
 
 
-def _widened(schema: Any, generator: Random) -> Any:
-    """Claim other numbers in a schema: lanes, lengths of axes."""
+def _change_sizes(schema: Any, generator: Random) -> Any:
+    """Change numbers in a schema, such as lanes and lengths of axes."""
     huge = generator.choice([0, -1, 3, 2**20, 2**31, 2**40])
     if isinstance(schema, dict):
-        return {key: _widened(child, generator) if generator.random() < 0.7 else child for key, child in schema.items()}
+        return {
+            key: _change_sizes(child, generator) if generator.random() < 0.7 else child for key, child in schema.items()
+        }
     if isinstance(schema, list):
-        return [_widened(child, generator) for child in schema]
+        return [_change_sizes(child, generator) for child in schema]
     return huge if type(schema) is int else schema
 
 
 def forge_claims(run: Path, outside: Path, generator: Random) -> str:
-    """A manifest claims what would be expensive, or lead elsewhere."""
-    found = _newest(run, generator)
+    """Let a manifest claim huge sizes, or paths outside of the directory."""
+    found = _read_manifest(run, generator)
     if found is None:
         return "nothing"
     path, words = found
-    claims = _claims(words, outside, generator)
+    claims = _make_claims(words, outside, generator)
     _write(path, words | claims)
-    return f"forged {_named(run, path)}: {str(claims)[:120]}"
+    return f"forged {_format_path(run, path)}: {str(claims)[:120]}"
 
 
 def forge_record(run: Path, _outside: Path, generator: Random) -> str:
-    """A record of the newest checkpoint is another one, and the manifest names it."""
-    found = _newest(run, generator)
+    """Replace a record of the newest checkpoint, and let the manifest name the new record."""
+    found = _read_manifest(run, generator)
     if found is None or not isinstance(found[1].get("files"), list):
         return "nothing"
     path, words = found
     try:
-        index, start, nbytes, digest = _ref_in(words, generator)
+        index, start, nbytes, digest = _choose_ref(words, generator)
         file = path.parents[1] / "segments" / words["files"][index][0]
         raw = file.read_bytes()[start : start + nbytes] if file.is_file() else b""
-        changed = _bomb(generator) if generator.random() < 0.03 else rewritten(raw, generator)
+        changed = _make_bomb(generator) if generator.random() < 0.03 else rewrite_record(raw, generator)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
         return "nothing"
     name = "f" * 16 + f"-{generator.getrandbits(60):016x}.seg"
     (path.parents[1] / "segments" / name).write_bytes(changed)
     head = changed[: 32 + PREAMBLE.unpack(changed[:32])[1]]
     new = [len(words["files"]), 0, len(changed), hashlib.sha256(head).hexdigest()[:32]]
-    words = renamed(words, [index, start, nbytes, digest], new)
+    words = rename_record(words, [index, start, nbytes, digest], new)
     words["files"].append([name, len(changed)])
     _write(path, words)
-    return f"forged a record of {len(changed)} bytes at {start} of {_named(run, path)}"
+    return f"forged a record of {len(changed)} bytes at {start} of {_format_path(run, path)}"
 
 
-def _ref_in(words: Any, generator: Random) -> list[Any]:
+def _choose_ref(words: Any, generator: Random) -> list[Any]:
     refs = [words["state"], *(segment[3:] for segment in words["segments"])]
     refs += [block[1:] for block in words["blocks"]] + list(words["dictionaries"].values())
     return list(generator.choice(refs))
 
 
-def _bomb(generator: Random) -> bytes:
+def _make_bomb(generator: Random) -> bytes:
     """Return a state of a few kilobytes that claims gigabytes, part by part."""
     zeros = zstandard.ZstdCompressor(level=1).compress(bytes(2**26))
     count = generator.choice([24, 60])
@@ -353,9 +357,9 @@ HARMS: list[Harm] = [
     change_bytes,
     change_bytes,
     change_bytes,
-    replace_by_something_else,
-    replace_by_something_else,
-    foreign_files,
-    odd_numbers,
+    replace_by_special_file,
+    replace_by_special_file,
+    add_foreign_file,
+    add_numbered_manifest,
 ]
 FORGERIES: list[Harm] = [forge_anything, forge_claims, forge_claims, forge_record, forge_record]

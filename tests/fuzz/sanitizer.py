@@ -16,7 +16,7 @@ from holdall import _native
 ROOT = Path(__file__).parents[2]
 _THIRD_PARTY = ROOT / "third_party"
 _OPTIONS = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096"
-"""Python never frees some objects. Allocations fail as they do on a small machine."""
+"""Leaks are not reported, because Python never frees some objects. Large allocations fail."""
 
 
 def copy_package(folder: Path) -> Path:

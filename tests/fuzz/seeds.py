@@ -1,4 +1,4 @@
-"""Where a fuzz begins: at another seed every day, which is printed, or at the one that HOLDALL_FUZZ_SEED names."""
+"""The seed of a fuzz run: another one every day, or the value of HOLDALL_FUZZ_SEED."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import datetime
 import os
 
 
-def rotating_seed() -> int:
-    """Return today's seed, and print it: pytest shows it when a test fails."""
+def choose_seed() -> int:
+    """Return today's seed. Print it, so that pytest shows it when a test fails."""
     today = datetime.datetime.now(datetime.UTC).date()
     seed = int(os.environ.get("HOLDALL_FUZZ_SEED") or today.toordinal())
     os.write(1, f"HOLDALL_FUZZ_SEED={seed}\n".encode())

@@ -1,4 +1,4 @@
-"""Checkpoints that are then harmed: memories of three kinds, each saved three times, and what was acknowledged."""
+"""Templates of the checkpoints that are damaged: memories of three kinds, each saved three times."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NOISE = np.random.default_rng(0).integers(0, 24, (61, 12, 36), np.uint8)
 Content = dict[str, Any]
 
 
-def observation(tick: int) -> dict[str, Any]:
-    """Return both lanes' observation at a tick: two frames, a window of 140 days, and numbers."""
+def make_observation(tick: int) -> dict[str, Any]:
+    """Return the observations of both lanes at a tick: two frames, a window of 140 days, and numbers."""
     frames = [[_NOISE[(tick - back + 31 * lane) % 61] for back in (1, 0)] for lane in range(LANES)]
     days = np.arange(tick, tick + 140).reshape(1, -1, 1) + 1000 * np.arange(LANES).reshape(-1, 1, 1)
     state = np.array([[tick + 0.5 * lane] * 3 for lane in range(LANES)], np.float32)
@@ -47,11 +47,11 @@ def add_images(memory: ReplayMemory, tick: int) -> None:
     ended = np.array([tick % 17 == 16, tick % 23 == 22])
     action = np.array([tick % 5, 1])
     reward = np.array([tick, -tick], np.float32)
-    after = observation(tick + 1)
-    final = observation(tick + 1000)
+    after = make_observation(tick + 1)
+    final = make_observation(tick + 1000)
     for key, rows in after.items():
         rows[ended] = final[key][ended]
-    memory.add(observation(tick), action, reward, after, ended, np.zeros(LANES, np.bool_))
+    memory.add(make_observation(tick), action, reward, after, ended, np.zeros(LANES, np.bool_))
 
 
 def add_numbers(memory: ReplayMemory, tick: int) -> None:
@@ -61,46 +61,46 @@ def add_numbers(memory: ReplayMemory, tick: int) -> None:
     memory.add(at, np.array([tick % 4]), np.array([tick], np.float64), after, *flags)
 
 
-def new_images(folder: Path) -> ReplayMemory:
-    """Make a memory of large fields, which spills."""
+def make_image_memory(folder: Path) -> ReplayMemory:
+    """Return a memory of large fields, which spills."""
     return ReplayMemory(
         IMAGES, spaces.Discrete(5), 1600, LANES, budget=None, spill_dir=folder / "spill", seed=1, _tuning=TUNING
     )
 
 
-def new_numbers(_folder: Path) -> ReplayMemory:
-    """Make a memory of small fields, with priorities."""
+def make_number_memory(_folder: Path) -> ReplayMemory:
+    """Return a memory of small fields, with priorities."""
     return ReplayMemory(NUMBERS, spaces.Discrete(4), 40, seed=2, sampler=Prioritized(), _tuning=TUNING)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How memories of one kind are made, filled and loaded."""
+    """The functions that make, fill and load memories of one kind."""
 
-    ticks: tuple[int, ...]  # at which it was saved
+    ticks: tuple[int, ...]  # The ticks after which the memory is saved.
     new: Callable[[Path], ReplayMemory]
     add: Callable[[ReplayMemory, int], None]
     arguments: Callable[[], dict[str, Any]] = dict
 
 
 KINDS = {
-    "images": Kind((30, 55, 80), new_images, add_images, lambda: {"budget": None}),
-    "numbers": Kind((15, 30, 50), new_numbers, add_numbers, lambda: {"sampler": Prioritized()}),
-    "shards": Kind((4, 7, 9), new_images, add_images),
+    "images": Kind((30, 55, 80), make_image_memory, add_images, lambda: {"budget": None}),
+    "numbers": Kind((15, 30, 50), make_number_memory, add_numbers, lambda: {"sampler": Prioritized()}),
+    "shards": Kind((4, 7, 9), make_image_memory, add_images),
 }
 
 
-def content_of(memory: ReplayMemory) -> Content:
-    """Return all that a memory holds, as bytes, and the ids that it draws next."""
+def read_content(memory: ReplayMemory) -> Content:
+    """Return all transitions of a memory, as bytes, and the ids that it draws next."""
     every = np.arange(memory.first_id, memory.next_id)
     ids = every[memory.are_valid(every)]
-    found = {name: rows.tobytes() for name, rows in rows_of(memory, ids).items()} if len(ids) else {}
+    found = {name: rows.tobytes() for name, rows in read_rows(memory, ids).items()} if len(ids) else {}
     draws = memory.sample(8).ids.tobytes() if len(ids) else b""
     attached = {name: memory.attached[name] for name in memory.attached}
     return found | {"ids": ids.tobytes(), "lanes": memory.num_envs, "attached": attached, "draws": draws}
 
 
-def rows_of(memory: ReplayMemory, ids: Any) -> dict[str, Any]:
+def read_rows(memory: ReplayMemory, ids: Any) -> dict[str, Any]:
     """Return every field of some transitions."""
     batch = memory.gather(ids)
     rows: dict[str, Any] = {"reward": batch.reward, "terminated": batch.terminated, "truncated": batch.truncated}
@@ -112,21 +112,21 @@ def rows_of(memory: ReplayMemory, ids: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Template:
-    """A directory of checkpoints, the files that each of them needs, and what it holds."""
+    """A directory of checkpoints, the files of each checkpoint, and the acknowledged states."""
 
     name: str
     run: Path
-    needs: dict[int, dict[str, int]]  # bytes by path, by number of the checkpoint
+    needs: dict[int, dict[str, int]]  # For each checkpoint, the size of each file by its path.
     holds: dict[int, Content]
 
     @property
     def kind(self) -> Kind:
-        """How its memories are made."""
+        """The kind of its memories."""
         return KINDS[self.name]
 
 
-def make(name: str, folder: Path) -> None:
-    """Save a memory three times, and write down what was acknowledged."""
+def make_template(name: str, folder: Path) -> None:
+    """Save a memory three times, and write a `Template` with the acknowledged states."""
     kind = KINDS[name]
     run = folder / "run"
     holds = {}
@@ -138,7 +138,7 @@ def make(name: str, folder: Path) -> None:
                 shards.shards[shard].insert(writer, done, tick - done)
             done = tick
             shards.save().result()
-            holds[number] = _loaded(run, folder / str(number), kind)
+            holds[number] = _load_copy(run, folder / str(number), kind)
         shards.close()
     else:
         with kind.new(folder) as memory:
@@ -147,29 +147,29 @@ def make(name: str, folder: Path) -> None:
                     kind.add(memory, memory.next_id // memory.num_envs)
                 memory.store.wait_idle()
                 memory.save(run, attach={"agent.pth": b"weights %d" % number}).result()
-                holds[number] = _loaded(run, folder / str(number), kind)
-                for field, rows in rows_of(memory, np.arange(memory.first_id, memory.next_id)).items():
+                holds[number] = _load_copy(run, folder / str(number), kind)
+                for field, rows in read_rows(memory, np.arange(memory.first_id, memory.next_id)).items():
                     assert holds[number][field] == rows.tobytes(), (
-                        f"checkpoint {number} holds other {field} than was added"
+                        f"checkpoint {number} has another {field} than was added"
                     )
-    needs = {number: _needs(run, number) for number in holds}
+    needs = {number: _find_needed_files(run, number) for number in holds}
     (folder / "template.pickle").write_bytes(pickle.dumps(Template(name, run, needs, holds)))
 
 
-def _loaded(run: Path, copy: Path, kind: Kind) -> Content:
+def _load_copy(run: Path, copy: Path, kind: Kind) -> Content:
     shutil.copytree(run, copy)
     with ReplayMemory.load(copy, **kind.arguments()) as memory:
-        content = content_of(memory)
+        content = read_content(memory)
     shutil.rmtree(copy)
     return content
 
 
-def _needs(run: Path, number: int, below: str = "") -> dict[str, int]:
+def _find_needed_files(run: Path, number: int, below: str = "") -> dict[str, int]:
     """Return the files of a checkpoint and their sizes."""
     manifest = open_reader(run / below).manifest(number)
     name = f"{below}manifests/{number:016d}.json"
     needs = {name: (run / name).stat().st_size}
     needs |= {f"{below}segments/{file}": nbytes for file, nbytes in manifest.files.items()}
     for shard in manifest.shards:
-        needs |= _needs(run, shard.number, f"{shard.folder}/")
+        needs |= _find_needed_files(run, shard.number, f"{shard.folder}/")
     return needs

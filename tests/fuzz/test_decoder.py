@@ -1,11 +1,11 @@
-"""Damaged blocks give an error, or bytes of the right size, never a crash. No other memory is touched.
+"""Decoding a damaged block raises an error or returns bytes of the right size, and touches no other memory.
 
-Neither LZ4 nor Zstandard notices every flipped bit, so wrong bytes may come back of a block in memory; units in files
-have checksums for that. What must hold is that no length, offset, count or number that was read is trusted.
+Neither LZ4 nor Zstandard notices every flipped bit, so a damaged block in memory may give wrong bytes. Units in files
+have checksums. The tests check that the decoder verifies every length, offset, count and number that it reads.
 
-The blocks and their damages are in damaged_blocks.py, which also runs as a script in a process of its own. Nightly,
-200,000 blocks are read under a sanitizer, which makes a read outside a block a crash. The seed is another one every
-day; `HOLDALL_FUZZ_SEED` sets it.
+The blocks and their damages are in damaged_blocks.py, which is also a script. Every night, 200,000 blocks are read
+under a sanitizer, which turns a read outside of a block into a crash. Every day has another seed, and
+`HOLDALL_FUZZ_SEED` sets it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdall
 from holdall._native import Coded, decode
 from holdall.codec.codec import Codec, Method, Transform
 
@@ -37,13 +36,14 @@ from .damaged_blocks import (
     SINGLES,
     WHOLE,
     Block,
-    checks_of,
-    damaged,
+    compute_checks,
     make_coded,
+    make_damaged,
     read_damaged,
 )
+from .old_mistakes import OldMistake
 from .sanitizer import build_sanitized, copy_package
-from .seeds import rotating_seed
+from .seeds import choose_seed
 
 SCRIPT = Path(damaged_blocks.__file__)
 CASES_IN_A_CHILD = 3_000
@@ -55,7 +55,7 @@ CHILDREN_A_NIGHT = 8
 
 
 def test_whole_blocks_are_read() -> None:
-    """Without damage nothing is refused, so that what follows is about damage."""
+    """No block is refused before it is damaged."""
     for block in BLOCKS:
         assert read_damaged(block) is not None
 
@@ -63,16 +63,16 @@ def test_whole_blocks_are_read() -> None:
 @pytest.mark.parametrize("kind", DAMAGES)
 @given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
 def test_any_damage_is_an_error_or_some_bytes(kind: str, number: int, seed: int) -> None:
-    """Whatever was flipped, cut, zeroed or made up."""
-    read_damaged(damaged(number, [kind], seed))
+    """Bytes are flipped, cut, zeroed or replaced."""
+    read_damaged(make_damaged(number, [kind], seed))
 
 
 @pytest.mark.parametrize("kind", ["data", "checks", "file"])
 @given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
 def test_damage_to_a_file_is_an_error_or_the_same_bytes(kind: str, number: int, seed: int) -> None:
-    """Never others: what was read has the sum that it had when it was written, or it is not returned."""
+    """Units in a file have checksums, so wrong bytes are never returned."""
     whole = replace(BLOCKS[number % len(BLOCKS)], in_file=True)
-    whole.checks = checks_of(whole)
+    whole.checks = compute_checks(whole)
     block = replace(whole)
     DAMAGES[kind](block, np.random.default_rng(seed))
     if block.data.size < whole.data.size:
@@ -84,7 +84,7 @@ def test_damage_to_a_file_is_an_error_or_the_same_bytes(kind: str, number: int, 
 
 @pytest.mark.parametrize("start", [1, COUNT - 1])
 def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int) -> None:
-    """Even where the bytes between them would make a slice."""
+    """They are refused even if the bytes between them are a valid slice."""
     for block in SINGLES:
         for wrong in (int(block.offsets[start + 1]) + 1, block.data.size + 1, 2**32 - 1):
             offsets = block.offsets.copy()
@@ -101,8 +101,8 @@ def test_a_slice_that_is_not_in_the_block_is_refused(number: int) -> None:
 
 @pytest.mark.parametrize("offsets", [0, 1, 2])
 @pytest.mark.parametrize("group", [0, -1, 65, 1 << 20, 1 << 31, 1 << 40])
-def test_a_unit_that_claims_to_be_large_is_refused_before_room_is_made_for_it(group: int, offsets: int) -> None:
-    """Also if offsets and sums agree with it, or are missing."""
+def test_a_unit_that_claims_to_be_large_is_refused_before_it_is_allocated(group: int, offsets: int) -> None:
+    """The rule also holds if the offsets agree with the claim or are missing."""
     for block in SINGLES:
         codec = replace(block.codec, group=group)
         nothing = np.zeros(offsets, np.uint32)
@@ -128,7 +128,7 @@ def test_a_slice_that_claims_to_be_large_takes_no_memory() -> None:
         assert peak < 1_000_000
 
 
-# ---------------------------------------------------------------- in a process of its own
+# ---------------------------------------------------------------- the script
 
 
 def run_child(kinds: list[str], cases: int, seed: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -142,47 +142,47 @@ def run_child(kinds: list[str], cases: int, seed: int = 0, **environment: str) -
     )
 
 
-def last_lines(done: subprocess.CompletedProcess[str]) -> str:
+def format_end(done: subprocess.CompletedProcess[str]) -> str:
     return f"exit {done.returncode}: " + "\n".join(done.stderr.splitlines()[-30:])
 
 
 def test_damaged_blocks_do_not_crash_a_process() -> None:
-    """Thousands of them."""
+    """The process reads thousands of blocks."""
     done = run_child([WHOLE, *DAMAGES], CASES_IN_A_CHILD)
-    assert done.returncode == 0, last_lines(done)
+    assert done.returncode == 0, format_end(done)
 
 
 @pytest.fixture(scope="module")
 def claimed() -> subprocess.CompletedProcess[str]:
-    """One process for all of them, which applies each kind alone to 500 blocks."""
+    """Return the ended process of the script, which applied each claim by itself to 500 blocks."""
     return run_child(["/".join(CLAIMS)], 500)
 
 
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_false_claims_do_not_crash_a_process(kind: str, claimed: subprocess.CompletedProcess[str]) -> None:
-    """C goes by the transform and the palette's size, so both are checked before it does."""
-    assert claimed.returncode == 0, last_lines(claimed)
-    told = re.findall(rf"^damaged\(\d+, \['{kind}'(?:, '{kind}')*\], \d+\)$", claimed.stderr, re.MULTILINE)
-    assert len(told) == 500
+    """The C code relies on the transform and the palette's size, so both are checked first."""
+    assert claimed.returncode == 0, format_end(claimed)
+    calls = re.findall(rf"^make_damaged\(\d+, \['{kind}'(?:, '{kind}')*\], \d+\)$", claimed.stderr, re.MULTILINE)
+    assert len(calls) == 500
 
 
 CHANGES = {
     "none": b"",
     "a count that does not end": b"\x81\x80\x80\x80\x80\x80\x80\x80\x80\x01",
-    "more than there are": b"\x02\x00\x01\x07",
+    "more changes than follow": b"\x02\x00\x01\x07",
     "no length": b"\x01\x05",
-    "behind the slice": b"\x01\x65\x01\x07",
+    "after the slice": b"\x01\x65\x01\x07",
     "beyond its end": b"\x01\x5a\x0b" + 11 * b"\x07",
-    "far behind it": b"\x01\xff\xff\xff\xff\x7f\x01\x07",
+    "far after it": b"\x01\xff\xff\xff\xff\x7f\x01\x07",
     "far beyond it": b"\x01\x00\xff\xff\xff\xff\x7f\x07",
-    "two that leave it together": b"\x02\x32\x01\x07\x32\x01\x07",
+    "two whose sum is beyond its end": b"\x02\x32\x01\x07\x32\x01\x07",
     "longer than the unit": b"\x01\x00\x09\x07",
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_changes_that_leave_their_slice_or_unit_are_refused(kind: str) -> None:
-    """The first slice of a unit of three is whole. The second is what its changes say, or damaged."""
+def test_changes_outside_of_their_slice_or_unit_are_refused(kind: str) -> None:
+    """The unit has three slices. The first one is whole, and the others are stored as changes."""
     first = np.arange(100, dtype=np.uint8)
     codec = Codec(100, group=3, transform=Transform.CHANGES)
 
@@ -202,13 +202,13 @@ def test_changes_that_leave_their_slice_or_unit_are_refused(kind: str) -> None:
 # ---------------------------------------------------------------- under a sanitizer
 
 
-def first_seed() -> int:
-    return rotating_seed() * CHILDREN_A_NIGHT
+def choose_first_seed() -> int:
+    return choose_seed() * CHILDREN_A_NIGHT
 
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of processes that use a build in which the compiler checks every access and every sum."""
+    """Return the environment of processes that use a build with sanitizers."""
     return build_sanitized(copy_package(tmp_path_factory.mktemp("sanitized")))
 
 
@@ -216,52 +216,45 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("child", range(CHILDREN_A_NIGHT))
 def test_a_sanitizer_finds_nothing(sanitized: dict[str, str], child: int) -> None:
-    """Every day begins with another seed."""
-    seed = first_seed() + child
+    """Every day has another seed."""
+    seed = choose_first_seed() + child
     kinds = [*([WHOLE] if child == 0 else []), *DAMAGES, *CLAIMS]
     done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, **sanitized)
-    assert done.returncode == 0, f"seed {seed}: {last_lines(done)}"
+    assert done.returncode == 0, f"seed {seed}: {format_end(done)}"
 
 
 OLD_MISTAKES = {
-    "a sum of two positions in a file overflows": (
+    "a sum of two positions in a file overflows": OldMistake(
         "_native/decode.c",
         " || b->file_start > INT64_MAX - b->data_bytes",
         "",
         r"signed integer overflow|OSError: \[Errno 22\]",  # Some positions only reach the system, which refuses them.
     ),
-    "an unsound group passes": (
+    "an unsound group passes": OldMistake(
         "_native/coded.c",
         "return c->group >= 1 && c->group <= MAX_UNIT_SLICES && c->group * coded_bytes(form) <= INT32_MAX / 4;",
         "return c->group >= 1;",
         "MemoryError|AddressSanitizer|runtime error",
     ),
 }
-"""What was wrong once: a file of holdall's, what stands there now, what stood there, and what the fuzz says of it."""
 
 
-@pytest.mark.parametrize("mistake", OLD_MISTAKES)
-def test_what_was_wrong_once_is_told_as_the_code_is_now(mistake: str) -> None:
-    """Else a night finds out, or nobody."""
-    file, now, _, _ = OLD_MISTAKES[mistake]
-    text = (Path(holdall.__file__).parent / file).read_text(encoding="utf-8")
-    assert text.count(now) == 1, f"{file} has changed; say what the mistake looks like now"
+@pytest.mark.parametrize("mistake", OLD_MISTAKES.values(), ids=OLD_MISTAKES)
+def test_every_old_mistake_can_be_put_back_into_the_present_code(mistake: OldMistake) -> None:
+    mistake.require_present_code()
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mistake", OLD_MISTAKES)
-def test_a_night_would_find_what_was_wrong_once(tmp_path: Path, mistake: str) -> None:
-    """Put back into a copy, each of them ends the run."""
-    file, now, then, message = OLD_MISTAKES[mistake]
+@pytest.mark.parametrize("mistake", OLD_MISTAKES.values(), ids=OLD_MISTAKES)
+def test_the_sanitizer_notices_every_old_mistake(tmp_path: Path, mistake: OldMistake) -> None:
     package = copy_package(tmp_path)
-    text = (package / file).read_text(encoding="utf-8")
-    (package / file).write_text(text.replace(now, then), encoding="utf-8")
+    mistake.put_back(package)
     environment = build_sanitized(package)
-    first = first_seed()
+    first = choose_first_seed()
     kinds = [*DAMAGES, *CLAIMS]
     for seed in range(first, first + CHILDREN_A_NIGHT):
         done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, **environment)
         if done.returncode != 0:
             break
-    assert re.search(message, done.stderr), last_lines(done)
+    assert re.search(mistake.message, done.stderr), format_end(done)

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "leaks.py"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures the memory of a process as Linux tells it")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
 
 
 @pytest.mark.timeout(3600)

@@ -1,4 +1,4 @@
-"""The tests of the native module, in a build in which the compiler checks every access and every sum."""
+"""The tests of the native module pass in a build with sanitizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of every tier, gathered while others add, save, fork, are interrupted and killed. All rows are right."""
+"""Rows of every tier are right, while others add, save, fork, and are interrupted and killed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from .seeds import rotating_seed
+from .seeds import choose_seed
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="children are forked")
 
 
-def soak(rows: float, seed: int, *tiers: str) -> dict[str, Any]:
+def run_soak(rows: float, seed: int, *tiers: str) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPT), "--rows", str(rows), "--seed", str(seed)]
     command += ["--tier", *tiers] if tiers else []
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
@@ -26,9 +26,9 @@ def soak(rows: float, seed: int, *tiers: str) -> dict[str, Any]:
     return result
 
 
-def test_no_row_of_some_is_wrong() -> None:
-    """A short one, of two tiers and of rollouts."""
-    result = soak(20_000, 0, "vectors", "spilled")
+def test_no_row_of_a_short_soak_is_wrong() -> None:
+    """The soak has two tiers and rollouts."""
+    result = run_soak(20_000, 0, "vectors", "spilled")
     assert result["rows"] >= 20_000
     assert result["wrong_rows"] == 0
     assert min(result["done"][what] for what in ("saves", "loads", "forks", "kills", "rollouts")) > 0
@@ -36,9 +36,9 @@ def test_no_row_of_some_is_wrong() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_no_row_of_a_hundred_million_is_wrong() -> None:
-    """All tiers, from another seed every day."""
-    result = soak(1e8, rotating_seed())
+def test_no_row_of_a_long_soak_is_wrong() -> None:
+    """The soak has all tiers, and another seed every day."""
+    result = run_soak(1e8, choose_seed())
     assert result["rows"] >= 1e8
     assert result["wrong_rows"] == 0
     assert sum(count for what, count in result["done"].items() if what.startswith("interrupts")) > 1_000

@@ -1,4 +1,4 @@
-"""Memories and batches on a GPU follow the rules of the memory on the host."""
+"""Memories and batches on a GPU pass the contract of memories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TestMemoryOnAGpu(ReplayMemoryContract):
 
 
 class TestTensorsOnAGpu(TestMemoryOnAGpu):
-    """The same, with tensors in place of arrays."""
+    """The arguments of `add` are tensors."""
 
     def add(self, memory: Any, step: StreamStep, valid: Any = None) -> None:
         memory.add(**to_tensors(step), valid=valid)

@@ -1,4 +1,4 @@
-"""Batches on a GPU: the bits that the memory gives as arrays, as tensors there, whatever streams and threads do."""
+"""Batches on a GPU have the bits of batches of arrays, whichever streams and threads are used."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 OBSERVATIONS = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "vector": spaces.Box(-1, 1, (9,))})
 
 
-def filled(device: str | None, budget: str | int | None = "auto", **how: Any) -> holdall.ReplayMemory:
-    """Fill a memory with frame stacks and vectors, always the same ones."""
+def fill_memory(device: str | None, budget: str | int | None = "auto", **how: Any) -> holdall.ReplayMemory:
+    """Return a memory of frame stacks and vectors. They are the same in every call."""
     memory = holdall.ReplayMemory(
         OBSERVATIONS, spaces.Discrete(3), capacity=2_000, num_envs=2, device=device, budget=budget, seed=0, **how
     )
@@ -41,8 +41,8 @@ def filled(device: str | None, budget: str | int | None = "auto", **how: Any) ->
 
 @pytest.mark.parametrize("budget", ["auto", None])
 def test_a_batch_on_the_gpu_has_the_bits_of_one_in_arrays(budget: str | None) -> None:
-    """Raw and compressed: same seed, same draws, same bits, and every tensor on the device."""
-    with filled("cuda", budget) as there, filled(None, budget) as here:
+    """One seed gives the same draws in both memories. Every tensor is on the device."""
+    with fill_memory("cuda", budget) as there, fill_memory(None, budget) as here:
         for _ in range(20):
             batch = there.sample(256)
             expected = here.sample(256)
@@ -54,7 +54,7 @@ def test_a_batch_on_the_gpu_has_the_bits_of_one_in_arrays(budget: str | None) ->
 
 def test_a_store_on_the_gpu_gives_the_same_bits() -> None:
     """The device draws other ids than the host."""
-    with filled(None, store_device="cuda") as there, filled(None) as here:
+    with fill_memory(None, store_device="cuda") as there, fill_memory(None) as here:
         for _ in range(20):
             batch: Any = there.sample(256)
             ids = batch.ids.cpu().numpy()
@@ -71,16 +71,16 @@ def test_a_store_on_the_gpu_gives_the_same_bits() -> None:
     ids=["n-step", "sequences", "prioritized sequences"],
 )
 def test_every_sampler_gives_the_same_bits(sampler: Any) -> None:
-    """Two ids a row, two axes, masks and weights."""
-    with filled("cuda", sampler=sampler()) as there, filled(None, sampler=sampler()) as here:
+    """The batches have two ids per row, two axes, masks or weights."""
+    with fill_memory("cuda", sampler=sampler()) as there, fill_memory(None, sampler=sampler()) as here:
         for _ in range(5):
             assert_same_bits(there.sample(64), here.sample(64))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_loader_gives_the_same_bits(prefetch: int) -> None:
-    """From a memory that gives arrays itself."""
-    with filled(None) as memory, filled(None) as same, memory.loader(128, prefetch, device="cuda") as loader:
+    """The memory itself returns arrays."""
+    with fill_memory(None) as memory, fill_memory(None) as same, memory.loader(128, prefetch, device="cuda") as loader:
         for _ in range(10):
             batch = next(loader)
             assert batch.obs["image"].is_cuda
@@ -88,23 +88,23 @@ def test_a_loader_gives_the_same_bits(prefetch: int) -> None:
 
 
 def test_a_batch_is_not_overwritten_while_the_consumer_still_reads_it() -> None:
-    """Its tensors are dropped at once, but the work that was asked for before reads them late."""
-    with filled("cuda") as memory, filled(None) as here:
+    """The test deletes the tensors before the device has executed the operations that read them."""
+    with fill_memory("cuda") as memory, fill_memory(None) as here:
         big = torch.randn(4_096, 4_096, device="cuda")
         sums = []
         for _ in range(40):
             batch = memory.sample(256)
             for _ in range(3):
-                big = torch.tanh(big @ big)  # the stream falls behind the host
+                big = torch.tanh(big @ big)  # The host continues before the device has finished.
             sums.append(batch.obs["image"].to(torch.int64).sum())
             del batch
         expected = [int(here.sample(256).obs["image"].astype(np.int64).sum()) for _ in range(40)]
         assert [int(total) for total in sums] == expected
 
 
-def test_batches_held_stay_as_they_were() -> None:
-    """Ten batches, and a view of another, while a hundred are drawn."""
-    with filled("cuda") as memory:
+def test_held_batches_do_not_change_while_others_are_drawn() -> None:
+    """The rule holds for ten batches, and for a view of another one, while a hundred are drawn."""
+    with fill_memory("cuda") as memory:
         held = [memory.sample(64) for _ in range(10)]
         view = memory.sample(64).next_obs["image"][3:9, 1:]
         copies = [batch.obs["image"].clone() for batch in held]
@@ -115,11 +115,11 @@ def test_batches_held_stay_as_they_were() -> None:
         assert torch.equal(view, view_copy)
 
 
-def test_threads_that_are_new_to_the_device_are_served() -> None:
-    """Each has to be given the device's context first. What it drew before stays drawn."""
+def test_threads_that_never_used_the_device_get_batches() -> None:
+    """Such a thread needs the context of the device first."""
     with (
-        filled("cuda") as memory,
-        filled(None) as here,
+        fill_memory("cuda") as memory,
+        fill_memory(None) as here,
         ThreadPoolExecutor(1) as first,
         ThreadPoolExecutor(1) as second,
     ):
@@ -127,21 +127,22 @@ def test_threads_that_are_new_to_the_device_are_served() -> None:
             assert_same_bits(thread.submit(memory.sample, 64).result(), here.sample(64))
 
 
-def test_a_consumer_on_a_stream_of_its_own_is_served() -> None:
-    """Events tie the two streams together, whichever the consumer is on."""
-    own: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
-    with filled("cuda") as memory, filled(None) as here, torch.cuda.stream(own):
+def test_a_consumer_on_another_stream_gets_batches() -> None:
+    """Events order the consumer's stream and the stream of the copies."""
+    own: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation.
+    with fill_memory("cuda") as memory, fill_memory(None) as here, torch.cuda.stream(own):
         for _ in range(10):
             assert_same_bits(memory.sample(128), here.sample(128))
 
 
 @pytest.mark.parametrize("budget", ["auto", 200_000_000])
-def test_batches_outlive_a_memory_that_is_forgotten(budget: Any) -> None:
-    """Whatever was still under way when the last reference went."""
-    there = filled("cuda", budget)
-    here = filled(None)
+def test_batches_outlive_a_memory_that_was_deleted(budget: Any) -> None:
+    """Copies may not be complete when the last reference is deleted."""
+    there = fill_memory("cuda", budget)
+    here = fill_memory(None)
     batches = [there.sample(1_500) for _ in range(8)]
     del there
-    torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True).fill_(7)  # takes what was freed too early
+    # This would overwrite memory that was freed too early.
+    torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True).fill_(7)
     for batch in batches:
         assert_same_bits(batch, here.sample(1_500))

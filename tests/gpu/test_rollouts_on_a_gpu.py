@@ -22,7 +22,7 @@ STEPS = 96
 LANES = 3
 
 
-def trajectories(lengths: list[int], seed: int, state: tuple[int, ...]) -> list[list[torch.Tensor]]:
+def make_trajectories(lengths: list[int], seed: int, state: tuple[int, ...]) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         [
@@ -38,14 +38,14 @@ def trajectories(lengths: list[int], seed: int, state: tuple[int, ...]) -> list[
 @pytest.mark.parametrize("slot_bytes", [1_000, 1 << 16, 8 << 20])
 @pytest.mark.parametrize("lengths", [[5], [40, 0, 300], [1_024, 1_024, 1_024]], ids=str)
 def test_an_update_has_the_bits_of_torch_cat(
-    lengths: list[int], slot_bytes: int, no_waiting: Callable[[], AbstractContextManager[None]]
+    lengths: list[int], slot_bytes: int, forbid_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Items that share a slot and items that take many. Torch is told to refuse to wait for the device."""
+    """Small items share a slot, and large ones need several. Torch raises an error if a call waits for the device."""
     buffer = TrajectoryBuffer("cuda", slot_bytes=slot_bytes)
     for seed in range(3):
-        given = trajectories(lengths, seed, (12, 11))
+        given = make_trajectories(lengths, seed, (12, 11))
         expected = [torch.cat(item) for item in map(list, zip(*given, strict=True))]
-        with no_waiting():
+        with forbid_waiting():
             steps, mean = buffer.update_buffer(given)
         assert (steps, mean) == (len(expected[1]), expected[1].mean().item())
         assert all(
@@ -53,11 +53,11 @@ def test_an_update_has_the_bits_of_torch_cat(
         )
 
 
-def test_updates_in_a_row_overwrite_nothing_that_is_still_on_its_way() -> None:
-    """The device is kept busy, so that the copies of several updates queue up behind each other."""
+def test_an_update_does_not_overwrite_copies_of_earlier_updates() -> None:
+    """The device is busy, so the copies of several updates wait in its queue."""
     buffer = TrajectoryBuffer("cuda", slot_bytes=1 << 16)
     busy = torch.randn(4_096, 4_096, device="cuda")
-    given = [trajectories([500, 700], seed, (12, 11)) for seed in range(12)]
+    given = [make_trajectories([500, 700], seed, (12, 11)) for seed in range(12)]
     kept = []
     for traj_list in given:
         for _ in range(4):
@@ -70,19 +70,19 @@ def test_updates_in_a_row_overwrite_nothing_that_is_still_on_its_way() -> None:
         assert all(torch.equal(ours.cpu(), plain) for ours, plain in zip(tensors, expected, strict=True))
 
 
-def test_trajectories_on_the_device_are_taken_from_there() -> None:
+def test_trajectories_on_the_device_are_concatenated() -> None:
     buffer = TrajectoryBuffer("cuda")
-    given = [[tensor.cuda() for tensor in trajectory] for trajectory in trajectories([30, 50], 0, (5,))]
+    given = [[tensor.cuda() for tensor in trajectory] for trajectory in make_trajectories([30, 50], 0, (5,))]
     given[0][3], given[1][3] = given[0][3].cpu(), given[1][3].cpu()
     buffer.update_buffer(given)
     expected = [torch.cat(item).cpu() for item in map(list, zip(*given, strict=True))]
     assert all(torch.equal(ours.cpu(), plain) for ours, plain in zip(buffer, expected, strict=True))
 
 
-def test_trajectories_on_the_device_come_to_a_buffer_on_the_host() -> None:
+def test_trajectories_on_the_device_are_copied_to_a_buffer_on_the_host() -> None:
     buffer = TrajectoryBuffer("cpu")
     for seed in range(2):
-        given = trajectories([30, 0, 50], seed, (5,))
+        given = make_trajectories([30, 0, 50], seed, (5,))
         expected = [torch.cat(item) for item in map(list, zip(*given, strict=True))]
         steps, _ = buffer.update_buffer([[tensor.cuda() for tensor in trajectory] for trajectory in given])
         assert steps == 80
@@ -91,7 +91,7 @@ def test_trajectories_on_the_device_come_to_a_buffer_on_the_host() -> None:
 
 def test_a_hundred_updates_allocate_nothing_on_the_device() -> None:
     buffer = TrajectoryBuffer("cuda")
-    given = trajectories([1_024] * 3, 0, (84, 84, 3))
+    given = make_trajectories([1_024] * 3, 0, (84, 84, 3))
     buffer.update_buffer(given)
     payload = sum(tensor.nbytes for tensor in buffer)
     torch.cuda.reset_peak_memory_stats()
@@ -104,7 +104,7 @@ def test_a_hundred_updates_allocate_nothing_on_the_device() -> None:
     assert buffer.nbytes <= payload + len(buffer) * 256
 
 
-def collected(memory: RolloutMemory, stream: Stream) -> None:
+def collect(memory: RolloutMemory, stream: Stream) -> None:
     generator = np.random.default_rng(0)
     memory.reset()
     cut = 0
@@ -117,45 +117,45 @@ def collected(memory: RolloutMemory, stream: Stream) -> None:
     memory.finish(np.zeros(LANES, np.float32), final_values=np.zeros(cut, np.float32))
 
 
-def stream() -> Stream:
+def make_stream() -> Stream:
     return Stream(FRAMES, spaces.Discrete(4), LANES, plans=[LeafPlan(axis=0, padding="first"), LeafPlan()], seed=3)
 
 
-def fields(batch: RolloutBatch) -> dict[str, Any]:
+def list_fields(batch: RolloutBatch) -> dict[str, Any]:
     named = {name: getattr(batch, name) for name in RolloutBatch.__slots__}
     return {name: value for name, value in named.items() if value is not None}
 
 
-def memories(**settings: Any) -> tuple[RolloutMemory, RolloutMemory]:
-    return tuple(
-        RolloutMemory(FRAMES, spaces.Discrete(4), STEPS, LANES, seed=0, device=d, **settings) for d in ("cuda", None)
-    )  # type: ignore[return-value]  # two of them
+def make_memories(**settings: Any) -> tuple[RolloutMemory, RolloutMemory]:
+    there = RolloutMemory(FRAMES, spaces.Discrete(4), STEPS, LANES, seed=0, device="cuda", **settings)
+    here = RolloutMemory(FRAMES, spaces.Discrete(4), STEPS, LANES, seed=0, device=None, **settings)
+    return there, here
 
 
 @pytest.mark.parametrize("compress", [None, "memory"])
 def test_minibatches_on_the_gpu_have_the_bits_of_those_in_arrays(compress: str | None) -> None:
-    there, here = memories(compress=compress)
-    ours = stream()
-    plain = stream()
+    there, here = make_memories(compress=compress)
+    ours = make_stream()
+    plain = make_stream()
     with there, here:
         for _ in range(2):
-            collected(there, ours)
-            collected(here, plain)
+            collect(there, ours)
+            collect(here, plain)
             pairs = [*zip(there.minibatches(50, 2), here.minibatches(50, 2), strict=True)]
             pairs += [*zip(there.sequences(64), here.sequences(64), strict=True)]
             assert all(batch.obs["image"].is_cuda and batch.advantage.is_cuda for batch, _ in pairs)
             for batch, expected in pairs:
-                assert_same_bits(fields(batch), fields(expected))
+                assert_same_bits(list_fields(batch), list_fields(expected))
             assert_same_bits(there.final_obs(), here.final_obs())
 
 
 def test_updates_of_a_memory_take_no_new_device_memory() -> None:
-    """A minibatch is the caller's, so its tensors come and go. They come out of what torch holds already."""
-    there, _ = memories()
-    given = stream()
+    """A minibatch belongs to the caller. Its tensors use memory that torch has reserved before."""
+    there, _ = make_memories()
+    given = make_stream()
     with there:
         for _ in range(2):
-            collected(there, given)
+            collect(there, given)
             for batch in there.minibatches(64):
                 del batch
         before = torch.cuda.memory_stats()

@@ -1,4 +1,4 @@
-"""Drop-ins on a GPU: the tensors, and the trained weights, of Stable-Baselines3's own buffers on the same one."""
+"""Drop-ins on a GPU give the tensors and trained weights of Stable-Baselines3's own buffers on that GPU."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ VECTOR = spaces.Box(-9, 9, (5,), np.float64)
 ACTION = spaces.Box(-1, 1, (2,), np.float32)
 
 
-def some(space: Any, lanes: int, draw: np.random.Generator) -> Any:
+def draw_observation(space: Any, lanes: int, draw: np.random.Generator) -> Any:
     if isinstance(space, spaces.Dict):
-        return {key: some(part, lanes, draw) for key, part in space.spaces.items()}
+        return {key: draw_observation(part, lanes, draw) for key, part in space.spaces.items()}
     return draw.integers(0, 200, (lanes, *space.shape)).astype(space.dtype)
 
 
-def filled(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
+def fill_both(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
     """Add the same steps to both, with episodes that end and are cut in different lanes."""
     draw = np.random.default_rng(0)
-    obs = some(space, lanes, draw)
+    obs = draw_observation(space, lanes, draw)
     for _ in range(150):
-        following = some(space, lanes, draw)
+        following = draw_observation(space, lanes, draw)
         done = draw.random(lanes) < 0.2
         infos = [{"TimeLimit.truncated": bool(d and draw.random() < 0.5)} for d in done]
         step = (
@@ -53,7 +53,7 @@ def filled(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
         obs = following
 
 
-def same(got: Any, expected: Any) -> None:
+def assert_same_batch(got: Any, expected: Any) -> None:
     for name in expected._fields:
         mine = getattr(got, name)
         theirs = getattr(expected, name)
@@ -73,40 +73,40 @@ def test_samples_are_those_of_stable_baselines3(space: Any, lanes: int, budget: 
     theirs_class: Any = buffers.DictReplayBuffer if isinstance(space, spaces.Dict) else buffers.ReplayBuffer
     theirs = theirs_class(100 * lanes, space, ACTION, device="cuda", n_envs=lanes)
     mine = holdall.sb3.ReplayBuffer(100 * lanes, space, ACTION, device="cuda", n_envs=lanes, budget=budget)
-    filled(mine, theirs, space, lanes)
+    fill_both(mine, theirs, space, lanes)
     mine.memory.store.wait_idle()
     for size in (1, 32, 256):
         for _ in range(5):
-            np.random.seed(size)  # noqa: NPY002  theirs
+            np.random.seed(size)  # noqa: NPY002  Stable-Baselines3's generator.
             expected = theirs.sample(size)
-            np.random.seed(size)  # noqa: NPY002  theirs
-            same(mine.sample(size), expected)
+            np.random.seed(size)  # noqa: NPY002  Stable-Baselines3's generator.
+            assert_same_batch(mine.sample(size), expected)
 
 
 def test_batches_made_ahead_are_those_of_earlier_draws() -> None:
-    """Beside the consumer's stream, which keeps the GPU busy. Their memory is used again meanwhile."""
+    """They are made on another stream than the consumer's, which is busy. Their memory is reused meanwhile."""
     theirs = buffers.DictReplayBuffer(100, CAMERA, ACTION, device="cuda")
     mine = holdall.sb3.ReplayBuffer(100, CAMERA, ACTION, device="cuda", prefetch=2)
-    filled(mine, theirs, CAMERA, 1)
-    np.random.seed(0)  # noqa: NPY002  theirs
+    fill_both(mine, theirs, CAMERA, 1)
+    np.random.seed(0)  # noqa: NPY002  Stable-Baselines3's generator.
     expected = [theirs.sample(64) for _ in range(20)]
-    np.random.seed(0)  # noqa: NPY002  theirs
+    np.random.seed(0)  # noqa: NPY002  Stable-Baselines3's generator.
     busy = torch.rand(2_000, 2_000, device="cuda")
     for other in expected:
         busy = busy @ busy / 1_000
-        same(mine.sample(64), other)
+        assert_same_batch(mine.sample(64), other)
 
 
 @pytest.mark.skipif(not hasattr(buffers, "NStepReplayBuffer"), reason="needs Stable-Baselines3 2.7")
 def test_returns_over_n_steps_are_those_of_stable_baselines3() -> None:
     theirs = buffers.NStepReplayBuffer(100, VECTOR, ACTION, device="cuda", n_steps=3, gamma=0.9)
     mine = holdall.sb3.ReplayBuffer(100, VECTOR, ACTION, device="cuda", n_steps=3, gamma=0.9)
-    filled(mine, theirs, VECTOR, 1)
+    fill_both(mine, theirs, VECTOR, 1)
     for seed in range(5):
-        np.random.seed(seed)  # noqa: NPY002  theirs
+        np.random.seed(seed)  # noqa: NPY002  Stable-Baselines3's generator.
         expected = theirs.sample(64)
-        np.random.seed(seed)  # noqa: NPY002  theirs
-        same(mine.sample(64), expected)
+        np.random.seed(seed)  # noqa: NPY002  Stable-Baselines3's generator.
+        assert_same_batch(mine.sample(64), expected)
 
 
 class Reach(gym.Env[Any, Any]):
@@ -175,7 +175,7 @@ class Buttons(gym.Env[Any, Any]):
         self.observation_space = space
 
     def _observation(self) -> Any:
-        return some(self.observation_space, 1, self.np_random)[0]
+        return draw_observation(self.observation_space, 1, self.np_random)[0]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -188,7 +188,7 @@ class Buttons(gym.Env[Any, Any]):
         return self._observation(), float(self.np_random.normal()), ends and bool(action), ends and not action, {}
 
 
-def prioritized(algorithm: Any, policy: str, **settings: Any) -> Any:
+def train(algorithm: Any, policy: str, **settings: Any) -> Any:
     space = VECTOR if policy == "MlpPolicy" else IMAGE
     model = algorithm(
         policy,
@@ -209,15 +209,15 @@ def prioritized(algorithm: Any, policy: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("policy", ["MlpPolicy", "CnnPolicy"])
 def test_prioritized_dqn_with_alpha_0_gives_the_weights_of_dqn(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    plain = prioritized(sb3.DQN, policy)
-    ours = prioritized(holdall.sb3.PrioritizedDQN, policy, alpha=0.0)
+    plain = train(sb3.DQN, policy)
+    ours = train(holdall.sb3.PrioritizedDQN, policy, alpha=0.0)
     assert ours._n_updates > 50
     for mine, theirs in zip(ours.policy.state_dict().values(), plain.policy.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_prioritized_batches_are_made_on_the_gpu_and_errors_come_back() -> None:
-    model = prioritized(holdall.sb3.PrioritizedDQN, "CnnPolicy", alpha=0.7)
+def test_prioritized_batches_are_on_the_gpu_and_errors_become_priorities() -> None:
+    model = train(holdall.sb3.PrioritizedDQN, "CnnPolicy", alpha=0.7)
     samples = model.replay_buffer.sample(16)
     tensors = [samples.observations, samples.next_observations, samples.rewards, samples.weights, samples.actions]
     assert {tensor.device.type for tensor in tensors} == {"cuda"}

@@ -1,4 +1,4 @@
-"""What a watch says of a GPU, beside what was allocated there."""
+"""The readings of a watch agree with the bytes that torch has allocated on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ sys.stdin.readline()
 """
 
 
-def test_requested_allocated_and_reserved_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_allocated_and_reserved_bytes_are_measured_separately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as child:
@@ -49,5 +51,5 @@ def test_requested_allocated_and_reserved_are_told_apart(tmp_path: Path, monkeyp
     assert truth["reserved"] >= truth["allocated"] + 500_000_000
     assert gpu.limit is not None
     assert gpu.limit > 10**9
-    assert gpu.other is None or gpu.other > 50 * 2**20, "the context takes more than that"
+    assert gpu.other is None or gpu.other > 50 * 2**20, "a CUDA context takes more than 50 MiB"
     assert sum(part.resident for part in reading.parts) == reading.pss

@@ -1,4 +1,4 @@
-"""A loaded memory equals the saved one, bit for bit, and continues as that one would have."""
+"""A loaded memory has the rows of the saved one, bit for bit, and draws the same batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ steps = st.lists(
         st.tuples(st.just("add"), st.integers(1, 60)),
         st.tuples(st.just("save"), st.sampled_from([0, 1, 3, 12, 30, 90])),
         st.tuples(st.just("load"), st.sampled_from([None, None, None, 7, 30, 300])),
-        st.tuples(st.just("flags"), st.integers(0, 2**31)),
+        st.tuples(st.just("set_flags"), st.integers(0, 2**31)),
         st.tuples(st.just("update"), st.integers(0, 2**31)),
     ),
     min_size=4,
@@ -33,7 +33,7 @@ steps = st.lists(
 
 
 class Pair:
-    """A memory, the oracle beside it, and what the oracle was when the memory was last saved."""
+    """A memory, an oracle with the same steps, and a copy of the oracle from the last save."""
 
     def __init__(self, stream: Stream, capacity_ticks: int, budget: Any, tuning: Tuning, folder: Path) -> None:
         lanes = stream.num_envs
@@ -53,7 +53,7 @@ class Pair:
         )
         self.oracle = OracleMemory(capacity_ticks * lanes, lanes)
         self.saved: tuple[OracleMemory, list[Any]] | None = None
-        self.gate = threading.Event()  # Only one record is written before it opens.
+        self.gate = threading.Event()  # Until it is set, only one record is written.
         self._generator = np.random.default_rng(1)
 
     def add(self, ticks: int) -> None:
@@ -70,7 +70,7 @@ class Pair:
         generator = copy.deepcopy(self.memory.batch_source.generator)
         self.add(ticks_meanwhile)
         if ticks_meanwhile % 2:
-            self.flags(ticks_meanwhile)
+            self.set_flags(ticks_meanwhile)
             self.update(ticks_meanwhile)
         self.gate.set()
         handle.result()
@@ -78,10 +78,10 @@ class Pair:
         self.saved = then, [generator]
 
     def wait_for_gate(self, _phase: str, _nbytes: int) -> None:
-        """Hold the saver up after its first record."""
+        """Block the saver after its first record."""
         self.gate.wait()
 
-    def flags(self, seed: int) -> None:
+    def set_flags(self, seed: int) -> None:
         ids = self.oracle.ids
         if ids.size:
             generator = np.random.default_rng(seed)
@@ -92,7 +92,7 @@ class Pair:
             self.oracle.set_flags(some, ended, cut)
 
     def update(self, seed: int) -> None:
-        """Rewrite extras of some transitions, each of them several times."""
+        """Rewrite extras of some transitions. An id may occur several times."""
         ids = self.oracle.ids
         if ids.size and self.stream.extras:
             generator = np.random.default_rng(seed)
@@ -141,12 +141,12 @@ tunings = st.builds(
 """Small limits close segments and blocks within a few ticks."""
 
 
-@settings(max_examples=(settings.default or settings()).max_examples // 8)  # Each writes and syncs dozens of files.
+@settings(max_examples=(settings.default or settings()).max_examples // 8)  # Examples write dozens of files.
 @given(streams(), st.sampled_from([3, 20, 75, 200]), st.sampled_from(BUDGETS), tunings, steps)
-def test_a_loaded_memory_is_the_one_that_was_saved(
+def test_a_loaded_memory_has_the_state_at_the_call_of_save(
     stream: Stream, capacity_ticks: int, budget: Any, tuning: Tuning, course: list[tuple[str, Any]]
 ) -> None:
-    """Whatever was added, flagged, rewritten, evicted or saved before, and whatever happens while it is written."""
+    """Before and during the save, steps are added and evicted, and flags and extras are rewritten."""
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(stream, capacity_ticks, budget, tuning, Path(folder) / "run")
         try:

@@ -1,4 +1,4 @@
-"""Vectors in which columns repeat, and stop to, against a plain list: bit for bit the same, always."""
+"""Vectors in which columns repeat for some time, compared with a plain list, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdall.store.tuning import Tuning
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
-RARE = {4: 0x7FA00001, 8: 0x7FF4000000000001}  # signalling NaNs with a payload
+RARE = {4: 0x7FA00001, 8: 0x7FF4000000000001}  # Signalling NaNs with a payload.
 TERMS = 3
 PAST = 4
 KINDS = ("constant", "constant", "noise", "held", "sparse", "noise")
@@ -29,7 +29,7 @@ class Vectors:
     """An environment whose vectors repeat as robots' do: constants, goals, copies, histories. Patterns break at random.
 
     Args:
-        breaks: How likely it is, per lane and step, that a column is something else for one step or from then on.
+        breaks: Probability, per lane and step, that a column changes its value for one step or for all later steps.
     """
 
     def __init__(self, lanes: int, dtype: str, seed: int, ends: float, breaks: float, is_frame_by_frame: bool) -> None:
@@ -49,35 +49,36 @@ class Vectors:
                 "kind": spaces.Discrete(5),
             }
         )
-        self.state = self._noise(lanes, len(KINDS))
+        self.state = self._draw_noise(lanes, len(KINDS))
         self.state[:] = self.state[0]
-        self.goal, self.past = self._noise(lanes, 2), self._noise(lanes, PAST, TERMS)
+        self.goal = self._draw_noise(lanes, 2)
+        self.past = self._draw_noise(lanes, PAST, TERMS)
         for lane in range(lanes):
             self._reset(lane)
-        self.seen = self._shown()
+        self.seen = self._observe()
 
-    def _noise(self, *shape: int) -> NDArray[Any]:
+    def _draw_noise(self, *shape: int) -> NDArray[Any]:
         drawn: NDArray[Any] = self.rng.normal(size=shape).astype(self.dtype)
         return drawn
 
     def _reset(self, lane: int) -> None:
-        self.goal[lane] = self._noise(2)
-        self.past[lane] = self._noise(TERMS) if self.pads else 0
+        self.goal[lane] = self._draw_noise(2)
+        self.past[lane] = self._draw_noise(TERMS) if self.pads else 0
 
     def _step(self, lane: int) -> None:
         state = self.state[lane]
         rng = self.rng
         for i, kind in enumerate(KINDS):
             if kind == "noise" or (kind == "held" and rng.random() < 0.1):
-                state[i] = self._noise(1)[0]
+                state[i] = self._draw_noise(1)[0]
             if kind == "sparse":
-                state[i] = self._noise(1)[0] if rng.random() < 0.2 else 0
+                state[i] = self._draw_noise(1)[0] if rng.random() < 0.2 else 0
         if rng.random() < self.breaks:
-            state[rng.integers(len(KINDS))] = self._noise(1)[0]
+            state[rng.integers(len(KINDS))] = self._draw_noise(1)[0]
         self.past[lane, :-1] = self.past[lane, 1:]
-        self.past[lane, -1] = self._noise(TERMS)
+        self.past[lane, -1] = self._draw_noise(TERMS)
 
-    def _shown(self) -> dict[str, NDArray[Any]]:
+    def _observe(self) -> dict[str, NDArray[Any]]:
         past = self.past if self.is_frame_by_frame else self.past.swapaxes(1, 2)
         seen: dict[str, NDArray[Any]] = {
             "achieved": self.state[:, [2, 5]],
@@ -92,7 +93,7 @@ class Vectors:
         return seen
 
     def _spoil(self, row: NDArray[Any]) -> None:
-        """Change one value, most often to one that compares as if nothing had happened."""
+        """Change one value, often to one that compares as equal to the old one."""
         i = int(self.rng.integers(len(row)))
         bits = row.view(f"u{self.dtype.itemsize}")
         if self.rng.random() < 0.5:
@@ -101,7 +102,7 @@ class Vectors:
             bits[i] = RARE[self.dtype.itemsize] + self.rng.integers(2)
 
     def ticks(self, count: int) -> dict[str, Any]:
-        """Make steps up, with a leading time axis."""
+        """Return the next steps, with a leading time axis."""
         obs = []
         next_obs = []
         ended = np.zeros((count, self.lanes), np.bool_)
@@ -109,12 +110,12 @@ class Vectors:
             obs.append(self.seen)
             for lane in range(self.lanes):
                 self._step(lane)
-            next_obs.append(self._shown())
+            next_obs.append(self._observe())
             ended[t] = self.rng.random(self.lanes) < self.ends
             for lane in np.flatnonzero(ended[t]).tolist():
                 self._reset(lane)
-            self.seen = self._shown() if ended[t].any() else next_obs[-1]
-            if ended[t].any():  # lanes that go on show again what they showed
+            self.seen = self._observe() if ended[t].any() else next_obs[-1]
+            if ended[t].any():  # Lanes that continue have the same observation as before.
                 for key, rows in self.seen.items():
                     rows[~ended[t]] = next_obs[-1][key][~ended[t]]
         cut = self.rng.random(ended.shape) < 0.5
@@ -130,7 +131,7 @@ class Vectors:
         }
 
 
-def _pack_early(segment_ticks: int) -> Tuning:
+def _make_packing_tuning(segment_ticks: int) -> Tuning:
     """Return a tuning with which every few ticks are packed."""
     return Tuning(
         min_segment_ticks=segment_ticks,
@@ -142,7 +143,7 @@ def _pack_early(segment_ticks: int) -> Tuning:
 
 
 class Compared:
-    """A memory and the oracle, which are given the same."""
+    """A memory and an oracle with the same steps."""
 
     def __init__(self, vectors: Vectors, capacity_ticks: int, device: str | None, tuning: Tuning) -> None:
         self.vectors = vectors
@@ -166,7 +167,7 @@ class Compared:
         given = self.vectors.ticks(count)
         if one_by_one:
             for t in range(count):
-                tick = {key: _at(value, t) for key, value in given.items()}
+                tick = {key: _select_tick(value, t) for key, value in given.items()}
                 self.memory.add(**tick)
                 self.oracle.add(**tick)
         else:
@@ -179,10 +180,10 @@ class Compared:
         self.memory.update(ids, value=values)
         self.oracle.update(ids, value=values)
 
-    def pickled(self) -> None:
+    def replace_by_a_pickle(self) -> None:
         self.memory = pickle.loads(pickle.dumps(self.memory, protocol=5))
 
-    def saved(self) -> None:
+    def save_and_load(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.memory.save(Path(folder) / "saved").result()
             self.memory.close()
@@ -201,18 +202,18 @@ class Compared:
     @property
     def packed_ticks(self) -> int:
         """Return the number of ticks in packed segments."""
-        segments = self.memory.store.catalog.segments
+        segments = self.memory.host_store.catalog.segments
         return sum(segment.ticks for segment in segments if segment.parts[0].kind == "packed")
 
 
-def _at(value: Any, t: int) -> Any:
+def _select_tick(value: Any, t: int) -> Any:
     return {key: rows[t] for key, rows in value.items()} if isinstance(value, dict) else value[t]
 
 
-ACTS = ("extend", "extend", "add", "add", "pickled", "saved", "update")
+ACTS = ("extend", "extend", "add", "add", "replace_by_a_pickle", "save_and_load", "update")
 
 
-@pytest.mark.timeout(900)  # a failure has to be shrunk
+@pytest.mark.timeout(900)  # Hypothesis needs this time to shrink a failure.
 @settings(max_examples=25, deadline=None)
 @given(
     lanes=st.integers(1, 3),
@@ -238,9 +239,9 @@ def test_vectors_come_back_bit_for_bit(
     device: str | None,
     acts: list[tuple[str, int]],
 ) -> None:
-    """Whatever repeats, for however long, in whichever lane, and whatever is done to the memory meanwhile."""
+    """Meanwhile, extras are rewritten, and the memory is pickled, saved and loaded."""
     vectors = Vectors(lanes, dtype, seed, ends, breaks, is_frame_by_frame)
-    compared = Compared(vectors, capacity_ticks, device, _pack_early(segment_ticks))
+    compared = Compared(vectors, capacity_ticks, device, _make_packing_tuning(segment_ticks))
     compared.extend(50, one_by_one=False)
     for act, count in acts:
         if act in ("extend", "add"):
@@ -255,10 +256,10 @@ def test_vectors_come_back_bit_for_bit(
 
 @pytest.mark.parametrize("is_frame_by_frame", [True, False])
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_what_repeats_is_packed(lanes: int, is_frame_by_frame: bool) -> None:
-    """Constants, copies, values that hold and histories take no memory. All closed segments are packed."""
+def test_columns_that_repeat_are_packed(lanes: int, is_frame_by_frame: bool) -> None:
+    """Constants, copies, values that stay and histories take no memory. All closed segments are packed."""
     vectors = Vectors(lanes, "f8", 1, 0.02, 0.0, is_frame_by_frame)
-    compared = Compared(vectors, 400, None, _pack_early(64))
+    compared = Compared(vectors, 400, None, _make_packing_tuning(64))
     compared.extend(350, one_by_one=False)
     compared.check(0)
     assert compared.packed_ticks >= 256

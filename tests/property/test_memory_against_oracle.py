@@ -1,4 +1,4 @@
-"""Random memories, driven at random, against a plain list: bit for bit the same, always."""
+"""Random calls of random memories, compared with a plain list, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from holdall.testing.strategies import streams
 
 KEPT_BATCHES = 3
 PATIENCE_S = 90
-QUICK_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync takes no time
+QUICK_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # A sync takes no time there.
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 class MemoryAgainstOracle(RuleBasedStateMachine):
-    """What is read from the memory is what the oracle remembers."""
+    """Every row that is read from the memory is the oracle's."""
 
     @initialize(
         stream=streams(),
@@ -86,7 +86,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
             available_bytes=available_bytes,
             bytes_per_thread=1_000,
         )
-        self.leaves_early = budget == "limit"  # Rows of small fields are never moved to disk.
+        self.drops_early = budget == "limit"  # Rows of small fields are never moved to disk.
         self.folder = Path(tempfile.mkdtemp(dir=QUICK_DISK)) if spills else None
         self.stream = stream
         lanes = stream.num_envs
@@ -129,9 +129,9 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if with_valid:
             given["valid"] = np.random.default_rng(seed).random(self.stream.num_envs) < 0.7
         self.oracle.add(**given)
-        lent = _lent(given, seed)
-        self.memory.add(**lent)
-        map_leaves(_scribble, lent)
+        copies = _copy_in_random_layouts(given, seed)
+        self.memory.add(**copies)
+        map_leaves(_overwrite, copies)
 
     @rule(count=st.integers(0, 40), seed=seeds, with_valid=st.sampled_from([False, False, False, True]))
     def extend(self, count: int, seed: int, with_valid: bool) -> None:
@@ -139,9 +139,9 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if with_valid:
             given["valid"] = np.random.default_rng(seed).random((count, self.stream.num_envs)) < 0.7
         self.oracle.extend(**given)
-        lent = _lent(given, seed)
-        self.memory.extend(**lent)
-        map_leaves(_scribble, lent)
+        copies = _copy_in_random_layouts(given, seed)
+        self.memory.extend(**copies)
+        map_leaves(_overwrite, copies)
 
     @precondition(lambda self: len(self.oracle) > 0)
     @rule(count=st.integers(0, 60), seed=seeds)
@@ -166,11 +166,11 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
             self.memory.gather(np.append(held, refused))
 
     @rule(seed=seeds)
-    def refuse_lanes_that_made_no_transition(self, seed: int) -> None:
+    def refuse_invalid_entries(self, seed: int) -> None:
         oracle = self.oracle
-        made_none = np.setdiff1d(np.arange(oracle.first_id, oracle.next_id), oracle.ids)
-        if made_none.size:
-            refused = int(np.random.default_rng(seed).choice(made_none))
+        invalid = np.setdiff1d(np.arange(oracle.first_id, oracle.next_id), oracle.ids)
+        if invalid.size:
+            refused = int(np.random.default_rng(seed).choice(invalid))
             with pytest.raises(TransitionIdError, match=rf"ids holds {refused}, .*valid=False"):
                 self.memory.gather([refused])
 
@@ -187,7 +187,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
     @precondition(lambda self: len(self.oracle) > 0 and self.stream.extras)
     @rule(count=st.integers(0, 30), seed=seeds, all_columns=st.booleans())
     def update(self, count: int, seed: int, all_columns: bool) -> None:
-        """Some extras of some transitions, any of them several times."""
+        """Rewrite some extras of some transitions. An id may occur several times."""
         generator = np.random.default_rng(seed)
         ids = generator.choice(self.oracle.ids, count)
         names = list(self.stream.extras)
@@ -195,15 +195,18 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if generator.random() < 0.5:  # Values that do not fit into narrow parts.
             rows = map_leaves(lambda array: _change_bits(array, generator), rows)
         self.oracle.update(ids, **rows)
-        lent = _lent((ids, rows), seed)
-        self.memory.update(lent[0], **lent[1])
-        map_leaves(_scribble, lent)
+        copies = _copy_in_random_layouts((ids, rows), seed)
+        self.memory.update(copies[0], **copies[1])
+        map_leaves(_overwrite, copies)
+        if self.drops_early:  # Rows of extras that grew may not fit the budget.
+            self._evict_early()
+            ids = ids[ids >= self.oracle.first_id]
         self._check(self.memory.gather(ids), ids)
 
     @precondition(lambda self: self.stream.extras)
     @rule(offset=st.integers(1, 10_000), before=st.booleans(), fault=st.sampled_from(["ids", "axis", "dtype", "name"]))
     def refuse_updates(self, offset: int, before: bool, fault: str) -> None:
-        """Nothing is written, of the other rows and columns neither."""
+        """A refused update writes no row and no column."""
         oracle = self.oracle
         names = list(self.stream.extras)
         ids = oracle.ids[:3]
@@ -217,7 +220,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
             rows["unknown"] = np.zeros(len(ids))
         else:
             refused = names[-1]
-            bad = _spoilt(rows[names[-1]], fault, 0)
+            bad = _spoil(rows[names[-1]], fault, 0)
             rows[names[-1]] = bad
         with pytest.raises((ArgumentError, TransitionIdError), match=rf"^{refused}\b"):
             self.memory.update(ids, **rows)
@@ -234,11 +237,11 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         fault=st.sampled_from(["lanes", "axis", "dtype", "nest"]),
         extending=st.booleans(),
     )
-    def refuse_what_does_not_fit(self, field: str, fault: str, extending: bool) -> None:
+    def refuse_wrong_arguments(self, field: str, fault: str, extending: bool) -> None:
         given = (self.stream.ticks(3) if extending else self.stream.tick()).arguments()
         if field == "reward" and fault == "dtype" and self.oracle.next_id == 0:
-            return  # the first add sets the dtype
-        bad = _spoilt(given.get(field, {}), fault, 1 if extending else 0)
+            return  # The first add sets the dtype.
+        bad = _spoil(given.get(field, {}), fault, 1 if extending else 0)
         if bad is None:
             return
         given[field] = bad
@@ -249,20 +252,20 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         assert self.memory.report().as_dict() == before
 
     @rule()
-    def account(self) -> None:
+    def check_report(self) -> None:
         report = self.memory.report()
         assert report.transitions == len(self.oracle)
         kinds = [(f.slice_bytes, f.log_bytes, f.row_bytes, f.plain_bytes) for f in report.fields]
         assert min(map(min, kinds)) >= 0
         assert report.total_bytes == sum(sum(kind[:3]) for kind in kinds)
-        assert " -" not in str(report), "no share of anything is negative"
+        assert " -" not in str(report), "no figure of the report is negative"
 
     @rule()
-    def let_sealing_finish(self) -> None:
+    def wait_for_the_compactor(self) -> None:
         self.memory.store.wait_idle()
 
     @rule()
-    def pickle_and_go_on(self) -> None:
+    def replace_by_a_pickle(self) -> None:
         self.memory = pickle.loads(pickle.dumps(self.memory, protocol=5))
 
     @precondition(lambda self: len(self.oracle) > 0)
@@ -272,17 +275,17 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_exact(self) -> None:
-        if self.leaves_early:
-            self._let_the_oldest_leave()
+        if self.drops_early:
+            self._evict_early()
         assert len(self.memory) == len(self.oracle)
         assert self.memory.first_id == self.oracle.first_id
         assert self.memory.next_id == self.oracle.next_id
 
-    def _let_the_oldest_leave(self) -> None:
-        """Evict from the oracle what did not fit the budget. The memory must have everything else."""
+    def _evict_early(self) -> None:
+        """Evict from the oracle the transitions that did not fit the budget."""
         self.memory.store.wait_idle()
         first_id = self.memory.first_id
-        assert first_id >= self.oracle.first_id, "what left does not come back"
+        assert first_id >= self.oracle.first_id, "first_id never decreases"
         self.oracle.evict(first_id)
 
     def _check(self, batch: Batch, ids: NDArray[np.int64]) -> None:
@@ -298,16 +301,16 @@ def _count_tick_bytes(stream: Stream) -> int:
 
 
 def _require_empty(folder: Path) -> None:
-    """Wait for the workers of memories that were dropped: their folders go with them."""
+    """Wait until the workers of deleted memories have removed their folders."""
     end = time.monotonic() + PATIENCE_S
     gc.collect()
     while left := list(folder.iterdir()):
-        assert time.monotonic() < end, f"{left} is left of memories that are gone"
+        assert time.monotonic() < end, f"deleted memories left {left}"
         time.sleep(0.01)
 
 
-def _lent(given: Any, seed: int) -> Any:
-    """Copy arrays, each into a memory layout of its own."""
+def _copy_in_random_layouts(given: Any, seed: int) -> Any:
+    """Copy arrays, each into a random memory layout."""
     generator = np.random.default_rng(seed)
 
     def lay_out(array: Any) -> Any:
@@ -316,19 +319,19 @@ def _lent(given: Any, seed: int) -> Any:
     return map_leaves(lay_out, given)
 
 
-def _every_second(array: Any) -> Any:
+def _insert_gaps(array: Any) -> Any:
     spread = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
     spread[..., ::2] = array
     return spread[..., ::2]
 
 
-def _channels_last(array: Any) -> Any:
+def _move_channels_last(array: Any) -> Any:
     if array.ndim < 4:
         return array.copy()
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, -3, -1)), -1, -3)
 
 
-def _not_aligned(array: Any) -> Any:
+def _misalign(array: Any) -> Any:
     shifted = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
     shifted[...] = array
     return shifted
@@ -337,9 +340,9 @@ def _not_aligned(array: Any) -> Any:
 LAYOUTS: list[Callable[[Any], Any]] = [
     lambda array: array.copy(),
     lambda array: array.copy(order="F"),
-    _channels_last,
-    _every_second,
-    _not_aligned,
+    _move_channels_last,
+    _insert_gaps,
+    _misalign,
     lambda array: array[::-1].copy()[::-1],
     lambda array: array[..., ::-1].copy()[..., ::-1],
 ]
@@ -355,12 +358,12 @@ def _change_bits(array: Any, generator: np.random.Generator) -> Any:
     return words.view(np.float32)
 
 
-def _scribble(array: Any) -> None:
+def _overwrite(array: Any) -> None:
     array[...] = 1
 
 
-def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
-    """Return `value` with one fault in its last leaf, or None if it cannot have that one."""
+def _spoil(value: Any, fault: str, lane_axis: int) -> Any:
+    """Return `value` with a fault in its last leaf, or None if it cannot have this fault."""
     if isinstance(value, dict | tuple):
         if fault == "nest":
             return np.zeros(3)
@@ -368,7 +371,7 @@ def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
         if not children:
             return None
         key, child = children[-1]
-        bad = _spoilt(child, fault, lane_axis)
+        bad = _spoil(child, fault, lane_axis)
         if isinstance(value, dict):
             return bad if bad is None else {**value, key: bad}
         return bad if bad is None else (*value[:-1], bad)
@@ -381,7 +384,8 @@ def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
     return {"unknown": value}
 
 
-TestMemoryAgainstOracle = pytest.mark.timeout(900)(MemoryAgainstOracle.TestCase)  # a failure has to be shrunk
+# Hypothesis needs this time to shrink a failure.
+TestMemoryAgainstOracle = pytest.mark.timeout(900)(MemoryAgainstOracle.TestCase)
 TestMemoryAgainstOracle.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     max_examples=settings.default.max_examples if settings.default else 150,

@@ -23,17 +23,17 @@ plain = st.one_of(st.none(), st.booleans(), signed, texts)
 pair = st.lists(texts, min_size=2, max_size=2)
 
 
-def _some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects that have some of these fields."""
+def _draw_some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy for objects with some of these fields."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
-part = _some(
+part = _draw_some(
     group=st.sampled_from(["buffers", "torch", "new"]), name=texts, resident=sizes, allocated=sizes, fill=sizes
 )
-gpu = _some(requested=sizes, allocated=sizes, reserved=sizes, fragmented=sizes, other=sizes, limit=sizes)
+gpu = _draw_some(requested=sizes, allocated=sizes, reserved=sizes, fragmented=sizes, other=sizes, limit=sizes)
 lines_by_kind = {
-    "reading": _some(
+    "reading": _draw_some(
         time=signed,
         step=sizes,
         pss=sizes,
@@ -42,17 +42,18 @@ lines_by_kind = {
         steps_per_second=sizes,
         pressure=sizes,
     ),
-    "phase": _some(name=texts, peak=sizes, count=sizes, seconds=sizes),
-    "verdict": _some(
+    "phase": _draw_some(name=texts, peak=sizes, count=sizes, seconds=sizes),
+    "verdict": _draw_some(
         time=signed,
         name=texts,
         severity=texts,
         text=texts,
         evidence=st.dictionaries(texts, plain, max_size=3),
+        units=st.dictionaries(texts, st.one_of(st.sampled_from(["B", "s", "share", "time"]), plain), max_size=3),
         remedy=texts,
     ),
-    "event": _some(time=signed, text=texts),
-    "run": _some(
+    "event": _draw_some(time=signed, text=texts),
+    "run": _draw_some(
         profile=texts,
         buffer=texts,
         seed=st.integers(0, 3),
@@ -62,17 +63,17 @@ lines_by_kind = {
         peaks=st.dictionaries(texts, sizes, max_size=3),
         bytes_per_transition=sizes,
         rewards=st.lists(st.floats(-1e9, 1e9), max_size=4),
-        checkpoint=_some(seconds=sizes, bytes=sizes, extra=sizes),
+        checkpoint=_draw_some(seconds=sizes, bytes=sizes, extra=sizes),
         seconds=sizes,
         reason=texts,
     ),
-    "ranking": _some(
+    "ranking": _draw_some(
         by=st.sampled_from(["memory", "speed", "reward", "<"]),
         order=st.lists(pair, max_size=3),
         refused=texts,
         same=st.lists(st.lists(pair, min_size=2, max_size=2), max_size=2),
     ),
-    "buffer": _some(
+    "buffer": _draw_some(
         library=texts,
         version=texts,
         case=texts,
@@ -85,17 +86,17 @@ lines_by_kind = {
         exact=st.one_of(st.none(), st.booleans()),
         note=texts,
     ),
-    "absent": _some(library=texts, reason=texts),
+    "absent": _draw_some(library=texts, reason=texts),
     "new": st.dictionaries(texts, plain, max_size=3),
 }
-headers = _some(
+headers = _draw_some(
     pid=sizes,
     command=st.lists(texts, max_size=3),
     host=texts,
     started=signed,
     interval=sizes,
     system=texts,
-    limits=_some(memory=sizes, cgroup=sizes, vram=sizes),
+    limits=_draw_some(memory=sizes, cgroup=sizes, vram=sizes),
     machine=st.dictionaries(texts, plain, max_size=3),
     versions=st.dictionaries(texts, plain, max_size=3),
     env=texts,
@@ -106,7 +107,7 @@ headers = _some(
 
 @st.composite
 def files(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Lines as holdall writes them, in any order. At times one value of them is something else."""
+    """Draw lines as holdall writes them, in any order. Sometimes one value has another type."""
     kinds = draw(st.lists(st.sampled_from(list(lines_by_kind)), max_size=8))
     lines = [draw(headers) | {"kind": "header", "format": draw(st.sampled_from(FORMATS))}]
     lines += [draw(lines_by_kind[kind]) | {"kind": kind} for kind in kinds]
@@ -117,6 +118,8 @@ def files(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 class _Whole(HTMLParser):
+    """A parser that requires every tag to be closed, and allows neither scripts in attributes nor external files."""
+
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -155,7 +158,7 @@ def test_a_page_is_whole_or_an_error_is_one_line(file: Path, lines: list[dict[st
 
 
 @given(st.binary(max_size=300))
-def test_bytes_that_are_no_lines_are_refused(file: Path, raw: bytes) -> None:
+def test_bytes_that_are_not_a_recording_are_refused(file: Path, raw: bytes) -> None:
     file.write_bytes(raw)
     with pytest.raises(HoldallError):
         read_report(file)

@@ -1,4 +1,4 @@
-"""Random rollouts, one after another in one memory: what comes out is what went in, bit for bit."""
+"""Random rollouts, one after another in one memory: minibatches have the added rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collect(
     return stack_steps(ticks), np.array(estimates)
 
 
-def at(value: Any, ids: Any) -> Any:
+def take_rows(value: Any, ids: Any) -> Any:
     """Take the rows of `ids` out of arrays of (steps, lanes, ...)."""
     return map_leaves(lambda rows: rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])[ids], value)
 
@@ -59,7 +59,7 @@ def test_every_rollout_comes_back_bit_for_bit(
     sliced_from_bytes: int,
     seed: int,
 ) -> None:
-    """Minibatches hold every step once, and so do sequences, in order and within an episode. Finals are true."""
+    """Minibatches and sequences have every step once. The steps of a sequence are consecutive steps of one episode."""
     tuning = Tuning(
         block_bytes=block_bytes, small_field_bytes=sliced_from_bytes, tiny_field_bytes=sliced_from_bytes // 16
     )
@@ -77,19 +77,19 @@ def test_every_rollout_comes_back_bit_for_bit(
     ) as memory:
         for steps in lengths:
             memory.reset()
-            told, estimates = collect(memory, stream, steps, generator)
-            cut = np.flatnonzero(told.truncated.reshape(-1))
-            assert_same_bits(memory.final_obs(), at(told.next_obs, cut))
+            added, estimates = collect(memory, stream, steps, generator)
+            cut = np.flatnonzero(added.truncated.reshape(-1))
+            assert_same_bits(memory.final_obs(), take_rows(added.next_obs, cut))
             memory.finish(np.zeros(lanes, np.float32), final_values=np.zeros(len(cut), np.float32))
-            expected = {"obs": told.obs, "action": told.action, "reward": told.reward, "extras": told.extras}
+            expected = {"obs": added.obs, "action": added.action, "reward": added.reward, "extras": added.extras}
             expected |= {"value": estimates[:, 0], "log_prob": estimates[:, 1]}
             seen = []
             for batch in memory.minibatches(17):
                 seen.extend(batch.ids.tolist())
                 for name, rows in expected.items():
-                    assert_same_bits(getattr(batch, name), at(rows, batch.ids))
+                    assert_same_bits(getattr(batch, name), take_rows(rows, batch.ids))
             assert sorted(seen) == list(range(steps * lanes))
-            ended = (told.terminated | told.truncated).reshape(-1)
+            ended = (added.terminated | added.truncated).reshape(-1)
             seen = []
             for batch in memory.sequences(40, length=13):
                 assert np.array_equal(batch.mask, batch.ids >= 0)
@@ -101,12 +101,12 @@ def test_every_rollout_comes_back_bit_for_bit(
                     assert not ended[ids[:-1]].any()
                 for name, rows in expected.items():
                     got = getattr(batch, name)
-                    assert_same_bits(masked(got, batch.mask), at(rows, batch.ids[batch.mask]))
-                    map_leaves(_assert_zero, masked(got, ~batch.mask))
+                    assert_same_bits(take_steps(got, batch.mask), take_rows(rows, batch.ids[batch.mask]))
+                    map_leaves(_assert_zero, take_steps(got, ~batch.mask))
             assert sorted(seen) == list(range(steps * lanes))
 
 
-def masked(value: Any, mask: Any) -> Any:
+def take_steps(value: Any, mask: Any) -> Any:
     """Take the steps where `mask` is set out of arrays of (sequences, time, ...)."""
     return map_leaves(lambda rows: rows[mask], value)
 

@@ -1,4 +1,4 @@
-"""Memories of one to three ticks hold what was added, whenever a window is found and however they are moved."""
+"""Memories of one to three ticks have the rows that were added, also after a window was found or a pickle was made."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holdall import ReplayMemory
 from holdall.testing import OracleMemory, assert_same_bits
 
 ROW_BYTES = {"tiny": 8, "middle": 100, "other": 60, "large": 700}
-"""Of a field's rows, of which it has 8: one field always lies in a ring, two may move to segments, one lies there."""
+"""Bytes of a row of each field. A field has 8 rows, so the fields have different layouts."""
 
 
 class Sliding:
-    """Steps whose fields are constant for some ticks, each for its own number, and slide by a row from then on."""
+    """Steps whose fields are constant for the ticks in `quiet`, and slide by one row per tick after that."""
 
     def __init__(self, quiet: dict[str, int], lanes: int) -> None:
         self.space = spaces.Dict({name: spaces.Box(0, 255, (8, ROW_BYTES[name]), np.uint8) for name in quiet})
@@ -31,21 +31,23 @@ class Sliding:
         self._obs = {name: np.zeros((lanes, 8, ROW_BYTES[name]), np.uint8) for name in sorted(quiet)}
 
     def tick(self) -> dict[str, Any]:
-        following = {name: self._slid(name, rows) for name, rows in self._obs.items()}
+        following = {name: self._slide(name, rows) for name, rows in self._obs.items()}
         never = np.zeros(self._lanes, np.bool_)
         number = np.full(self._lanes, self._ticks, np.float32)
         step = (self._obs, never.astype(np.int64), number, following, never, never)
-        self._obs, self._ticks = following, self._ticks + 1
+        self._obs = following
+        self._ticks += 1
         return dict(zip(("obs", "action", "reward", "next_obs", "terminated", "truncated"), step, strict=True))
 
-    def _slid(self, name: str, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _slide(self, name: str, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if self._ticks < self._quiet[name]:
             return rows.copy()
         new = self._generator.integers(0, 256, (self._lanes, 1, ROW_BYTES[name]), np.uint8)
         return np.concatenate([rows[:, 1:], new], axis=1)
 
 
-def moved(memory: ReplayMemory, how: str, budget: Any) -> ReplayMemory:
+def replace_memory(memory: ReplayMemory, how: str, budget: Any) -> ReplayMemory:
+    """Return a copy of the memory that was pickled, or saved and loaded with `budget`."""
     if how == "pickle":
         copied: ReplayMemory = pickle.loads(pickle.dumps(memory))
         return copied
@@ -62,10 +64,10 @@ budgets = st.sampled_from([None, "auto", "3MB", "64MB"])
 
 @settings(max_examples=40, deadline=None)
 @given(quiet=quiet_ticks, ticks=st.integers(1, 3), lanes=st.integers(1, 2), moves=moves, budget=budgets, later=budgets)
-def test_a_tiny_memory_holds_what_was_added(
+def test_a_tiny_memory_returns_the_rows_that_were_added(
     quiet: dict[str, int], ticks: int, lanes: int, moves: dict[int, str], budget: Any, later: Any
 ) -> None:
-    """Segments leave as fast as they close, and the fields that move to segments have little to bring along."""
+    """A segment is evicted as soon as it is closed, so a new layout begins with few rows."""
     steps = Sliding(quiet, lanes)
     memory = ReplayMemory(steps.space, spaces.Discrete(2), ticks * lanes, lanes, budget=budget)
     oracle = OracleMemory(ticks * lanes, lanes)
@@ -74,7 +76,7 @@ def test_a_tiny_memory_holds_what_was_added(
         memory.add(**step)
         oracle.add(**step)
         if tick in moves:
-            memory = moved(memory, moves[tick], later)
+            memory = replace_memory(memory, moves[tick], later)
         assert (memory.first_id, memory.next_id) == (oracle.first_id, oracle.next_id)
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
     memory.close()

@@ -1,4 +1,4 @@
-"""HoldallStorage holds what LazyTensorStorage holds: random TensorDicts, written in any order, read in every way."""
+"""HoldallStorage has the elements of LazyTensorStorage: random TensorDicts, written in any order, read in every way."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Source:
         return torch.from_numpy(self.rng.integers(0, 256, nbytes).astype(np.uint8)).view(dtype).reshape(shape)
 
     def batch(self, time: int, others: tuple[int, ...]) -> TensorDictBase:
-        """Return (time, others) transitions. Half of the keys that are there twice chain, stacks shift."""
+        """Return (time, others) transitions. In some keys, the next value is the following step's. Stacks shift."""
         data = TensorDict({}, batch_size=[time, *others])
         for key, (shape, dtype, where) in self.structure.items():
             path = (key,) if isinstance(key, str) else key
@@ -100,8 +100,8 @@ def require_same(held: TensorDictBase, wanted: TensorDictBase) -> None:
         assert torch.equal(one, other), key
 
 
-def in_turn(buffers: list[Any], do: Callable[[Any], Any], seed: int = 0) -> list[Any]:
-    """Do the same to every buffer, with the same random numbers."""
+def run_on_each(buffers: list[Any], do: Callable[[Any], Any], seed: int = 0) -> list[Any]:
+    """Call `do` with every buffer. Each call has the same random numbers."""
     results = []
     for buffer in buffers:
         torch.manual_seed(seed)
@@ -110,17 +110,18 @@ def in_turn(buffers: list[Any], do: Callable[[Any], Any], seed: int = 0) -> list
 
 
 def operate(buffers: list[Any], source: Source, others: tuple[int, ...], name: str, count: int) -> None:
-    """Do the same to both buffers."""
+    """Perform the operation `name` on both buffers."""
     storage = buffers[0].storage
     held = len(storage)
     size = storage.max_size if not others else None
-    if name == "extend":  # torch does not say which of two rows stays that are written to one position
+    if name == "extend":
+        # A longer extend would write two rows to one position, and torch may keep either of them.
         data = source.batch(min(count, storage.max_size // max(sum(others), 1)), others)
         given = data.transpose(0, 1) if others else data
-        in_turn(buffers, lambda buffer: buffer.extend(given.clone()))
+        run_on_each(buffers, lambda buffer: buffer.extend(given.clone()))
     elif name == "add" and not others:
         data = source.batch(1, others)[0]
-        in_turn(buffers, lambda buffer: buffer.add(data.clone()))
+        run_on_each(buffers, lambda buffer: buffer.add(data.clone()))
     elif name == "write" and held and size is not None:
         positions = torch.from_numpy(source.rng.permutation(held)[:count].copy())
         data = source.batch(len(positions), others)
@@ -151,11 +152,11 @@ def operate(buffers: list[Any], source: Source, others: tuple[int, ...], name: s
         for buffer in buffers:
             buffer.set_at_(key, data.get(key).clone(), positions)
     elif name == "empty":
-        in_turn(buffers, lambda buffer: buffer.empty())
+        run_on_each(buffers, lambda buffer: buffer.empty())
 
 
 def read_both(buffers: list[Any], source: Source, seed: int) -> None:
-    """Read all of it, some of it, one of it, and a sample."""
+    """Compare all elements, some elements, one element and a sample of both storages."""
     ours, theirs = buffers
     assert len(ours) == len(theirs)
     if not len(theirs):
@@ -165,7 +166,7 @@ def read_both(buffers: list[Any], source: Source, seed: int) -> None:
     index = torch.from_numpy(source.rng.integers(0, along, 7))
     require_same(ours.storage[index], theirs.storage[index])
     require_same(ours.storage[int(index[0])], theirs.storage[int(index[0])])
-    require_same(*in_turn(buffers, lambda buffer: buffer.sample(5), seed))
+    require_same(*run_on_each(buffers, lambda buffer: buffer.sample(5), seed))
 
 
 @given(
@@ -177,7 +178,7 @@ def read_both(buffers: list[Any], source: Source, seed: int) -> None:
     make_sampler=st.sampled_from([RandomSampler, SamplerWithoutReplacement]),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_position_holds_what_was_last_written_to_it(
+def test_every_position_has_the_element_that_was_written_last(
     structure: list[Any],
     program: list[tuple[str, int]],
     others: tuple[int, ...],
@@ -211,5 +212,5 @@ def test_slices_of_trajectories_are_those_of_lazy_tensors(key: Any, others: tupl
         trajectories = (ends - data["next", "done"].long()).squeeze(-1) + 100 * round_
         data["collector", "traj_ids"] = trajectories
         given = data.transpose(0, 1) if others else data
-        in_turn(buffers, lambda buffer, given=given: buffer.extend(given.clone()))  # type: ignore[misc]  # of this round
-        require_same(*in_turn(buffers, lambda buffer: buffer.sample(), round_))
+        run_on_each(buffers, lambda buffer, given=given: buffer.extend(given.clone()))  # type: ignore[misc]  # The data of this round.
+        require_same(*run_on_each(buffers, lambda buffer: buffer.sample(), round_))

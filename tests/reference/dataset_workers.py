@@ -19,8 +19,8 @@ def read_and_keep(dataset: holdall.Dataset, answers: Any) -> None:
     """Send batches as a DataLoader worker does, while the process itself keeps and changes some of them."""
     from torch.utils.data import _utils
 
-    told: Any = dataset  # A worker is told its dataset, which need not be torch's class.
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=told)
+    worker_dataset: Any = dataset  # torch's annotation asks for its own class.
+    _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=worker_dataset)
     kept = []
     for first in range(0, 60, 3):
         rows = dataset[np.arange(first, first + 40)]

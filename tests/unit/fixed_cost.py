@@ -1,9 +1,10 @@
-"""What a memory takes beside its transitions: `python tests/unit/fixed_cost.py --frame 256 280 3 --stack 4`.
+"""Measure the overhead of a memory: `python tests/unit/fixed_cost.py --frame 256 280 3 --stack 4`.
 
-Stacks of frames of a made-up game (a landscape that scrolls, and a sprite) are added, every full block is compressed.
-The process's unique set size is read from the kernel after every `--every` transitions, and the figure is the largest
-distance of a reading from the slope: open segments, tables, staging, what choosing a codec takes. The feed waits for
-the compressor after every reading, so that blocks of a burst, which wait raw, do not count.
+Overhead is what the process holds beyond the bytes of the transitions: open segments, tables, staging, and the work of
+choosing a codec. The script adds stacks of frames of a made-up game (a landscape that scrolls, and a sprite), and every
+full block is compressed. After every `--every` transitions it reads the process's unique set size from the kernel. The
+figure is the largest overhead of all readings. Before each reading the script waits for the compressor, so that raw
+blocks in its queue do not count.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from holdall import ReplayMemory
 from holdall.machine import held_bytes
 
 
-def stacks(shape: tuple[int, ...], stack: int, count: int) -> Iterator[Any]:
-    """Yield stacks of frames: the newest comes last, the others are those of the step before."""
+def make_stacks(shape: tuple[int, ...], stack: int, count: int) -> Iterator[Any]:
+    """Yield stacks of frames. The newest frame is the last one, and the other frames are those of the step before."""
     generator = np.random.default_rng(0)
     rows, columns = shape[:2]
     landscape = generator.integers(0, 256, (rows // 8 + 1, columns // 8 + 64, *shape[2:]), np.uint8)
@@ -41,7 +42,7 @@ def stacks(shape: tuple[int, ...], stack: int, count: int) -> Iterator[Any]:
 
 
 class Peak:
-    """The most that the process holds between two readings, looked at every few milliseconds."""
+    """Largest unique set size of the process. A thread reads it every few milliseconds."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -54,17 +55,17 @@ class Peak:
             self.most = max(self.most, held_bytes().unique)
 
     def stop(self) -> None:
-        """End looking."""
+        """Stop the thread."""
         self._done.set()
         self._thread.join()
 
 
 def measure(shape: tuple[int, ...], stack: int, count: int, every: int) -> dict[str, Any]:
-    """Fill a memory and compare what the process holds with what its transitions take."""
+    """Fill a memory, and compare the bytes of the process with the bytes of the transitions."""
     action = np.zeros(1, np.int64)
     reward = np.ones(1, np.float32)
     flag = np.zeros(1, np.bool_)
-    for _ in stacks(shape, stack, 50):
+    for _ in make_stacks(shape, stack, 50):
         pass
     start = held_bytes().unique
     memory = ReplayMemory(spaces.Box(0, 255, (stack, *shape), np.uint8), spaces.Discrete(2), 10 * count, budget=None)
@@ -72,7 +73,7 @@ def measure(shape: tuple[int, ...], stack: int, count: int, every: int) -> dict[
     readings = []
     most = 0
     last = None
-    for number, frames in enumerate(stacks(shape, stack, count)):
+    for number, frames in enumerate(make_stacks(shape, stack, count)):
         if last is not None:
             memory.add(last[None], action, reward, frames[None], flag, flag)
         last = frames
@@ -86,9 +87,9 @@ def measure(shape: tuple[int, ...], stack: int, count: int, every: int) -> dict[
     held = memory.report()
     return {
         "bytes_per_transition": held.bytes_per_transition,
-        "beside_mib": max(taken - held.bytes_per_transition * number for number, taken in readings) / 2**20,
-        "peak_beside_mib": most / 2**20,
-        "in_the_end_mib": (held_bytes().unique - start) / 2**20,
+        "overhead_mib": max(taken - held.bytes_per_transition * number for number, taken in readings) / 2**20,
+        "peak_overhead_mib": most / 2**20,
+        "final_mib": (held_bytes().unique - start) / 2**20,
         "finding": held.fields[0].finding,
     }
 

@@ -29,8 +29,8 @@ def estimate_with_numpy(rewards: Floats, values: Floats, ends: Floats, last: Flo
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("shape", [(1, 1), (7, 1), (64, 3), (33, 16), (9, 7), (5, 65)])
-def test_advantages_are_the_same_bits(shape: tuple[int, int], seed: int) -> None:
-    """Also where rewards and advantages are one array."""
+def test_advantages_are_the_bits_of_the_definition(shape: tuple[int, int], seed: int) -> None:
+    """The rule also holds where rewards and advantages are one array."""
     generator = np.random.default_rng(seed)
     rewards, values = (100 * generator.standard_normal((2, *shape), np.float32)) ** 3
     ends = (generator.random(shape) < 0.1).astype(np.float32)
@@ -57,8 +57,8 @@ def test_advantages_are_the_same_bits(shape: tuple[int, int], seed: int) -> None
         ("returns", np.broadcast_to(np.float32(0), (4, 2))),
     ],
 )
-def test_an_array_that_does_not_fit_is_named(name: str, wrong: NDArray[np.float32]) -> None:
-    """Wrong dtype, layout, shape, number of axes, or not writable."""
+def test_the_error_names_the_array_that_does_not_fit(name: str, wrong: NDArray[np.float32]) -> None:
+    """The wrong arrays differ in dtype, layout, shape or number of axes, or cannot be written to."""
     arrays: dict[str, Floats] = {
         key: np.zeros((4, 2), np.float32) for key in ("rewards", "values", "ends", "advantages", "returns")
     }

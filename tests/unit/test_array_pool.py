@@ -25,7 +25,7 @@ def test_memory_is_used_again_once_no_view_refers_to_it() -> None:
 
 
 def test_arrays_have_shape_dtype_and_alignment() -> None:
-    """Also empty ones, and ones without axes."""
+    """The rule also holds for empty arrays and for arrays without axes."""
     pool = ArrayPool(MIB)
     for shape in [(3, 4, 5), (0, 7), (), (1000, 1000)]:
         array = pool.empty(shape, np.float32)
@@ -54,7 +54,7 @@ def test_no_more_than_the_limit_is_kept() -> None:
 
 
 def test_arrays_outlive_the_pool() -> None:
-    """Their memory is freed with the last one."""
+    """The memory is freed with the last array."""
     pool = ArrayPool(MIB)
     array = pool.empty((1000,), np.int64)
     array[...] = 7
@@ -64,6 +64,6 @@ def test_arrays_outlive_the_pool() -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), [((-1,), "u1"), ((2**40, 2**40), "u1"), ((2,), "O")])
 def test_impossible_arrays_are_refused(shape: tuple[int, ...], dtype: str) -> None:
-    """Before memory is reserved."""
+    """The refusal comes before memory is reserved."""
     with pytest.raises((ValueError, TypeError)):
         ArrayPool(0).empty(shape, dtype)

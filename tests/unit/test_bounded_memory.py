@@ -21,7 +21,7 @@ from holdall.units import parse_bytes
 
 MIB = 1 << 20
 SLACK = 64 * MIB
-"""What a process takes besides, whatever the budget: libraries, threads, allocators."""
+"""Bytes that a process takes whatever the budget: libraries, threads, allocators."""
 FRAME = (84, 84, 3)
 
 FILL = """
@@ -33,7 +33,7 @@ from holdall import ReplayMemory
 
 budget, folder, frames, lanes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 generator = np.random.default_rng(0)
-# A camera that moves over a landscape: neighbouring pixels resemble each other; but a sensor's noise of four bits
+# A camera that moves over a landscape: neighbouring pixels resemble each other. But a sensor's noise of four bits
 # a pixel leaves no codec more than a half.
 landscape = (generator.integers(-2, 3, (84, 84 + frames + 12 * lanes, 3)).cumsum(axis=1) // 2).astype(np.uint8)
 noise = generator.integers(0, 16, (101, 84, 84, 3), np.uint8)
@@ -44,12 +44,12 @@ def look(at):
     return landscape[:, at : at + 84] + noise[at % 101]
 
 
-def seen(tick):
+def observe(tick):
     return np.stack([look(tick + 11 * lane) for lane in range(lanes)])
 
 
 process, done, most = psutil.Process(), threading.Event(), [0]
-np.stack([seen(0)] * 300)  # what a caller takes besides
+np.stack([observe(0)] * 300)  # The caller's own memory.
 before = process.memory_full_info().uss
 
 
@@ -66,7 +66,7 @@ memory = ReplayMemory(
 )
 wrong = 0
 for tick in range(frames // lanes):
-    memory.add(seen(tick), zeros, ones, seen(tick + 1), flags, flags)
+    memory.add(observe(tick), zeros, ones, observe(tick + 1), flags, flags)
     if tick % 200 == 199:
         batch = memory.sample(64)
         for row, number in enumerate(batch.ids.tolist()):
@@ -79,26 +79,31 @@ watching.join()
 report = memory.report()
 print(json.dumps({
     "grown": most[0] - before, "wrong": wrong, "first_id": memory.first_id, "disk": report.disk_bytes,
-    "told": report.total_bytes, "failure": report.failure, "fits": report.capacity_that_fits,
+    "reported": report.total_bytes, "failure": report.failure, "fits": report.capacity_that_fits,
 }))
 memory.close()
 """
 
 
-def filled(budget: str, folder: str, frames: int, lanes: int = 1, **environment: str) -> dict[str, Any]:
+def fill_in_process(budget: str, folder: str, frames: int, lanes: int = 1, **environment: str) -> dict[str, Any]:
     command = [sys.executable, "-c", FILL, budget, folder, str(frames), str(lanes)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=110, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def least_budget(**settings: Any) -> int:
+def find_least_budget(**settings: Any) -> int:
     with pytest.raises(ArgumentError, match=r"^budget \(1 B\) is too small") as caught:
         ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, budget=1, **settings)
-    return int(str(caught.value).split("Pass at least ")[1].split(" bytes")[0])
+    return read_least_budget(caught.value)
+
+
+def read_least_budget(refusal: ArgumentError) -> int:
+    """Return the least budget that a refusal names."""
+    return int(str(refusal).split("Pass at least ")[1].split(" bytes")[0])
 
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the system's own count of memory there")
@@ -110,34 +115,34 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the syst
     ("budget", "frames"), [("48MiB", 3_000), pytest.param("96MiB", 7_000, marks=pytest.mark.nightly)]
 )
 def test_a_process_grows_by_the_budget_and_no_more(spills: bool, budget: str, frames: int, tmp_path: Path) -> None:
-    """More is added than it holds in any form. All of that is kept on disk, or the oldest leave."""
-    told = filled(budget, str(tmp_path) if spills else "", frames)
-    assert told["failure"] == ""
-    assert told["wrong"] == 0
-    assert told["grown"] <= parse_bytes(budget) + SLACK, f"{told['grown'] / MIB:.0f} MiB"
-    assert told["told"] <= parse_bytes(budget)
-    assert (told["first_id"] == 0) == spills
-    assert (told["disk"] > 0) == spills
+    """More is added than the budget holds. All of it is kept on disk, or the oldest transitions are evicted."""
+    result = fill_in_process(budget, str(tmp_path) if spills else "", frames)
+    assert result["failure"] == ""
+    assert result["wrong"] == 0
+    assert result["grown"] <= parse_bytes(budget) + SLACK, f"{result['grown'] / MIB:.0f} MiB"
+    assert result["reported"] <= parse_bytes(budget)
+    assert (result["first_id"] == 0) == spills
+    assert (result["disk"] > 0) == spills
     assert not list(tmp_path.iterdir())
 
 
 @needs_linux
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_the_least_budget_that_is_named_works(lanes: int, tmp_path: Path) -> None:
-    """A memory that is told so little keeps to it, and gives back what was added."""
-    least = least_budget(num_envs=lanes)
-    told = filled(str(least), str(tmp_path), 3_000, lanes)
-    assert told["failure"] == ""
-    assert told["wrong"] == 0
-    assert told["first_id"] == 0
-    assert told["grown"] <= least + SLACK, f"{told['grown'] / MIB:.0f} MiB of {least / MIB:.0f}"
-    assert told["disk"] > 0
+    """A memory with the least budget keeps to it, and returns what was added."""
+    least = find_least_budget(num_envs=lanes)
+    result = fill_in_process(str(least), str(tmp_path), 3_000, lanes)
+    assert result["failure"] == ""
+    assert result["wrong"] == 0
+    assert result["first_id"] == 0
+    assert result["grown"] <= least + SLACK, f"{result['grown'] / MIB:.0f} MiB of {least / MIB:.0f}"
+    assert result["disk"] > 0
 
 
 @pytest.mark.parametrize("spills", [True, False])
 def test_one_byte_less_than_the_least_is_refused(spills: bool, tmp_path: Path) -> None:
-    """Before anything is made: no folder is left behind."""
-    least = least_budget()
+    """The refusal comes before a folder is made."""
+    least = find_least_budget()
     given: dict[str, Any] = {"spill_dir": tmp_path} if spills else {}
     with pytest.raises(ArgumentError, match=rf"^budget .* at least {least} bytes"):
         ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, budget=least - 1, **given)
@@ -156,7 +161,7 @@ def is_accepted(sizes: list[int], capacity: int, lanes: int, budget: int) -> tup
     try:
         ReplayMemory(space, spaces.Discrete(2), capacity * lanes, lanes, budget=budget).close()
     except ArgumentError as refusal:
-        return False, int(str(refusal).split("Pass at least ")[1].split(" bytes")[0])
+        return False, read_least_budget(refusal)
     return True, 0
 
 
@@ -177,8 +182,8 @@ FIELDS = [
 
 @pytest.mark.parametrize("sizes", FIELDS, ids=str)
 @pytest.mark.parametrize(("capacity", "lanes"), [(1, 1), (1000, 1), (300, 7), (20_000, 1)])
-def test_what_a_budget_allows_every_larger_one_allows(sizes: list[int], capacity: int, lanes: int) -> None:
-    """And the least that a refusal names is the least: one byte less is refused."""
+def test_every_budget_above_the_least_is_accepted(sizes: list[int], capacity: int, lanes: int) -> None:
+    """The least budget that a refusal names is the least one: one byte less is refused."""
     accepted, least = is_accepted(sizes, capacity, lanes, 1)
     assert not accepted
     for budget in (least - 1, *(int(least * share) for share in (0.3, 0.7, 0.99))):
@@ -199,7 +204,7 @@ def test_a_checkpoint_is_loaded_with_another_budget_or_the_budget_is_refused(tmp
         memory.save(tmp_path).result()
     with pytest.raises(ArgumentError, match=r"^budget .* is too small") as refusal:
         ReplayMemory.load(tmp_path, budget="100kB")
-    least = int(str(refusal.value).split("Pass at least ")[1].split(" bytes")[0])
+    least = read_least_budget(refusal.value)
     with ReplayMemory.load(tmp_path, budget=2 * least) as loaded:
         assert_same_bits(loaded.gather(np.arange(40)), expected)
 
@@ -225,24 +230,24 @@ def test_a_larger_capacity_holds_as_many_transitions() -> None:
 
 @needs_linux
 @pytest.mark.nightly
-def test_large_frames_take_no_more_beside_the_transitions_than_small_ones() -> None:
-    """Stacks of 4 frames of 215,040 bytes: open and waiting segments, and what choosing a codec takes."""
+def test_large_frames_have_no_more_overhead_than_small_ones() -> None:
+    """The stacks have 4 frames of 215,040 bytes."""
     script = Path(__file__).with_name("fixed_cost.py")
     command = [sys.executable, str(script), "--transitions", "400"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["peak_beside_mib"] <= SLACK / MIB
+    assert json.loads(done.stdout)["peak_overhead_mib"] <= SLACK / MIB
 
 
 @pytest.mark.parametrize("spills", [True, False], ids=["with a disk", "without one"])
 def test_raw_blocks_are_freed_when_they_are_compressed_or_evicted(spills: bool, tmp_path: Path) -> None:
-    """A batch that was read from them does not keep them alive."""
+    """A batch that was read from a block does not keep it alive."""
     generator = np.random.default_rng(0)
     flag = np.zeros(1, np.bool_)
     settings: dict[str, Any] = {"budget": "8MiB", "spill_dir": tmp_path if spills else None, "seed": 0}
 
     def count_raw_bytes(memory: ReplayMemory) -> int:
-        parts = [part for segment in memory.store.catalog.segments for part in segment.parts]
+        parts = [part for segment in memory.host_store.catalog.segments for part in segment.parts]
         blocks = {part.block for part in parts if part.block is not None}
         return sum(block.form.nbytes for block in blocks if isinstance(block.form, Raw))
 

@@ -39,25 +39,25 @@ class Added(NamedTuple):
     infos: Any
 
 
-def steps_of(
+def make_steps(
     space: spaces.Space[Any], action: spaces.Space[Any], lanes: int, ticks: int, seed: int = 0
 ) -> Iterator[Added]:
     """Make what CleanRL's scripts add: float64 rewards, terminations, and final observations where they are cut."""
     draw = np.random.default_rng(seed)
     action.seed(seed)
 
-    def observed() -> Any:
+    def observe() -> Any:
         if isinstance(space, spaces.Discrete):
             return draw.integers(0, space.n, lanes)
         given: Any = draw.integers(0, 250, (lanes, *space.shape)) + (0.3 if space is VECTOR else 0)  # type: ignore[misc]
-        return given if space is VECTOR else given.astype(space.dtype)  # float64 for a space of float32: MuJoCo does so
+        return given if space is VECTOR else given.astype(space.dtype)  # MuJoCo gives float64 for a space of float32.
 
-    obs = observed()
+    obs = observe()
     for _ in range(ticks):
-        following = observed()
+        following = observe()
         ended = draw.random(lanes) < 0.1
         cut = draw.random(lanes) < 0.1
-        final = observed()
+        final = observe()
         next_obs = following.copy()
         next_obs[cut] = final[cut]
         actions = np.array([action.sample() for _ in range(lanes)])
@@ -93,23 +93,24 @@ class PlainSlots:
         self.ticks += 1
 
     def sample(self, count: int) -> tuple[NDArray[Any], ...]:
-        if self.shares and self.ticks >= self.slots:  # it never draws the oldest: there its own layout has no next_obs
-            where = (np.random.randint(1, self.slots, size=count) + self.ticks) % self.slots  # noqa: NPY002  theirs
+        if self.shares and self.ticks >= self.slots:
+            # CleanRL never draws the oldest slot, because its layout has no next_obs there.
+            where = (np.random.randint(1, self.slots, size=count) + self.ticks) % self.slots  # noqa: NPY002  CleanRL's generator.
         else:
-            where = np.random.randint(0, min(self.ticks, self.slots), size=count)  # noqa: NPY002  theirs
-        lane = np.random.randint(0, high=self.lanes, size=count)  # noqa: NPY002  theirs
+            where = np.random.randint(0, min(self.ticks, self.slots), size=count)  # noqa: NPY002  CleanRL's generator.
+        lane = np.random.randint(0, high=self.lanes, size=count)  # noqa: NPY002  CleanRL's generator.
         one = (self.done[where, lane].reshape(-1, 1), self.reward[where, lane].reshape(-1, 1))
         return self.obs[where, lane], self.action[where, lane], self.next_obs[where, lane], *one
 
 
 def assert_same_draws(mine: ReplayBuffer, plain: PlainSlots, seed: int) -> None:
     for count in (1, 32, 100):
-        np.random.seed(seed)  # noqa: NPY002  what CleanRL's scripts seed
+        np.random.seed(seed)  # noqa: NPY002  CleanRL's scripts seed it.
         expected = plain.sample(count)
-        after = np.random.get_state()  # noqa: NPY002  as above
-        np.random.seed(seed)  # noqa: NPY002  as above
+        after = np.random.get_state()  # noqa: NPY002  See above.
+        np.random.seed(seed)  # noqa: NPY002  See above.
         got = mine.sample(count)
-        assert np.array_equal(np.random.get_state()[1], after[1])  # type: ignore[index]  # noqa: NPY002  as above
+        assert np.array_equal(np.random.get_state()[1], after[1])  # type: ignore[index]  # noqa: NPY002  See above.
         assert type(got) is ReplayBufferSamples
         for name, tensor, array in zip(got._fields, got, expected, strict=True):
             assert tensor.dtype == torch.from_numpy(array).dtype, name
@@ -135,11 +136,11 @@ def assert_same_draws(mine: ReplayBuffer, plain: PlainSlots, seed: int) -> None:
 def test_draws_and_rows_are_those_of_plain_arrays(
     space: Any, action: Any, lanes: int, shares: bool, cuts: bool
 ) -> None:
-    """Before it is full, at the moment when it is, and after it has been written over twice."""
+    """The rule holds before the buffer is full, when it becomes full, and after every slot was overwritten."""
     slots = 40
     mine = ReplayBuffer(slots * lanes + lanes - 1, space, action, "cpu", lanes, shares, cuts)
     plain = PlainSlots(slots, space, action, lanes, shares, cuts)
-    for tick, step in enumerate(steps_of(space, action, lanes, 95)):
+    for tick, step in enumerate(make_steps(space, action, lanes, 95)):
         mine.add(*step)
         plain.add(*step)
         if tick in {0, 17, 39, 40, 94}:
@@ -155,7 +156,7 @@ def test_batches_on_a_gpu_are_those_of_plain_arrays(space: Any, action: Any, lan
     settings: dict[str, Any] = {"budget": budget, "_tuning": Tuning(block_bytes=10_000)}
     mine = ReplayBuffer(200 * lanes, space, action, "cuda", lanes, handle_timeout_termination=False, **settings)
     plain = PlainSlots(200, space, action, lanes, shares=False, cuts=False)
-    for tick, step in enumerate(steps_of(space, action, lanes, 450)):
+    for tick, step in enumerate(make_steps(space, action, lanes, 450)):
         mine.add(*step)
         plain.add(*step)
         if tick in {0, 150, 449}:
@@ -165,7 +166,7 @@ def test_batches_on_a_gpu_are_those_of_plain_arrays(space: Any, action: Any, lan
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "cpu"), ("auto", "cpu"), ("cpu", "cpu"), ("meta", "meta")])
-def test_a_gpu_that_is_not_there_becomes_the_cpu(device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_replaced_by_the_cpu(device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     mine = ReplayBuffer(10, VECTOR, FORCE, device, handle_timeout_termination=False)
     assert mine.device == torch.device(expected)
@@ -175,9 +176,9 @@ def test_a_truncated_episode_keeps_its_final_observation_with_optimize_memory_us
     """CleanRL's own layout has one array, where the next episode's first observation overwrites the final one."""
     mine = ReplayBuffer(100, STACK, CART, "cpu", optimize_memory_usage=True, handle_timeout_termination=True)
     theirs = np.zeros((100, 1, *STACK.shape), STACK.dtype)
-    steps = list(steps_of(STACK, CART, 1, 60))
+    steps = list(make_steps(STACK, CART, 1, 60))
     for slot, step in enumerate(steps):
-        mine.add(*step._replace(done=step.done | np.array([step.infos != [{}]])))  # as a loop that knows only ends
+        mine.add(*step._replace(done=step.done | np.array([step.infos != [{}]])))  # This loop has no truncations.
         theirs[slot] = step.obs
         theirs[slot + 1] = step.next_obs
     cut = np.flatnonzero([step.infos != [{}] for step in steps[:-1]])
@@ -187,12 +188,12 @@ def test_a_truncated_episode_keeps_its_final_observation_with_optimize_memory_us
     assert np.array_equal(batch.next_obs, final)
     assert np.array_equal(np.flatnonzero(batch.truncated[:-1]), cut)
     assert not (batch.truncated & batch.terminated).any()
-    assert not np.array_equal(theirs[cut + 1, 0], final[cut]), "its own layout would be right, too"
+    assert not np.array_equal(theirs[cut + 1, 0], final[cut]), "CleanRL's own layout would be right, too"
 
 
 def test_a_batch_is_the_callers_own() -> None:
     mine = ReplayBuffer(50, STACK, CART, "cpu")
-    steps = list(steps_of(STACK, CART, 1, 120))
+    steps = list(make_steps(STACK, CART, 1, 120))
     for step in steps[:50]:
         mine.add(*step)
     batch = mine.sample(32)
@@ -206,17 +207,17 @@ def test_a_batch_is_the_callers_own() -> None:
 
 
 def test_tensors_begin_where_torchs_own_do() -> None:
-    """Sums of floats that begin elsewhere are added up in another order, and the weights would differ."""
+    """With another alignment, torch adds floats up in another order, and the weights would differ."""
     mine = ReplayBuffer(50, VECTOR, FORCE, "cpu")
-    for step in steps_of(VECTOR, FORCE, 1, 50):
+    for step in make_steps(VECTOR, FORCE, 1, 50):
         mine.add(*step)
     for count in (1, 7, 33):
         assert all(tensor.data_ptr() % 64 == 0 for tensor in mine.sample(count))
 
 
-def test_budget_prefer_and_spill_dir_reach_the_memory_and_the_next_one(tmp_path: Path) -> None:
+def test_budget_prefer_and_spill_dir_reach_the_memory_also_after_reset(tmp_path: Path) -> None:
     mine = ReplayBuffer(3000, STACK, CART, "cpu", budget="40MiB", prefer="memory", spill_dir=tmp_path)
-    for step in steps_of(STACK, CART, 1, 5):
+    for step in make_steps(STACK, CART, 1, 5):
         mine.add(*step)
     assert mine.report().budget_bytes == 40 * 2**20
     assert any(tmp_path.iterdir())
@@ -225,7 +226,7 @@ def test_budget_prefer_and_spill_dir_reach_the_memory_and_the_next_one(tmp_path:
     assert mine.report().budget_bytes == 40 * 2**20
 
 
-def test_a_budget_that_does_not_hold_all_draws_what_is_held() -> None:
+def test_a_buffer_beyond_its_budget_draws_the_transitions_that_are_held() -> None:
     noise = np.random.default_rng(0)
     image = spaces.Box(0, 255, (70, 70), np.uint8)
     mine = ReplayBuffer(800, image, CART, "cpu", handle_timeout_termination=False, budget="1.5MiB", _tuning=TUNING)
@@ -240,10 +241,10 @@ def test_a_budget_that_does_not_hold_all_draws_what_is_held() -> None:
     assert {row.tobytes() for row in drawn} <= held
 
 
-def test_a_pickled_buffer_and_an_adopted_memory_go_on_the_same(tmp_path: Path) -> None:
+def test_a_pickled_buffer_and_an_adopted_memory_continue_as_the_original(tmp_path: Path) -> None:
     mine = ReplayBuffer(50, VECTOR, FORCE, "cpu")
     plain = PlainSlots(50, VECTOR, FORCE, 1, shares=False, cuts=True)
-    steps = list(steps_of(VECTOR, FORCE, 1, 150))
+    steps = list(make_steps(VECTOR, FORCE, 1, 150))
     for step in steps[:70]:
         mine.add(*step)
         plain.add(*step)
@@ -270,12 +271,12 @@ def test_a_memory_of_another_size_or_space_is_not_adopted(memory: Any, says: str
     mine = ReplayBuffer(50, VECTOR, FORCE, "cpu")
     with pytest.raises(ArgumentError, match=says):
         mine.adopt(memory())
-    mine.add(*next(steps_of(VECTOR, FORCE, 1, 1)))
+    mine.add(*next(make_steps(VECTOR, FORCE, 1, 1)))
     assert mine.size() == 1
 
 
 def test_steps_may_be_added_in_one_call() -> None:
-    steps = list(steps_of(VECTOR, FORCE, 2, 30))
+    steps = list(make_steps(VECTOR, FORCE, 2, 30))
     one, all_at_once = (ReplayBuffer(60, VECTOR, FORCE, "cpu", n_envs=2) for _ in range(2))
     for step in steps:
         one.add(*step)
@@ -286,8 +287,8 @@ def test_steps_may_be_added_in_one_call() -> None:
     assert np.array_equal(ours.truncated, theirs.truncated)
 
 
-@pytest.mark.nightly  # the import contract in pyproject.toml says so on every change
-def test_it_is_found_without_an_import_of_its_own_and_needs_no_stable_baselines3() -> None:
+@pytest.mark.nightly  # The import contract in pyproject.toml checks the same on every change.
+def test_the_module_loads_on_first_use_and_without_stable_baselines3() -> None:
     program = (
         "import sys; sys.modules['stable_baselines3'] = None; import holdall; holdall.cleanrl.ReplayBuffer;"
         "print(*[name for name in ('cleanrl_utils', 'jax', 'rich') if name in sys.modules])"
@@ -299,7 +300,7 @@ def test_it_is_found_without_an_import_of_its_own_and_needs_no_stable_baselines3
 # ---------------------------------------------------------------- wrong use
 
 
-def step(**changed: Any) -> Added:
+def make_step(**changed: Any) -> Added:
     seen = np.zeros((1, 5), np.float32)
     one = np.array([1])
     right = Added(seen, seen, one, np.array([0.5]), np.array([False]), [{}])
@@ -324,20 +325,20 @@ def step(**changed: Any) -> Added:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_wrong_steps_are_refused_and_leave_the_buffer_as_it_was(changed: dict[str, Any], says: str) -> None:
+def test_wrong_steps_are_refused_and_do_not_change_the_buffer(changed: dict[str, Any], says: str) -> None:
     mine = ReplayBuffer(50, VECTOR, CART, "cpu")
-    mine.add(*step())
+    mine.add(*make_step())
     with pytest.raises(ArgumentError, match=says):
-        mine.add(*step(**changed))
+        mine.add(*make_step(**changed))
     assert (mine.pos, mine.full, len(mine.memory)) == (1, False, 1)
-    mine.add(*step())
+    mine.add(*make_step())
     assert mine.size() == 2
 
 
 def test_infos_of_any_kind_are_ignored_without_handle_timeout_termination() -> None:
     mine = ReplayBuffer(50, VECTOR, CART, "cpu", handle_timeout_termination=False)
     for infos in ({"final_observation": [None]}, None, ()):
-        mine.add(*step(infos=infos, done=np.array([1.0])))
+        mine.add(*make_step(infos=infos, done=np.array([1.0])))
     assert mine.sample(10).dones.all()
 
 
@@ -363,18 +364,18 @@ def test_a_size_may_be_written_as_a_float() -> None:
 
 
 @pytest.mark.parametrize(
-    ("observed", "acted", "says"),
+    ("observe", "acted", "says"),
     [
         (spaces.Dict({"a": VECTOR}), CART, r"observation_space is a Dict.*holdall\.ReplayMemory"),
         (VECTOR, spaces.Tuple([CART]), r"action_space is a Tuple.*holdall\.ReplayMemory"),
     ],
 )
-def test_spaces_that_cleanrls_own_cannot_take_are_refused(observed: Any, acted: Any, says: str) -> None:
+def test_spaces_that_cleanrls_own_buffer_cannot_take_are_refused(observe: Any, acted: Any, says: str) -> None:
     with pytest.raises(SpaceError, match=says):
-        ReplayBuffer(10, observed, acted)
+        ReplayBuffer(10, observe, acted)
 
 
-def test_an_empty_buffer_says_so() -> None:
+def test_sampling_from_an_empty_buffer_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"sample\(32\).*before a step was added"):
         ReplayBuffer(10, VECTOR, CART, "cpu").sample(32)
 
@@ -382,18 +383,18 @@ def test_an_empty_buffer_says_so() -> None:
 @pytest.mark.parametrize("count", [0, -1, 2.5])
 def test_a_wrong_batch_size_is_refused(count: Any) -> None:
     mine = ReplayBuffer(50, VECTOR, CART, "cpu")
-    mine.add(*step())
+    mine.add(*make_step())
     with pytest.raises(ArgumentError, match="batch_size"):
         mine.sample(count)
 
 
-@pytest.mark.parametrize("order", [(0, 2, 3, 1), (1, 0, 2, 3)], ids=["channels last", "environments behind"])
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (1, 0, 2, 3)], ids=["channels last", "environments not first"])
 def test_observations_in_another_layout_are_refused(order: tuple[int, ...]) -> None:
-    """As many numbers in another order would be another observation. CleanRL's own buffer refuses them, too."""
+    """The same numbers in another order are another observation. CleanRL's own buffer refuses them, too."""
     mine = ReplayBuffer(50, spaces.Box(0, 255, (3, 8, 8), np.uint8), spaces.Box(-1, 1, (2, 3), np.float32), "cpu", 2)
     frames = np.zeros((2, 3, 8, 8), np.uint8)
     rest: Any = np.zeros((2, 6), np.float32), np.zeros(2), np.zeros(2, np.bool_), [{}, {}]
-    mine.add(frames, frames, *rest)  # actions are reshaped
+    mine.add(frames, frames, *rest)  # Actions are reshaped.
     with pytest.raises(ArgumentError, match=r"next_obs has shape .*expected \(2, 3, 8, 8\)"):
         mine.add(frames, frames.transpose(order), *rest)
     assert mine.pos == 1

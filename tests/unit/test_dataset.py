@@ -36,7 +36,7 @@ EXTRAS = {"timestamp": spaces.Box(0, 1e6, (), np.float32), "task": spaces.Discre
 
 
 class Recording:
-    """A checkpoint, and the oracle beside it."""
+    """A checkpoint, and an oracle with the same steps."""
 
     def __init__(self, folder: Path, seed: int, lanes: int, ticks: int, capacity: int, invalid: float) -> None:
         generator = np.random.default_rng(seed)
@@ -242,7 +242,7 @@ def test_forked_children_read_the_same_rows(recording: Recording) -> None:
 
 
 def test_spawned_children_read_the_same_rows(recording: Recording) -> None:
-    """They get a pickle of the dataset."""
+    """Spawned children get a pickle of the dataset."""
     indices = list(range(0, 120, 7))
     with (
         holdall.Dataset.open(recording.url, delta_timestamps={"action": [0.0, 0.1]}, fps=10) as dataset,
@@ -392,7 +392,7 @@ def test_a_saved_memory_of_a_dataset_has_everything(recording: Recording, tmp_pa
 # ---------------------------------------------------------------- wrong use
 
 
-def with_timestamps(folder: Path, interval: float, metadata: dict[str, Any] | None = None) -> Path:
+def record_timestamps(folder: Path, interval: float, metadata: dict[str, Any] | None = None) -> Path:
     space = spaces.Box(-1, 1, (2,), np.float32)
     flag = np.zeros(1, np.bool_)
     with holdall.ReplayMemory(space, space, 50, extras={"timestamp": EXTRAS["timestamp"]}) as memory:
@@ -425,19 +425,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_use_names_what_to_change(recording: Recording, case: str) -> None:
-    arguments, told = WRONG[case]
-    with pytest.raises(ArgumentError, match=told):
+def test_the_error_of_a_wrong_argument_has_a_remedy(recording: Recording, case: str) -> None:
+    arguments, message = WRONG[case]
+    with pytest.raises(ArgumentError, match=message):
         holdall.Dataset.open(recording.url, **arguments)
 
 
 def test_an_fps_other_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
-    stamped = with_timestamps(tmp_path / "stamped", 0.05)
+    stamped = record_timestamps(tmp_path / "stamped", 0.05)
     with pytest.raises(ArgumentError, match=r"which are 0\.05 s apart. Pass fps=20"):
         holdall.Dataset.open(stamped, fps=10)
     with holdall.Dataset.open(stamped, fps=20) as dataset:
         assert dataset.fps == 20
-    recorded = with_timestamps(tmp_path / "recorded", 0.05, {"fps": 20})
+    recorded = record_timestamps(tmp_path / "recorded", 0.05, {"fps": 20})
     with pytest.raises(ArgumentError, match=r"fps \(30\) differs from the recorded 20"):
         holdall.Dataset.open(recorded, fps=30)
     with holdall.Dataset.open(recorded, delta_timestamps={"action": [-0.05]}) as dataset:
@@ -477,16 +477,23 @@ def test_a_place_that_is_being_written_is_refused(tmp_path: Path) -> None:
         assert len(dataset) == 2
 
 
-def test_nothing_to_open_and_nothing_left(recording: Recording, tmp_path: Path) -> None:
+def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No complete checkpoint found"):
         holdall.Dataset.open(tmp_path / "nothing")
+
+
+def test_an_index_outside_of_the_dataset_is_refused(recording: Recording) -> None:
+    with holdall.Dataset.open(recording.url) as dataset:
+        for index in (len(dataset), -len(dataset) - 1):
+            with pytest.raises(TransitionIdError, match="outside of the dataset"):
+                dataset[index]
+            with pytest.raises(TransitionIdError, match="outside of the dataset"):
+                dataset[[0, index]]
+
+
+def test_use_after_close_is_refused_and_rows_stay_valid(recording: Recording) -> None:
     dataset = holdall.Dataset.open(recording.url)
     row = dataset[3]
-    for index in (len(dataset), -len(dataset) - 1):
-        with pytest.raises(TransitionIdError, match="outside of the dataset"):
-            dataset[index]
-        with pytest.raises(TransitionIdError, match="outside of the dataset"):
-            dataset[[0, index]]
     dataset.close()
     uses: list[Callable[[], Any]] = [lambda: dataset[0], lambda: pickle.dumps(dataset), lambda: dataset.to_memory(9)]
     for use in uses:

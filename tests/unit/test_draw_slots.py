@@ -21,7 +21,7 @@ from holdall._native import draw_slots
     ],
 )
 def test_ids_are_those_of_two_calls_of_randint(filled: int, slots: int, newest: int, lanes: int) -> None:
-    """And the generator continues as after those calls."""
+    """The generator continues as after those calls."""
     generator = np.random.MT19937(7)
     ids = draw_slots(generator, 1000, filled, slots, newest, lanes)
     expected_from = np.random.RandomState(np.random.MT19937(7))
@@ -34,7 +34,7 @@ def test_ids_are_those_of_two_calls_of_randint(filled: int, slots: int, newest: 
     "arguments", [(-1, 5, 10, 4, 1), (3, 0, 10, 4, 1), (3, 11, 10, 4, 1), (3, 5, 10, -1, 1), (3, 5, 10, 4, 0)]
 )
 def test_impossible_numbers_are_refused(arguments: tuple[int, int, int, int, int]) -> None:
-    """Nothing is drawn."""
+    """A refused call draws nothing."""
     generator = np.random.MT19937(7)
     with pytest.raises(ValueError, match="must be"):
         draw_slots(generator, *arguments)

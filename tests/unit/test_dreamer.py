@@ -1,4 +1,4 @@
-"""holdall.dreamer.Replay: sequences of each worker's steps, latents that are rewritten, and what it refuses."""
+"""holdall.dreamer.Replay: sequences of each worker's steps, rewritten latents, and refused arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Player:
             self.streams.setdefault(worker, []).append(number)
 
     def check(self, data: dict[str, Any]) -> None:
-        """Compare every step of a batch with what was added or written last."""
+        """Compare every step of a batch with the step that was added, and the latents that were written last."""
         length = self.replay.length
         assert data.keys() == {*self.make_step(), "stepid"}
         for i, row in enumerate(data["count"]):
@@ -115,21 +115,21 @@ def test_every_sequence_has_the_steps_of_its_worker_and_the_latents_written_last
     replay.close()
 
 
-def filled(steps: int = 300, length: int = 8, **named: Any) -> Player:
+def make_player(steps: int = 300, length: int = 8, **named: Any) -> Player:
     player = Player(Replay(length, named.pop("capacity", 1000), **{"_tuning": SMALL, **named}))
     player.add(steps)
     return player
 
 
 def test_the_oldest_sequences_are_removed_first() -> None:
-    player = filled(400, capacity=50)
+    player = make_player(400, capacity=50)
     counts = player.replay.sample(300)["count"]
     assert len(player.replay) == 50
     assert set(counts[:, 0].tolist()) <= set(range(343, 393))
 
 
 def test_the_newest_steps_are_drawn_once_before_others_if_online() -> None:
-    player = filled(40, online=True)
+    player = make_player(40, online=True)
     assert player.replay.sample(4)["count"][:, 0].tolist() == [1, 9, 17, 25]
     assert player.replay.sample(3, "report")["count"].shape == (3, 8)
     player.add(8)
@@ -137,12 +137,12 @@ def test_the_newest_steps_are_drawn_once_before_others_if_online() -> None:
 
 
 def test_one_seed_draws_the_same_sequences() -> None:
-    drawn = [filled(seed=5).replay.sample(20)["count"].tolist() for _ in range(2)]
-    assert drawn[0] == drawn[1] != filled(seed=6).replay.sample(20)["count"].tolist()
+    drawn = [make_player(seed=5).replay.sample(20)["count"].tolist() for _ in range(2)]
+    assert drawn[0] == drawn[1] != make_player(seed=6).replay.sample(20)["count"].tolist()
 
 
 def test_a_batch_belongs_to_the_caller() -> None:
-    player = filled()
+    player = make_player()
     data = player.replay.sample(4)
     for key in ("image", "dyn/deter", "reward", "count"):
         data[key][:] = 1
@@ -150,34 +150,30 @@ def test_a_batch_belongs_to_the_caller() -> None:
 
 
 def test_a_step_that_occurs_twice_has_its_last_row() -> None:
-    player = filled(9)
+    player = make_player(9)
     data = player.replay.sample(2)
     given = {"stepid": np.repeat(data["stepid"][:1], 2, axis=0)}
     given["dyn/deter"] = np.stack([np.zeros((8, 60), np.float32), np.ones((8, 60), np.float32)])
     player.replay.update(given)
     first = int(data["count"][0, 0])
-    held = {
-        int(n): row for counts, rows in [_pair(player.replay.sample(30))] for n, row in zip(counts, rows, strict=True)
-    }
+    drawn = player.replay.sample(30)
+    numbers = drawn["count"].reshape(-1).tolist()
+    held = dict(zip(numbers, drawn["dyn/deter"].reshape(-1, 60), strict=True))
     assert all(held[number].tolist() == [1.0] * 60 for number in range(first, first + 8))
 
 
-def _pair(data: dict[str, Any]) -> tuple[Any, Any]:
-    return data["count"].reshape(-1), data["dyn/deter"].reshape(-1, 60)
-
-
 def test_updates_of_evicted_steps_and_of_other_replays_are_ignored() -> None:
-    player = filled(60, capacity=20)
+    player = make_player(60, capacity=20)
     old = player.replay.sample(4)
     player.add(600)
-    other = filled(60, capacity=20).replay.sample(4)
+    other = make_player(60, capacity=20).replay.sample(4)
     for data in (old, other):
         player.replay.update({"stepid": data["stepid"], "dyn/deter": np.zeros((4, 8, 60), np.float32)})
     player.check(player.replay.sample(20))
 
 
 def test_compressed_and_spilled_steps_are_updated(tmp_path: Path) -> None:
-    player = filled(1500, capacity=2000, budget=400_000, spill_dir=tmp_path)
+    player = make_player(1500, capacity=2000, budget=400_000, spill_dir=tmp_path)
     player.replay.memory.store.wait_idle()
     assert player.replay.memory.disk_bytes > 0
     for _ in range(20):
@@ -189,7 +185,7 @@ def test_compressed_and_spilled_steps_are_updated(tmp_path: Path) -> None:
 
 
 def test_latents_in_bfloat16_take_half_and_discrete_ones_a_bit_per_value() -> None:
-    player = filled(2000, capacity=2000, budget=None, _tuning=None)
+    player = make_player(2000, capacity=2000, budget=None, _tuning=None)
     fields = {field.name: field for field in player.replay.memory.report().fields}
     assert fields["extras.dyn/deter"].plain_bytes > 1.9 * fields["extras.dyn/deter"].total_bytes
     assert fields["extras.dyn/stoch"].plain_bytes > 12 * fields["extras.dyn/stoch"].total_bytes
@@ -197,7 +193,7 @@ def test_latents_in_bfloat16_take_half_and_discrete_ones_a_bit_per_value() -> No
 
 @pytest.mark.parametrize("online", [False, True])
 def test_a_loaded_replay_draws_the_batches_that_the_saved_one_draws(online: bool, tmp_path: Path) -> None:
-    player = filled(700, capacity=300, directory=tmp_path / "replay", save_wait=True, seed=3, online=online)
+    player = make_player(700, capacity=300, directory=tmp_path / "replay", save_wait=True, seed=3, online=online)
     for _ in range(3):  # Incremental: some steps are rewritten between two checkpoints.
         player.update(player.replay.sample(9), is_wide=False)
         player.replay.save()
@@ -227,7 +223,7 @@ def test_a_loaded_replay_draws_the_batches_that_the_saved_one_draws(online: bool
 
 
 def test_the_newest_sequences_are_loaded_if_an_amount_is_given(tmp_path: Path) -> None:
-    player = filled(200, directory=tmp_path, save_wait=True)
+    player = make_player(200, directory=tmp_path, save_wait=True)
     player.replay.save()
     again = Replay(8, 1000)
     again.load(directory=tmp_path, amount=10)
@@ -243,7 +239,7 @@ def test_saving_and_loading_nothing_does_nothing(tmp_path: Path) -> None:
 
 
 class Last:
-    """A selector, as those of embodied.replay.selectors, which draws the newest sequence."""
+    """A selector with the methods of embodied.replay.selectors. It draws the newest sequence."""
 
     def __init__(self) -> None:
         self.items: dict[int, Any] = {}
@@ -267,7 +263,7 @@ class Last:
 
 def test_a_selector_draws_and_gets_priorities(tmp_path: Path) -> None:
     selector = Last()
-    player = filled(100, capacity=30, selector=selector, directory=tmp_path, save_wait=True)
+    player = make_player(100, capacity=30, selector=selector, directory=tmp_path, save_wait=True)
     data = player.replay.sample(2)
     assert data["count"][:, 0].tolist() == [92, 92]
     assert np.array_equal(selector.items[max(selector.items)], data["stepid"][0])
@@ -292,7 +288,7 @@ def test_sample_waits_for_the_first_sequence() -> None:
 
 def test_threads_add_sample_and_update_at_once() -> None:
     """As DreamerV3 does: a driver adds, a stream samples, the learner updates."""
-    player = filled(200, capacity=150)
+    player = make_player(200, capacity=150)
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -321,7 +317,7 @@ def test_threads_add_sample_and_update_at_once() -> None:
 
 
 def test_stats_count_since_the_last_call() -> None:
-    player = filled(107)
+    player = make_player(107)
     player.update(player.replay.sample(5), is_wide=False)
     stats = player.replay.stats()
     assert {key: stats[key] for key in ("items", "streams", "inserts", "samples", "updates")} == {
@@ -336,10 +332,10 @@ def test_stats_count_since_the_last_call() -> None:
     assert player.replay.stats()["samples"] == 0
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refused arguments
 
 
-def step_without(key: str, **others: Any) -> dict[str, Any]:
+def make_step_without(key: str, **others: Any) -> dict[str, Any]:
     step = Player(Replay(2, 9)).make_step() | others
     return {name: value for name, value in step.items() if name != key}
 
@@ -347,14 +343,14 @@ def step_without(key: str, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (step_without("reward"), r"misses the keys \['reward'\]"),
-        (step_without("", more=1), r"unknown keys \['more'\]"),
-        (step_without("", reward=1.0), "'reward' has dtype float64 .* the first step had float32"),
-        (step_without("", action=np.zeros(4, np.float32)), r"'action' has .* shape \(4,\)"),
+        (make_step_without("reward"), r"misses the keys \['reward'\]"),
+        (make_step_without("", more=1), r"unknown keys \['more'\]"),
+        (make_step_without("", reward=1.0), "'reward' has dtype float64 .* the first step had float32"),
+        (make_step_without("", action=np.zeros(4, np.float32)), r"'action' has .* shape \(4,\)"),
     ],
 )
 def test_a_step_unlike_the_first_is_refused_and_nothing_changes(step: dict[str, Any], says: str) -> None:
-    player = filled(50)
+    player = make_player(50)
     with pytest.raises(ArgumentError, match=says):
         player.replay.add(step)
     player.add(20)
@@ -362,7 +358,7 @@ def test_a_step_unlike_the_first_is_refused_and_nothing_changes(step: dict[str, 
 
 
 @pytest.mark.parametrize("value", ["text", np.datetime64("2026-01-01"), None])
-def test_a_key_that_is_no_number_is_refused(value: Any) -> None:
+def test_a_value_that_is_not_a_number_is_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match="'bad' has dtype"):
         Replay(2, 9).add({"bad": value})
 
@@ -381,7 +377,7 @@ def test_a_key_that_is_no_number_is_refused(value: Any) -> None:
     ],
 )
 def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(data: dict[str, Any], says: str) -> None:
-    player = filled(60)
+    player = make_player(60)
     given = {"stepid": player.replay.sample(4)["stepid"], **data}
     with pytest.raises(ArgumentError, match=says):
         player.replay.update({key: value for key, value in given.items() if value is not None})
@@ -392,10 +388,10 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="capacity is None"):
         Replay(8)
     with pytest.raises(ArgumentError, match="mode is 'eva'"):
-        filled().replay.sample(3, "eva")
+        make_player().replay.sample(3, "eva")
     with pytest.raises(ArgumentError, match="is empty, so it has no memory"):
         _ = Replay(8, 10).memory
-    player = filled(directory=tmp_path / "replay", save_wait=True)
+    player = make_player(directory=tmp_path / "replay", save_wait=True)
     player.replay.save()
     with pytest.raises(ArgumentError, match="has steps already"):
         player.replay.load()

@@ -47,7 +47,7 @@ class TimeStep:
         return self._values[name]
 
 
-def episode(length: int, seed: int, *, is_terminal: bool = False) -> list[TimeStep]:
+def make_episode(length: int, seed: int, *, is_terminal: bool = False) -> list[TimeStep]:
     """Return the time steps of an episode: stacks of three RGB frames, of which every step brings one."""
     generator = np.random.default_rng(seed)
     frames = [generator.integers(0, 256, (3, 12, 12)).astype(np.uint8) for _ in range(length + 1)]
@@ -71,7 +71,7 @@ def fill(storage: ReplayBufferStorage, episodes: list[list[TimeStep]]) -> None:
             storage.add(step)
 
 
-def batches_by_rule(episodes: list[list[TimeStep]], count: int, size: int, nstep: int, gamma: float) -> list[list[Any]]:
+def draw_by_rule(episodes: list[list[TimeStep]], count: int, size: int, nstep: int, gamma: float) -> list[list[Any]]:
     """Return DrQ-v2's batches, row by row: an episode, a start in it, then n steps accumulated in float32."""
     batches = []
     for _ in range(count):
@@ -98,13 +98,13 @@ def seed_all(seed: int) -> None:
 @pytest.mark.parametrize("num_workers", [0, 3])
 @pytest.mark.parametrize("nstep", [1, 3])
 def test_one_seed_gives_the_batches_of_drqv2s_rule(nstep: int, num_workers: int, tmp_path: Path) -> None:
-    episodes = [episode(length, seed, is_terminal=seed == 2) for seed, length in enumerate((20, 7, 13, 3))]
+    episodes = [make_episode(length, seed, is_terminal=seed == 2) for seed, length in enumerate((20, 7, 13, 3))]
     storage = ReplayBufferStorage(SPECS, tmp_path, budget=None)
     loader = make_replay_loader(tmp_path, 500, 16, num_workers, False, nstep, 0.99)
     fill(storage, episodes)
     assert len(storage) == 43
     seed_all(4)
-    wanted = batches_by_rule(episodes, 5, 16, nstep, 0.99)
+    wanted = draw_by_rule(episodes, 5, 16, nstep, 0.99)
     seed_all(4)
     iterator = iter(loader)
     for batch in wanted:
@@ -119,14 +119,14 @@ def test_one_seed_gives_the_batches_of_drqv2s_rule(nstep: int, num_workers: int,
 def test_an_episode_that_lost_a_step_is_not_drawn(tmp_path: Path) -> None:
     storage = ReplayBufferStorage(SPECS, tmp_path)
     loader = make_replay_loader(tmp_path, 30, 64, 0, False, 2, 0.9)
-    episodes = [episode(10, seed) for seed in range(5)]
+    episodes = [make_episode(10, seed) for seed in range(5)]
     fill(storage, episodes)
     seed_all(0)
-    wanted = batches_by_rule(episodes[2:], 1, 64, 2, 0.9)
+    wanted = draw_by_rule(episodes[2:], 1, 64, 2, 0.9)
     seed_all(0)
     for tensor, array in zip(next(iter(loader)), wanted[0], strict=True):
         assert np.array_equal(tensor.numpy(), array)
-    fill(storage, [episode(4, 9)])
+    fill(storage, [make_episode(4, 9)])
     storage.draw(1, 1, 0.9)
     assert storage.memory.first_id == 24  # In the middle of the third episode.
     drawn = storage.draw(200, 1, 0.9)
@@ -137,7 +137,7 @@ def test_an_episode_that_lost_a_step_is_not_drawn(tmp_path: Path) -> None:
 def test_the_current_episode_is_drawn_once_it_is_complete(tmp_path: Path) -> None:
     storage = ReplayBufferStorage(SPECS, tmp_path)
     loader = make_replay_loader(tmp_path, 100, 8, 0, False, 1, 0.99)
-    steps = episode(6, 0)
+    steps = make_episode(6, 0)
     for step in steps[:-1]:
         storage.add(step)
     assert len(storage) == 0
@@ -151,25 +151,25 @@ def test_the_current_episode_is_drawn_once_it_is_complete(tmp_path: Path) -> Non
 
 def test_a_reset_in_the_middle_ends_the_episode(tmp_path: Path) -> None:
     storage = ReplayBufferStorage(SPECS, tmp_path)
-    fill(storage, [episode(8, 0)[:5], episode(3, 1)])
+    fill(storage, [make_episode(8, 0)[:5], make_episode(3, 1)])
     assert len(storage) == 7
     assert storage.memory.gather([3, 6]).truncated.tolist() == [True, True]
-    assert np.array_equal(storage.memory.gather([4]).obs[0], episode(3, 1)[0]["observation"])
+    assert np.array_equal(storage.memory.gather([4]).obs[0], make_episode(3, 1)[0]["observation"])
     storage.close()
 
 
 def test_snapshots_resume_with_the_same_batches(tmp_path: Path) -> None:
-    episodes = [episode(9, seed) for seed in range(4)]
+    episodes = [make_episode(9, seed) for seed in range(4)]
     storage = ReplayBufferStorage(SPECS, tmp_path / "buffer")
     make_replay_loader(tmp_path / "buffer", 200, 8, 0, True, 3, 0.99)
     fill(storage, episodes)
     storage.close()
     resumed = ReplayBufferStorage(SPECS, tmp_path / "buffer")
     assert len(resumed) == 36
-    fill(resumed, [episode(5, 7)])
+    fill(resumed, [make_episode(5, 7)])
     loader = make_replay_loader(tmp_path / "buffer", 200, 8, 0, True, 3, 0.99)
     seed_all(1)
-    wanted = batches_by_rule([*episodes, episode(5, 7)], 3, 8, 3, 0.99)
+    wanted = draw_by_rule([*episodes, make_episode(5, 7)], 3, 8, 3, 0.99)
     seed_all(1)
     iterator = iter(loader)
     for batch in wanted:
@@ -180,7 +180,7 @@ def test_snapshots_resume_with_the_same_batches(tmp_path: Path) -> None:
 
 def test_frames_of_stacks_are_stored_once(tmp_path: Path) -> None:
     storage = ReplayBufferStorage(SPECS, tmp_path, max_size=3_000, budget=None)
-    fill(storage, [episode(250, seed) for seed in range(8)])
+    fill(storage, [make_episode(250, seed) for seed in range(8)])
     storage.memory.store.wait_idle()
     stacks = 2 * 9 * 12 * 12
     assert stacks / (storage.report().total_bytes / 2_000) > 4
@@ -193,11 +193,11 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="has no storage in this process"):
         make_replay_loader(tmp_path / "other", 100, 8, 0, False, 3, 0.99)
     storage = ReplayBufferStorage(SPECS, tmp_path)
-    wrong = episode(2, 0)[0]
+    wrong = make_episode(2, 0)[0]
     values = {name: wrong[name] for name in ("observation", "action", "reward", "discount")}
     with pytest.raises(ArgumentError, match=r"time_step\['action'\] has shape \(2,\) and dtype float64"):
         storage.add(TimeStep("first", **{**values, "action": np.zeros(2)}))
-    fill(storage, [episode(3, 0)])
+    fill(storage, [make_episode(3, 0)])
     with pytest.raises(ArgumentError, match="Make the loader before the first add"):
         make_replay_loader(tmp_path, 100, 8, 0, False, 3, 0.99)
     make_replay_loader(tmp_path, 1e6, 8, 0, False, 3, 0.99)

@@ -25,7 +25,7 @@ from holdall.testing import OracleMemory, assert_same_bits
 
 LANES = 3
 TICKS = 40
-IMAGE = spaces.Box(0, 255, (80, 80), np.uint8)  # too large for a ring buffer
+IMAGE = spaces.Box(0, 255, (80, 80), np.uint8)  # Too large for a ring buffer.
 VECTOR = spaces.Box(-9, 9, (3,), np.float32)
 SPACES: dict[str, spaces.Space[Any]] = {
     "small": VECTOR,
@@ -40,7 +40,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-def observed(fields: str, tick: int) -> Any:
+def observe(fields: str, tick: int) -> Any:
     generator = np.random.default_rng(tick)
     image = generator.integers(0, 256, (LANES, 80, 80), np.uint8)
     vector = np.full((LANES, 3), tick, np.float32)
@@ -51,18 +51,18 @@ def feed(fields: str, first: int, count: int, *memories: Any) -> None:
     flags = np.zeros(LANES, np.bool_)
     for tick in range(first, first + count):
         reward = np.full(LANES, tick, np.float32)
-        step = observed(fields, tick), np.zeros(LANES, np.int64), reward, observed(fields, tick + 1), flags, flags
+        step = observe(fields, tick), np.zeros(LANES, np.int64), reward, observe(fields, tick + 1), flags, flags
         for memory in memories:
             memory.add(*step)
 
 
-def new_memory(fields: str, sampler: Sampler) -> ReplayMemory:
+def make_memory(fields: str, sampler: Sampler) -> ReplayMemory:
     return ReplayMemory(SPACES[fields], spaces.Discrete(2), 200 * LANES, LANES, seed=0, sampler=sampler)
 
 
-def emptied(fields: str, sampler: Sampler, origin: str, folder: Path) -> ReplayMemory:
-    """Return a memory whose transitions all left: from the open segment, a loaded one, or an adopted one."""
-    memory = new_memory(fields, sampler)
+def make_emptied_memory(fields: str, sampler: Sampler, origin: str, folder: Path) -> ReplayMemory:
+    """Return a memory whose transitions were all evicted: from an open, a loaded or an adopted segment."""
+    memory = make_memory(fields, sampler)
     feed(fields, 0, TICKS, memory)
     if origin == "loaded":
         memory.save(folder).result()
@@ -70,14 +70,14 @@ def emptied(fields: str, sampler: Sampler, origin: str, folder: Path) -> ReplayM
         memory = ReplayMemory.load(folder)
     elif origin == "adopted":
         source = memory
-        memory = new_memory(fields, sampler)
+        memory = make_memory(fields, sampler)
         state = source.store.snapshot()
         assert state.reward_dtype is not None
-        memory.store.set_reward_dtype(state.reward_dtype)
+        memory.host_store.set_reward_dtype(state.reward_dtype)
         for segment in state.segments:
-            memory.store.adopt(segment)
+            memory.host_store.adopt(segment)
         source.close()
-    memory.store.evict(TICKS)
+    memory.host_store.evict(TICKS)
     assert (memory.first_id, memory.next_id) == (TICKS * LANES, TICKS * LANES)
     return memory
 
@@ -93,8 +93,8 @@ def check_empty(memory: ReplayMemory) -> None:
     assert "nan" not in str(report)
 
 
-def check_goes_on(memory: ReplayMemory, fields: str) -> None:
-    """What is added next comes back under the ids that follow."""
+def check_adds(memory: ReplayMemory, fields: str) -> None:
+    """Check that added transitions get the next ids and are read as they were added."""
     oracle = OracleMemory(200 * LANES, LANES)
     feed(fields, 100, TICKS, memory, oracle)
     assert len(memory) == TICKS * LANES
@@ -108,23 +108,25 @@ CASES += [(sampler, "both", "filled") for sampler in SAMPLERS if sampler != "uni
 
 
 @pytest.mark.parametrize(("sampler", "fields", "origin"), CASES)
-def test_an_emptied_memory_goes_on(sampler: str, fields: str, origin: str, tmp_path: Path) -> None:
-    """As it is, after it was pickled or copied, and after it was saved and loaded."""
-    with emptied(fields, SAMPLERS[sampler](), origin, tmp_path / "before") as memory:
+def test_emptied_memories_and_their_copies_can_be_added_to(
+    sampler: str, fields: str, origin: str, tmp_path: Path
+) -> None:
+    """The copies are a pickle, a copy, and a memory that was saved and loaded."""
+    with make_emptied_memory(fields, SAMPLERS[sampler](), origin, tmp_path / "before") as memory:
         check_empty(memory)
         again: list[ReplayMemory] = [pickle.loads(pickle.dumps(memory)), copy.copy(memory)]
         memory.save(tmp_path / "run").result()
         again += [ReplayMemory.load(tmp_path / "run"), ReplayMemory.load(tmp_path / "run", recover=True)]
         for other in [memory, *again]:
             check_empty(other)
-            check_goes_on(other, fields)
+            check_adds(other, fields)
         for other in again:
             other.close()
 
 
 @pytest.mark.parametrize("fields", SPACES)
 def test_the_checkpoint_of_an_emptied_memory_names_no_segments(fields: str, tmp_path: Path) -> None:
-    with emptied(fields, Uniform(), "filled", tmp_path / "before") as memory:
+    with make_emptied_memory(fields, Uniform(), "filled", tmp_path / "before") as memory:
         memory.save(tmp_path / "run").result()
     manifest = open_reader(tmp_path / "run").manifest(1)
     assert manifest.segments == ()
@@ -136,18 +138,18 @@ def test_the_checkpoint_of_an_emptied_memory_names_no_segments(fields: str, tmp_
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_an_emptied_memory_is_loaded_to_a_device(sampler: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    with emptied("small", SAMPLERS[sampler](), "filled", tmp_path / "before") as memory:
+    with make_emptied_memory("small", SAMPLERS[sampler](), "filled", tmp_path / "before") as memory:
         memory.save(tmp_path / "run").result()
     with ReplayMemory.load(tmp_path / "run", device="cpu", store_device="cpu") as there:
         check_empty(there)
 
 
-def sb3_steps(fields: str, first: int, count: int, buffer: Any) -> None:
+def add_to_buffer(fields: str, first: int, count: int, buffer: Any) -> None:
     for tick in range(first, first + count):
         rewards = np.full(LANES, tick, np.float32)
         done = np.zeros(LANES, np.bool_)
         action = np.zeros((LANES, 1), np.int64)
-        buffer.add(observed(fields, tick), observed(fields, tick + 1), action, rewards, done, [{}] * LANES)
+        buffer.add(observe(fields, tick), observe(fields, tick + 1), action, rewards, done, [{}] * LANES)
 
 
 ADAPTERS: dict[str, Callable[[spaces.Space[Any]], Any]] = {
@@ -166,14 +168,14 @@ ADAPTERS: dict[str, Callable[[spaces.Space[Any]], Any]] = {
 
 @pytest.mark.parametrize("fields", ["small", "large"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_an_emptied_buffer_says_so_and_draws_what_is_added_next(adapter: str, fields: str) -> None:
+def test_an_emptied_buffer_refuses_to_sample_until_steps_are_added(adapter: str, fields: str) -> None:
     buffer = ADAPTERS[adapter](SPACES[fields])
-    sb3_steps(fields, 0, TICKS, buffer)
+    add_to_buffer(fields, 0, TICKS, buffer)
     buffer.sample(8)
-    buffer.memory.store.evict(TICKS)
+    buffer.memory.host_store.evict(TICKS)
     with pytest.raises(ArgumentError, match=r"Call add first|0 transitions (are )?held"):
         buffer.sample(8)
-    sb3_steps(fields, 100, 2, buffer)
+    add_to_buffer(fields, 100, 2, buffer)
     drawn = {int(reward) for _ in range(10) for reward in buffer.sample(16).rewards.flatten()}
     assert drawn == ({100, 101} if adapter != "sb3 n-step" else {101, 199})
     buffer.memory.close()

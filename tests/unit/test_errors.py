@@ -1,4 +1,4 @@
-"""One base to catch them all, and the builtin that each of them also is."""
+"""Every error is a `HoldallError`, and also the builtin error of the same meaning."""
 
 import errno
 import pickle

@@ -16,8 +16,8 @@ EXTRAS: dict[str, spaces.Space[Any]] = {
 }
 
 
-def _steps(rng: np.random.Generator, count: int, lanes: int) -> dict[str, Any]:
-    """Streams of stacks that shift, episodes that end anywhere, and now and then a jump."""
+def _make_steps(rng: np.random.Generator, count: int, lanes: int) -> dict[str, Any]:
+    """Return steps with stacks that shift, episodes that end at random, and sometimes an unrelated next observation."""
     frames = rng.integers(0, 9, (count + 3, lanes, 24, 24)).astype(np.uint8)
     stacks = np.stack([frames[k : k + count + 1] for k in range(3)], axis=2)
     vectors = rng.random((count + 1, lanes, 5), np.float32)
@@ -37,21 +37,21 @@ def _steps(rng: np.random.Generator, count: int, lanes: int) -> dict[str, Any]:
     }
 
 
-def _cut(value: Any, where: int | slice) -> Any:
+def _select(value: Any, where: int | slice) -> Any:
     if isinstance(value, dict):
-        return {key: _cut(part, where) for key, part in value.items()}
+        return {key: _select(part, where) for key, part in value.items()}
     return value[where]
 
 
-def _bytes(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _bytes(part) for key, part in value.items()}
+        return {key: _describe(part) for key, part in value.items()}
     return (value.shape, value.dtype, value.tobytes())
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("budget", [None, "auto"])
-def test_extend_gives_what_adding_each_step_gives(lanes: int, budget: str | None) -> None:
+def test_extend_stores_the_rows_that_add_stores(lanes: int, budget: str | None) -> None:
     rng = np.random.default_rng(lanes)
     made = [
         holdall.ReplayMemory(SPACE, spaces.Discrete(4), 500 * lanes, lanes, budget=budget, extras=EXTRAS)
@@ -59,13 +59,13 @@ def test_extend_gives_what_adding_each_step_gives(lanes: int, budget: str | None
     ]
     with made[0] as extended, made[1] as added:
         for count in (1, 90, 233, 7, 400):
-            steps = _steps(rng, count, lanes)
+            steps = _make_steps(rng, count, lanes)
             extended.extend(**steps)
             for t in range(count):
-                added.add(**_cut(steps, t))
+                added.add(**_select(steps, t))
             assert (extended.first_id, extended.next_id) == (added.first_id, added.next_id)
             ids = np.arange(added.first_id, added.next_id)
             one = extended.gather(ids)
             other = added.gather(ids)
             for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"):
-                assert _bytes(getattr(one, name)) == _bytes(getattr(other, name)), name
+                assert _describe(getattr(one, name)) == _describe(getattr(other, name)), name

@@ -1,3 +1,5 @@
+"""Memory of processes, as the kernel counts it: unique bytes, peaks and mappings."""
+
 from __future__ import annotations
 
 import mmap
@@ -14,16 +16,16 @@ from numpy.typing import NDArray
 from holdall import machine
 from holdall.machine import LINUX, HeldReader, anonymous_bytes, begin_peak, held_bytes, mappings, peak_bytes
 
-pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+pytestmark = pytest.mark.skipif(not LINUX, reason="reads /proc")
 MIB = 2**20
 
 
 def reserve(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of a mapping of its own, none of which was touched."""
+    """Return untouched memory in a mapping of its own."""
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
-def test_unique_bytes_grow_by_what_is_written() -> None:
+def test_unique_bytes_grow_by_the_written_bytes() -> None:
     """One undisturbed try is enough: pages of libraries become shared or unique when other processes begin or end."""
     tries = []
     for _ in range(10):
@@ -42,13 +44,13 @@ def test_unique_bytes_grow_by_what_is_written() -> None:
     pytest.fail(f"64 MiB were written, and these bytes were counted: {tries}")
 
 
-def test_a_peak_that_begins_anew_forgets_what_was_before() -> None:
+def test_begin_peak_forgets_the_earlier_peak() -> None:
     block = reserve(64 * MIB)
     block[:: mmap.PAGESIZE] = 1
     with_it = peak_bytes()
     del block
     if not begin_peak():
-        pytest.skip("this kernel does not let a peak begin anew")
+        pytest.skip("this kernel cannot reset a peak")
     assert peak_bytes() < with_it - 32 * MIB
 
 
@@ -63,11 +65,11 @@ def test_mappings_sum_up_to_the_process() -> None:
         child.communicate(b"\n")
     assert sum(one.resident for one in found) == whole.resident
     assert sum(one.unique for one in found) == whole.unique
-    # The rollup rounds once, every mapping on its own.
+    # The kernel rounds the total once, and every mapping by itself.
     assert abs(sum(one.proportional for one in found) - whole.proportional) <= 1024 * len(found)
 
 
-def test_a_mapping_knows_its_range_and_its_touched_pages() -> None:
+def test_a_mapping_has_its_range_and_its_touched_pages() -> None:
     block = reserve(8 * MIB)
     block[: 2 * MIB : mmap.PAGESIZE] = 1
     start = block.ctypes.data
@@ -78,7 +80,7 @@ def test_a_mapping_knows_its_range_and_its_touched_pages() -> None:
     assert here[0].unique >= 2 * MIB
 
 
-def test_mapped_files_are_named_whatever_their_name_is(tmp_path: Path) -> None:
+def test_mapped_files_have_their_names_also_with_spaces(tmp_path: Path) -> None:
     file = tmp_path / "a name with  spaces"
     file.write_bytes(bytes(4096))
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -86,20 +88,20 @@ def test_mapped_files_are_named_whatever_their_name_is(tmp_path: Path) -> None:
         assert str(file) in {one.name for one in mappings(os.getpid())}
 
 
-def test_the_kernels_counters_say_what_no_file_backs() -> None:
+def test_anonymous_bytes_are_those_that_no_file_backs() -> None:
     before = anonymous_bytes()
     block = reserve(64 * MIB)
     block[:: mmap.PAGESIZE] = 1
     assert abs(anonymous_bytes() - before - 64 * MIB) < 2 * MIB
 
 
-def test_who_asks_often_is_told_what_was_read_a_while_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequent_reads_return_a_recent_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     reads = [0]
 
     def read() -> object:
         reads[0] += 1
-        now[0] += 1.0  # it takes a second
+        now[0] += 1.0  # One reading takes a second.
         return object()
 
     monkeypatch.setattr(machine, "held_bytes", read)

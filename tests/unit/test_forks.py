@@ -78,7 +78,7 @@ def name_error(act):
 
 
 def run(script: str, folder: Path, *arguments: str) -> Any:
-    """Run a script in a process of its own. Return what it printed last."""
+    """Run a script in another process. Return the value of its last line."""
     command = [sys.executable, "-c", SETUP + script, str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -221,7 +221,7 @@ print(json.dumps(answers))
 """
 
 
-def test_a_checkpoint_folder_is_the_parents_until_it_closes_whatever_children_do(tmp_path: Path) -> None:
+def test_the_lock_of_a_checkpoint_folder_belongs_to_the_parent_until_it_closes(tmp_path: Path) -> None:
     """Children have copies of the lock's file. They neither release the lock nor keep it."""
     assert run(LOCKED, tmp_path) == [True, False]
 

@@ -30,13 +30,13 @@ TUNING = Tuning(block_bytes=40_000)  # So that blocks close and are compressed.
 Transition = dict[str, Any]
 
 
-def camera_words(generator: np.random.Generator) -> torch.Tensor:
+def make_image(generator: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(generator.integers(0, 256, SHAPE).astype(np.uint8))
 
 
 def observe(generator: np.random.Generator, *, is_resized: bool = False) -> dict[str, torch.Tensor]:
     """Return a state as LeRobot's actor sends it: with a batch axis, images divided by 255."""
-    images = {key: camera_words(generator)[None].float() / 255 for key in (FRONT, WRIST)}
+    images = {key: make_image(generator)[None].float() / 255 for key in (FRONT, WRIST)}
     if is_resized:
         images = {key: torch.nn.functional.avg_pool2d(image, 3, 1, 1) for key, image in images.items()}
     return {**images, VECTOR: torch.from_numpy(generator.normal(size=(1, 5)).astype(np.float32))}
@@ -62,7 +62,7 @@ def play(count: int, seed: int = 0, *, is_resized: bool = False, length: int = 7
         state = observe(generator, is_resized=is_resized) if is_end else following
 
 
-def make(capacity: int = 50, **settings: Any) -> ReplayBuffer:
+def make_buffer(capacity: int = 50, **settings: Any) -> ReplayBuffer:
     return ReplayBuffer(capacity, "cpu", KEYS, **{"use_drq": False, "_tuning": TUNING, **settings})
 
 
@@ -97,7 +97,7 @@ def require_same(batch: Any, wanted: Any) -> None:
 
 
 class SlotRule:
-    """What LeRobot's buffer returns, restated: a ring of transitions and, to save memory, the next slot's state.
+    """The rule of LeRobot's buffer: a ring of transitions and, to save memory, the next slot's state.
 
     With `optimize_memory`, the next state of a row is the state in the slot after it, whatever was added there.
     """
@@ -133,7 +133,7 @@ class SlotRule:
 @pytest.mark.parametrize("is_resized", [False, True])
 def test_one_seed_draws_the_rows_of_lerobots_rule(count: int, optimize_memory: bool, is_resized: bool) -> None:
     rule = SlotRule(50, optimize_memory=optimize_memory)
-    buffer = make(optimize_memory=optimize_memory, budget=None)
+    buffer = make_buffer(optimize_memory=optimize_memory, budget=None)
     for transition in play(count, is_resized=is_resized):
         rule.add(transition)
         buffer.add(**transition)
@@ -151,12 +151,12 @@ def test_one_seed_draws_the_rows_of_lerobots_rule(count: int, optimize_memory: b
 def find_wrong_rows(transitions: list[Transition]) -> tuple[list[int], list[int]]:
     """Return the rows with a wrong next state that counts: of LeRobot's rule as its learner uses it, and of holdall."""
     rule = SlotRule(len(transitions), optimize_memory=True)
-    buffer = make(len(transitions), optimize_memory=True)
+    buffer = make_buffer(len(transitions), optimize_memory=True)
     for transition in transitions:
         rule.add(transition)
         buffer.add(**transition)
     wrong: list[int] = []
-    wrong_here: list[int] = []
+    wrong_of_holdall: list[int] = []
     for slot in range(len(transitions) - 1):
         transition = transitions[slot]
         if transition["done"]:
@@ -164,9 +164,9 @@ def find_wrong_rows(transitions: list[Transition]) -> tuple[list[int], list[int]
         if not torch.equal(rule.row(slot)["next_state"][VECTOR], transition["next_state"][VECTOR]):
             wrong.append(slot)
         if not all(torch.equal(buffer.next_states[key][slot], transition["next_state"][key][0]) for key in KEYS):
-            wrong_here.append(slot)
+            wrong_of_holdall.append(slot)
     buffer.close()
-    return wrong, wrong_here
+    return wrong, wrong_of_holdall
 
 
 def test_next_states_are_right_at_time_limits() -> None:
@@ -180,7 +180,7 @@ def test_next_states_are_right_at_the_ends_of_interventions() -> None:
     assert find_wrong_rows(transitions) == ([1, 3, 5, 7, 9], [])
 
 
-def test_next_states_are_right_beside_rows_that_were_skipped() -> None:
+def test_next_states_are_right_before_rows_that_were_skipped() -> None:
     """The learner leaves out rows that contain NaN."""
     transitions = [t for i, t in enumerate(play(20, length=100)) if i not in {4, 11, 12}]
     assert find_wrong_rows(transitions) == ([3, 9], [])
@@ -188,7 +188,7 @@ def test_next_states_are_right_beside_rows_that_were_skipped() -> None:
 
 def test_tensors_by_slot_show_the_ring() -> None:
     transitions = list(play(60))
-    buffer = fill(make(50), transitions)
+    buffer = fill(make_buffer(50), transitions)
     assert (len(buffer), buffer.size, buffer.position, buffer.initialized) == (50, 50, 10, True)
     ring = [*transitions[50:], *transitions[10:50]]
     for slot in (0, 9, 10, 49, -1):
@@ -207,7 +207,7 @@ def test_tensors_by_slot_show_the_ring() -> None:
 
 
 def test_tensors_without_a_batch_axis_and_other_dtypes_are_stored_as_lerobot_stores_them() -> None:
-    buffer = make(5)
+    buffer = make_buffer(5)
     buffer.add({VECTOR: torch.arange(3)}, torch.tensor(2.5, dtype=torch.float64), torch.tensor(1.5), None, True, False)
     batch = buffer.sample(4)
     assert torch.equal(batch["state"][VECTOR], torch.tensor([[0.0, 1.0, 2.0]]))
@@ -218,7 +218,7 @@ def test_tensors_without_a_batch_axis_and_other_dtypes_are_stored_as_lerobot_sto
 
 def test_a_budget_keeps_the_newest_rows_and_draws_only_them() -> None:
     transitions = list(play(4_000, length=50))
-    buffer = fill(make(4_000, budget="20MiB", _tuning=None, lossy_8bit_images=False), transitions[:0])
+    buffer = fill(make_buffer(4_000, budget="20MiB", _tuning=None, lossy_8bit_images=False), transitions[:0])
     generator = np.random.default_rng(0)
     state = {VECTOR: torch.zeros(1, 30_000)}
     for i in range(800):
@@ -257,13 +257,13 @@ def test_all_256_words_come_back_bit_for_bit(image: Any, form: ImageForm, device
     assert np.array_equal(into[0].cpu().numpy().view(np.uint32), image.view(np.uint32))
 
 
-def _next_float(image: Any) -> Any:
+def _change_one_bit(image: Any) -> Any:
     changed = image.copy()
     changed[2, 15, 15] = np.nextafter(changed[2, 15, 15], np.float32(2))
     return changed
 
 
-def _with(image: Any, value: float) -> Any:
+def _set_value(image: Any, value: float) -> Any:
     changed = image.copy()
     changed[1, 3, 4] = value
     return changed
@@ -271,20 +271,20 @@ def _with(image: Any, value: float) -> Any:
 
 DIVIDED = EXACT["divided"][0]
 INEXACT = {
-    "one bit": _next_float(DIVIDED),
-    "NaN": _with(DIVIDED, np.nan),
-    "infinity": _with(DIVIDED, -np.inf),
-    "minus zero": _with(DIVIDED, -0.0),
-    "negative": _with(DIVIDED, -1 / 255),
-    "above": _with(DIVIDED, 256 / 255),
-    "huge": _with(DIVIDED, 3e38),
+    "one bit": _change_one_bit(DIVIDED),
+    "NaN": _set_value(DIVIDED, np.nan),
+    "infinity": _set_value(DIVIDED, -np.inf),
+    "minus zero": _set_value(DIVIDED, -0.0),
+    "negative": _set_value(DIVIDED, -1 / 255),
+    "above": _set_value(DIVIDED, 256 / 255),
+    "huge": _set_value(DIVIDED, 3e38),
 }
 
 
 @pytest.mark.parametrize("image", INEXACT.values(), ids=INEXACT)
 @pytest.mark.filterwarnings("error")
 def test_an_image_with_one_other_value_stays_float32(image: Any) -> None:
-    buffer = make(4)
+    buffer = make_buffer(4)
     for given in (DIVIDED, image, DIVIDED):
         tensor = torch.from_numpy(given)
         buffer.add({FRONT: tensor[None]}, torch.zeros(1, 1), 0.0, {FRONT: tensor[None]}, False, False)
@@ -294,11 +294,11 @@ def test_an_image_with_one_other_value_stays_float32(image: Any) -> None:
 
 
 def test_batches_of_mixed_forms_are_exact() -> None:
-    """Frames of a dataset have 8 bits, and those of interventions were resized: both are in one buffer."""
+    """Frames of a dataset have 8 bits, and frames of interventions were resized. One buffer has both."""
     transitions = list(itertools.chain(play(20), play(20, 1, is_resized=True), play(20, 2)))
     for i, image in enumerate(EXACT.values()):
         transitions[i]["state"][WRIST] = torch.from_numpy(image[0])[None]
-    buffer = fill(make(60, budget=None), transitions)
+    buffer = fill(make_buffer(60, budget=None), transitions)
     torch.manual_seed(0)
     slots = torch.randint(0, 60, (60,)).tolist()
     torch.manual_seed(0)
@@ -313,7 +313,7 @@ def test_each_image_takes_its_words_once_and_the_unused_form_nothing(divisor: fl
     """Random images cannot be compressed. Divided by 254, they are stored as float32."""
     generator = np.random.default_rng(0)
     shape = (1, 3, 64, 64)
-    buffer = make(300, budget=None, _tuning=None)
+    buffer = make_buffer(300, budget=None, _tuning=None)
     state = {FRONT: torch.zeros(shape)}
     for _ in range(300):
         words = torch.from_numpy(generator.integers(0, 256, shape).astype(np.uint8))
@@ -329,7 +329,7 @@ def test_each_image_takes_its_words_once_and_the_unused_form_nothing(divisor: fl
 def test_a_tensor_that_is_overwritten_after_add_changes_nothing() -> None:
     state = observe(np.random.default_rng(0))
     wanted = {key: tensor.clone() for key, tensor in state.items()}
-    buffer = make(4)
+    buffer = make_buffer(4)
     buffer.add(state, torch.zeros(1, 1), 0.0, state, False, False)
     for tensor in state.values():
         tensor.zero_()
@@ -341,8 +341,8 @@ def test_a_tensor_that_is_overwritten_after_add_changes_nothing() -> None:
 
 def test_lossy_8bit_images_rounds_and_only_when_asked() -> None:
     transitions = list(play(10, is_resized=True))
-    lossy = fill(make(lossy_8bit_images=True), transitions)
-    exact = fill(make(), transitions)
+    lossy = fill(make_buffer(lossy_8bit_images=True), transitions)
+    exact = fill(make_buffer(), transitions)
     image = transitions[3]["state"][FRONT][0]
     assert torch.equal(exact.states[FRONT][3], image)
     assert torch.equal(lossy.states[FRONT][3], (image * 255).round() / 255)
@@ -360,7 +360,7 @@ def test_augmentation_is_applied_to_all_images_at_once() -> None:
         return images + torch.arange(len(images))[:, None, None, None]
 
     transitions = list(play(9))
-    buffer = fill(make(use_drq=True, image_augmentation_function=augment), transitions)
+    buffer = fill(make_buffer(use_drq=True, image_augmentation_function=augment), transitions)
     torch.manual_seed(3)
     slots = torch.randint(0, 9, (4,)).tolist()
     torch.manual_seed(3)
@@ -377,7 +377,7 @@ def test_augmentation_is_applied_to_all_images_at_once() -> None:
 
 @pytest.mark.parametrize("async_prefetch", [True, False])
 def test_an_iterator_draws_the_batches_of_sample(async_prefetch: bool) -> None:
-    buffer = fill(make(), list(play(40)))
+    buffer = fill(make_buffer(), list(play(40)))
     torch.manual_seed(1)
     wanted = [buffer.sample(8) for _ in range(6)]
     torch.manual_seed(1)
@@ -387,7 +387,7 @@ def test_an_iterator_draws_the_batches_of_sample(async_prefetch: bool) -> None:
 
 
 def test_an_iterator_raises_the_error_of_its_thread() -> None:
-    buffer = fill(make(), list(play(10)))
+    buffer = fill(make_buffer(), list(play(10)))
     iterator = buffer.get_iterator(4)
     next(iterator)
     buffer.close()
@@ -400,7 +400,7 @@ def test_an_iterator_raises_the_error_of_its_thread() -> None:
 
 def test_a_loaded_buffer_draws_the_next_batches(tmp_path: Path) -> None:
     transitions = [*play(60), *play(30, 1, is_resized=True)]
-    buffer = fill(make(80, budget=None), transitions)
+    buffer = fill(make_buffer(80, budget=None), transitions)
     torch.manual_seed(5)
     buffer.sample(16)
     buffer.save(tmp_path / "run").result()
@@ -436,14 +436,14 @@ def draw_mixed(iterators: list[Iterator[Any]], count: int) -> list[Any]:
 def test_a_loaded_buffer_continues_an_iterator(
     queue_size: int, rows_after_draw: int, use_drq: bool, tmp_path: Path
 ) -> None:
-    """Rows that were evicted after they were drawn are in the batches all the same."""
+    """Rows that were evicted after they were drawn are in the batches, too."""
 
     def augment(images: torch.Tensor) -> torch.Tensor:
         return images + torch.rand(1)
 
     settings: dict[str, Any] = {"image_augmentation_function": augment}
     ahead: dict[str, Any] = {"queue_size": queue_size} if queue_size else {"async_prefetch": False}
-    buffer = fill(make(80, use_drq=use_drq, **settings), [*play(60), *play(40, 1, is_resized=True)])
+    buffer = fill(make_buffer(80, use_drq=use_drq, **settings), [*play(60), *play(40, 1, is_resized=True)])
     torch.manual_seed(5)
     iterator = buffer.get_iterator(16, **ahead)
     draw_mixed([iterator], 3)
@@ -462,15 +462,15 @@ def test_a_loaded_buffer_continues_an_iterator(
 
 
 def test_batches_that_were_restored_are_saved_again(tmp_path: Path) -> None:
-    """Here they are saved before an iterator continues them, and again after it returned one of them."""
-    buffer = fill(make(40), list(play(50)))
+    """They are saved before an iterator continues them, and again after it returned one of them."""
+    buffer = fill(make_buffer(40), list(play(50)))
     torch.manual_seed(1)
     iterator = buffer.get_iterator(8, queue_size=4)
     next(iterator)
     wanted = draw_mixed([iterator], 6)
     buffer.close()
 
-    buffer = fill(make(40), list(play(50)))
+    buffer = fill(make_buffer(40), list(play(50)))
     torch.manual_seed(1)
     iterator = buffer.get_iterator(8, queue_size=4)
     next(iterator)
@@ -495,7 +495,7 @@ def test_batches_that_were_restored_are_saved_again(tmp_path: Path) -> None:
 
 
 def test_each_iterator_continues_the_one_of_its_batch_size(tmp_path: Path) -> None:
-    buffer = fill(make(), list(play(40)))
+    buffer = fill(make_buffer(), list(play(40)))
     iterators = [buffer.get_iterator(size) for size in (4, 8, 4)]
     dropped = buffer.get_iterator(8)
     draw_mixed([*iterators, dropped], 2)
@@ -512,7 +512,7 @@ def test_each_iterator_continues_the_one_of_its_batch_size(tmp_path: Path) -> No
 
 def test_a_smaller_buffer_draws_new_batches(tmp_path: Path) -> None:
     """Rows of the batches that were drawn ahead are not loaded."""
-    buffer = fill(make(60), list(play(60)))
+    buffer = fill(make_buffer(60), list(play(60)))
     iterator = buffer.get_iterator(32)
     next(iterator)
     buffer.save(tmp_path).result()
@@ -524,7 +524,7 @@ def test_a_smaller_buffer_draws_new_batches(tmp_path: Path) -> None:
 
 
 def test_load_keeps_the_generator_if_asked(tmp_path: Path) -> None:
-    fill(make(), list(play(9))).save(tmp_path).result()
+    fill(make_buffer(), list(play(9))).save(tmp_path).result()
     torch.manual_seed(9)
     before = torch.get_rng_state()
     ReplayBuffer.load(tmp_path, "cpu", restore_generator=False).close()
@@ -532,14 +532,14 @@ def test_load_keeps_the_generator_if_asked(tmp_path: Path) -> None:
 
 
 def test_another_memorys_checkpoint_is_refused(tmp_path: Path) -> None:
-    buffer = fill(make(), list(play(9)))
+    buffer = fill(make_buffer(), list(play(9)))
     buffer.memory.save(tmp_path).result()
     with pytest.raises(CheckpointError, match="not one of a LeRobot buffer"):
         ReplayBuffer.load(tmp_path, "cpu")
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path) -> None:
-    buffer = fill(make(), list(play(9)))
+    buffer = fill(make_buffer(), list(play(9)))
     buffer.memory.save(tmp_path, attach={"lerobot/layout.json": b'{"format": 2}'}).result()
     with pytest.raises(CheckpointError, match="has format 2, but this version reads 1"):
         ReplayBuffer.load(tmp_path, "cpu")
@@ -619,18 +619,21 @@ def test_a_wrong_dataset_is_refused(wrong: dict[str, Any], message: str) -> None
 # ---------------------------------------------------------------- wrong use
 
 
-def _without(transition: Transition, part: str, key: str) -> Transition:
+def _remove_key(transition: Transition, part: str, key: str) -> Transition:
     return {**transition, part: {k: v for k, v in transition[part].items() if k != key}}
 
 
 def test_wrong_transitions_are_refused_and_nothing_is_written() -> None:
-    buffer = fill(make(), list(play(5)))
+    buffer = fill(make_buffer(), list(play(5)))
     good = next(iter(play(1)))
     flat = {**good["state"], VECTOR: torch.zeros(1, 6)}
     wrong: list[tuple[Transition, str]] = [
-        (_without(good, "state", WRIST), r"state has the keys .* lacks \['observation.images.wrist'\]"),
-        (_without(good, "next_state", VECTOR), r"next_state has the keys .* lacks \['observation.state'\]"),
-        (_without(good, "complementary_info", "is_intervention"), r"complementary_info .* lacks \['is_intervention'\]"),
+        (_remove_key(good, "state", WRIST), r"state has the keys .* lacks \['observation.images.wrist'\]"),
+        (_remove_key(good, "next_state", VECTOR), r"next_state has the keys .* lacks \['observation.state'\]"),
+        (
+            _remove_key(good, "complementary_info", "is_intervention"),
+            r"complementary_info .* lacks \['is_intervention'\]",
+        ),
         ({**good, "complementary_info": None}, "complementary_info is None. Pass a dict with the keys"),
         ({**good, "state": flat}, r"state\['observation.state'\] has shape \(1, 6\).* Pass a tensor of shape \(5,\)"),
         ({**good, "action": torch.zeros(1, 9)}, r"action has shape \(1, 9\)"),
@@ -657,8 +660,8 @@ def test_wrong_settings_are_refused() -> None:
             ReplayBuffer(5)
 
 
-def test_an_empty_and_a_closed_buffer_say_so() -> None:
-    buffer = make()
+def test_use_of_an_empty_or_closed_buffer_is_refused() -> None:
+    buffer = make_buffer()
     assert len(buffer) == 0
     with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
         buffer.sample(1)
@@ -705,14 +708,14 @@ class WrittenDataset:
 
 @pytest.mark.parametrize("split_segments", [False, True])
 def test_a_dataset_has_the_transitions_and_ends_episodes(split_segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `split_segments`, also before the last row, which does not continue the one before it."""
+    """With `split_segments`, an episode also ends before the last row, which does not continue the previous one."""
     for name in ("lerobot", "lerobot.datasets", "lerobot.datasets.lerobot_dataset"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(
         sys.modules["lerobot.datasets.lerobot_dataset"], "LeRobotDataset", WrittenDataset, raising=False
     )
     transitions = [*play(10), next(play(1, seed=1))]
-    dataset = fill(make(), transitions).to_lerobot_dataset("someone/something", split_segments=split_segments)
+    dataset = fill(make_buffer(), transitions).to_lerobot_dataset("someone/something", split_segments=split_segments)
     assert [len(episode) for episode in dataset.episodes] == ([7, 3, 1] if split_segments else [7, 4])
     frames = [frame for episode in dataset.episodes for frame in episode]
     for frame, wanted in zip(frames, transitions, strict=True):
@@ -755,7 +758,7 @@ def test_a_learner_resumes_from_checkpoints(learner: Any, tmp_path: Path) -> Non
     policy = SimpleNamespace(online_buffer_capacity=100, offline_buffer_capacity=20)
     cfg = SimpleNamespace(output_dir=tmp_path, resume=False, policy=policy)
     install(budget=None)
-    install(budget=None)  # Twice is the same.
+    install(budget=None)  # The second call changes nothing.
     online = learner.initialize_replay_buffer(cfg, "cpu", "cpu")
     offline = learner.initialize_offline_replay_buffer(cfg, "cpu", "cpu")
     assert isinstance(online, ReplayBuffer)
@@ -870,7 +873,7 @@ def test_the_lines_of_the_guide_start_the_learner_with_holdalls_buffers(learner:
         buffer.close()
 
     learner.train_cli = train_cli
-    sys.modules["lerobot.rl"].learner = learner  # type: ignore[attr-defined]  # a stand-in
+    sys.modules["lerobot.rl"].learner = learner  # type: ignore[attr-defined]  # It is a stand-in.
     exec(program.replace("/data/replay", str(tmp_path / "spill")), {})
     ((budget_bytes, batch),) = drawn
     assert budget_bytes == 8 << 30

@@ -1,4 +1,4 @@
-"""ObservationLog: what was written comes back bit for bit, and overlapping observations share memory."""
+"""ObservationLog: observations are read as they were written, and overlapping ones share memory."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def read_all(log: ObservationLog, leaf: Leaf) -> NDArray[np.generic]:
 
 @pytest.mark.parametrize("name", LEAVES)
 @given(seed=st.integers(0, 2**32 - 1), ticks=st.integers(1, 12))
-def test_what_was_written_comes_back(name: str, seed: int, ticks: int) -> None:
-    """In several rollouts, for shifted, repeated and unrelated observations, some of them written twice."""
+def test_ticks_are_read_as_they_were_written(name: str, seed: int, ticks: int) -> None:
+    """The observations are shifted, repeated or unrelated, and some are written twice."""
     generator = np.random.default_rng(seed)
     log, window, leaf = make_log(name, ticks)
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_what_was_written_comes_back(name: str, seed: int, ticks: int) -> None:
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_a_tick_that_is_written_again_replaces_later_ticks(name: str) -> None:
-    """As after an interrupted call."""
+    """A call that follows an interrupted one does this."""
     generator = np.random.default_rng(0)
     log, window, leaf = make_log(name, 6)
     ticks = [make_tick(leaf, generator)]
@@ -136,7 +136,7 @@ def test_arrays_in_any_order_are_accepted(layout: str) -> None:
 
 
 def test_negative_places_give_zeros() -> None:
-    """They pad sequences."""
+    """Negative places pad sequences."""
     log, _, leaf = make_log("first axis", 2)
     tick = make_tick(leaf, np.random.default_rng(0))
     log.write(0, tick)
@@ -145,7 +145,7 @@ def test_negative_places_give_zeros() -> None:
     assert out.tobytes() == np.stack([0 * tick[0], tick[1], 0 * tick[0]]).tobytes()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_ticks_and_arrays_that_do_not_fit_are_refused() -> None:
     """Nothing is read or written outside the log."""
     log, _, leaf = make_log("first axis", 2)
     tick = make_tick(leaf, np.random.default_rng(0))
@@ -182,6 +182,6 @@ def test_what_does_not_fit_is_refused() -> None:
     ],
 )
 def test_impossible_logs_are_refused(layout: tuple[str, int, int, int, int], ticks: int, row_bytes: int) -> None:
-    """Before memory is reserved."""
+    """The refusal comes before memory is reserved."""
     with pytest.raises(ValueError, match=r"layout|ticks"):
         ObservationLog(layout, ticks, LANES, row_bytes)

@@ -1,4 +1,4 @@
-"""A pickle is of one moment: the one at which pickling began."""
+"""A pickle has the state at the moment when pickling began."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ReplayMemory as its users meet it: what it takes, what it refuses, what it gives back."""
+"""ReplayMemory through its public methods: accepted arguments, refused arguments, and returned rows."""
 
 from __future__ import annotations
 
@@ -30,89 +30,97 @@ CAMERA = spaces.Dict(image=box((4, 36, 36), "u1"), state=box((3,), "f4"))
 VECTOR = box((3,), "f4")
 
 
-def stream_of(space: spaces.Space[Any] = CAMERA, **options: Any) -> Stream:
+def make_stream(space: spaces.Space[Any] = CAMERA, **options: Any) -> Stream:
     chosen: dict[str, Any] = {"num_envs": LANES, "plans": [LeafPlan(axis=0)] if space is CAMERA else [], **options}
     return Stream(space, spaces.Discrete(4), chosen.pop("num_envs"), **chosen)
 
 
-def memory_of(stream: Stream, capacity: int = CAPACITY, **options: Any) -> ReplayMemory:
+def make_memory(stream: Stream, capacity: int = CAPACITY, **options: Any) -> ReplayMemory:
     return ReplayMemory(
         stream.observation_space, stream.action_space, capacity, stream.num_envs, extras=stream.extras, **options
     )
 
 
-def everything(memory: ReplayMemory) -> tuple[int, int, int, Batch]:
-    """Return all that can be seen of a memory of which every lane made a transition."""
+def add_to_both(stream: Stream, ticks: int, memory: ReplayMemory, oracle: OracleMemory) -> None:
+    """Add the next ticks of the stream to the memory and the oracle."""
+    for _ in range(ticks):
+        tick = stream.tick().arguments()
+        memory.add(**tick)
+        oracle.add(**tick)
+
+
+def read_everything(memory: ReplayMemory) -> tuple[int, int, int, Batch]:
+    """Return length, ids and rows of a memory without invalid entries."""
     first = memory.first_id
     following = memory.next_id
     return len(memory), first, following, memory.gather(np.arange(first, following))
 
 
 def assert_unchanged(memory: ReplayMemory, before: tuple[int, int, int, Batch]) -> None:
-    after = everything(memory)
+    after = read_everything(memory)
     assert after[:3] == before[:3]
     assert_same_bits(after[3], before[3])
 
 
-# ---------------------------------------------------------------- what is refused, and nothing changed
+# ---------------------------------------------------------------- refused arguments change nothing
 
 
-def replaced(**changes: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def replace_arguments(**changes: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda given: {**given, **{name: change(given[name]) for name, change in changes.items()}}
 
 
-def without_key(observation: dict[str, Any]) -> dict[str, Any]:
+def remove_state(observation: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in observation.items() if key != "state"}
 
 
-def with_leaf(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def change_leaf(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda observation: {**observation, key: change(observation[key])}
 
 
 BAD_ARGUMENTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], list[str]]] = {
-    # what is wrong: how it is made, and what the message has to say: argument, value, rule, remedy
+    # The mistake: how it is made, and the words of the message for argument, value, rule and remedy.
     "shape": (
-        replaced(obs=with_leaf("image", lambda a: a[:, 1:])),
+        replace_arguments(obs=change_leaf("image", lambda a: a[:, 1:])),
         ["obs['image']", "(2, 3, 36, 36)", "expected (2, 4, 36, 36)", "pass an array of that shape"],
     ),
     "shape of the last argument checked": (
-        replaced(truncated=lambda a: a[:, None]),
+        replace_arguments(truncated=lambda a: a[:, None]),
         ["truncated", "(2, 1)", "expected (2,)", "pass an array of that shape"],
     ),
     "dtype": (
-        replaced(next_obs=with_leaf("state", lambda a: np.zeros(a.shape))),
+        replace_arguments(next_obs=change_leaf("state", lambda a: np.zeros(a.shape))),
         ["next_obs['state']", "float64", "float32", "holdall never casts. Pass np.asarray"],
     ),
     "dtype of actions": (
-        replaced(action=lambda a: a.astype("f4")),
+        replace_arguments(action=lambda a: a.astype("f4")),
         ["action", "float32", "int64", "holdall never casts. A cast would drop fractions"],
     ),
     "dtype of rewards": (
-        replaced(reward=lambda a: np.zeros(a.shape)),
+        replace_arguments(reward=lambda a: np.zeros(a.shape)),
         ["reward", "float64", "the first add had dtype float32", "Pass np.asarray"],
     ),
     "dtype of flags": (
-        replaced(terminated=lambda a: a.astype("i8")),
+        replace_arguments(terminated=lambda a: a.astype("i8")),
         ["terminated", "int64", "flags are bool", "pass np.asarray"],
     ),
     "too many lanes": (
-        replaced(obs=with_leaf("state", lambda a: np.concatenate([a, a]))),
+        replace_arguments(obs=change_leaf("state", lambda a: np.concatenate([a, a]))),
         ["obs['state']", "(4, 3)", "num_envs=2 lanes", "pass an array of that shape"],
     ),
     "too few lanes": (
-        replaced(reward=lambda a: a[:1]),
+        replace_arguments(reward=lambda a: a[:1]),
         ["reward", "(1,)", "num_envs=2 lanes", "pass an array of that shape"],
     ),
     "missing key": (
-        replaced(next_obs=without_key),
+        replace_arguments(next_obs=remove_state),
         ["next_obs", "['image']", "missing ['state']", "pass exactly the space's keys"],
     ),
     "unknown key": (
-        replaced(obs=lambda o: {**o, "sound": 1}),
+        replace_arguments(obs=lambda o: {**o, "sound": 1}),
         ["obs", "unknown ['sound']", "pass exactly the space's keys"],
     ),
     "no mapping": (
-        replaced(obs=lambda o: o["image"]),
+        replace_arguments(obs=lambda o: o["image"]),
         ["obs is a ndarray", "the space is a Dict", "pass a mapping"],
     ),
     "valid of a wrong dtype": (
@@ -128,21 +136,21 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], list[
         ["extras", "missing ['log_prob']", "pass exactly the space's keys"],
     ),
     "extras of a wrong shape": (
-        replaced(extras=with_leaf("log_prob", lambda a: a[:, None])),
+        replace_arguments(extras=change_leaf("log_prob", lambda a: a[:, None])),
         ["extras['log_prob']", "(2, 1)", "expected (2,)", "pass an array of that shape"],
     ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "words"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_add_refuses_what_does_not_fit_and_changes_nothing(
+def test_add_refuses_an_array_that_does_not_fit_and_changes_nothing(
     spoil: Callable[[dict[str, Any]], dict[str, Any]], words: list[str]
 ) -> None:
     """The message names argument, value, rule and remedy. Every row is as it was, and the next `add` works."""
-    stream = stream_of(extras={"log_prob": box((), "f4")})
-    memory = memory_of(stream)
+    stream = make_stream(extras={"log_prob": box((), "f4")})
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(9).arguments())
-    before = everything(memory)
+    before = read_everything(memory)
     good = stream.tick().arguments()
     with pytest.raises(ArgumentError) as refusal:
         memory.add(**spoil(good))
@@ -156,10 +164,10 @@ def test_add_refuses_what_does_not_fit_and_changes_nothing(
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_extend_refuses_all_steps_if_one_array_does_not_fit(at: int) -> None:
     """Everything is checked before the first step is written."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(3).arguments())
-    before = everything(memory)
+    before = read_everything(memory)
     names = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
     good = stream.ticks(4).arguments()
     bad = {**good, names[at]: map_leaves(lambda a: a[:, :1], good[names[at]])}
@@ -178,9 +186,9 @@ def test_extend_refuses_all_steps_if_one_array_does_not_fit(at: int) -> None:
 )
 def test_extend_refuses_rewards_without_a_length(reward: Any, message: str) -> None:
     """The number of steps is read from the rewards."""
-    stream = stream_of()
+    stream = make_stream()
     with pytest.raises(ArgumentError, match=message):
-        memory_of(stream).extend(**{**stream.ticks(2).arguments(), "reward": reward})
+        make_memory(stream).extend(**{**stream.ticks(2).arguments(), "reward": reward})
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**40), 14, 2**62], ids=str)
@@ -193,11 +201,11 @@ def test_extend_refuses_rewards_without_a_length(reward: Any, message: str) -> N
     ids=["gather", "set_flags"],
 )
 def test_ids_that_are_not_held_are_refused(bad: int, use: Callable[[ReplayMemory, list[int]], Any]) -> None:
-    """The message names the id, those that are held, and why others are not."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    """The message names the id, the ids that are held, and the reason why others are not."""
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(7).arguments())
-    before = everything(memory)
+    before = read_everything(memory)
     with pytest.raises(TransitionIdError) as refusal:
         use(memory, [5, bad])
     message = str(refusal.value)
@@ -211,9 +219,9 @@ def test_ids_that_are_not_held_are_refused(bad: int, use: Callable[[ReplayMemory
 
 @pytest.mark.parametrize("evicted", [0, 1])
 def test_evicted_ids_are_refused(evicted: int) -> None:
-    """An id is never reused, and what it named is never returned after it is gone."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    """An id is never reused, and an evicted transition is never returned."""
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(6).arguments())
     memory.gather([evicted])
     memory.add(**stream.tick().arguments())
@@ -228,9 +236,9 @@ def test_evicted_ids_are_refused(evicted: int) -> None:
     ids=["scalar", "two axes", "floats", "flags", "text", "None", "ragged", "too large", "empty with two axes"],
 )
 def test_ids_are_a_flat_array_of_integers(ids: Any) -> None:
-    """Whatever else is passed is refused, and never rounded or read as a mask."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    """Other values are refused. They are never rounded or read as a mask."""
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(4).arguments())
     with pytest.raises(ArgumentError, match=r"(?i)^ids .*[;.] pass "):
         memory.gather(ids)
@@ -238,8 +246,8 @@ def test_ids_are_a_flat_array_of_integers(ids: Any) -> None:
 
 def test_ids_beyond_sixty_three_bits_are_refused_by_their_own_name() -> None:
     """An unsigned id does not wrap around into a negative one."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.add(**stream.tick().arguments())
     with pytest.raises(TransitionIdError, match=r"^ids holds 9223372036854775809, .* Pass ids below next_id"):
         memory.gather(np.array([2**63 + 1], np.uint64))
@@ -248,17 +256,17 @@ def test_ids_beyond_sixty_three_bits_are_refused_by_their_own_name() -> None:
 @pytest.mark.parametrize("ids", [[], np.empty(0, np.int64), np.empty(0), ()], ids=["list", "ints", "floats", "tuple"])
 def test_no_ids_give_an_empty_batch(ids: Any) -> None:
     """An empty list of ids is accepted, and the batch has the usual shapes and dtypes."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(4).arguments())
     batch = memory.gather(ids)
     assert len(batch) == 0
-    assert_same_bits(batch, _rows(memory.gather([0, 1]), slice(0, 0)))
+    assert_same_bits(batch, select_rows(memory.gather([0, 1]), slice(0, 0)))
 
 
 def test_an_empty_memory_gives_an_empty_batch_and_nothing_else() -> None:
     """Before the first add there is nothing to gather and nothing to draw."""
-    memory = memory_of(stream_of())
+    memory = make_memory(make_stream())
     assert len(memory) == memory.first_id == memory.next_id == 0
     assert memory.gather([]).obs["image"].shape == (0, 4, 36, 36)
     with pytest.raises(TransitionIdError, match="ids holds 0"):
@@ -269,9 +277,9 @@ def test_an_empty_memory_gives_an_empty_batch_and_nothing_else() -> None:
 
 
 def test_a_batch_larger_than_the_memory_is_refused() -> None:
-    """The message names both sizes and what to do. Lanes that made no transition do not count."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    """The message names both sizes and what to do. Invalid entries do not count."""
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(3).arguments(), valid=np.array([[True, True], [True, False], [True, True]]))
     assert len(memory.sample(5)) == 5
     with pytest.raises(
@@ -283,8 +291,8 @@ def test_a_batch_larger_than_the_memory_is_refused() -> None:
 @pytest.mark.parametrize("size", [0, -3, 2.0, True, None, "4"], ids=str)
 def test_a_batch_size_is_a_whole_number_of_at_least_one(size: Any) -> None:
     """Anything else is refused by name and value."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(4).arguments())
     with pytest.raises(ArgumentError) as refusal:
         memory.sample(size)
@@ -295,10 +303,10 @@ def test_a_batch_size_is_a_whole_number_of_at_least_one(size: Any) -> None:
 @pytest.mark.parametrize("bad", [[True], [[True, False]], [1, 0]], ids=["too few", "two axes", "integers"])
 def test_set_flags_takes_one_flag_per_id(flags: str, bad: Any) -> None:
     """Both arguments are checked before either is written."""
-    stream = stream_of(mishaps=Mishaps(ends=0.0))
-    memory = memory_of(stream)
+    stream = make_stream(mishaps=Mishaps(ends=0.0))
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(4).arguments())
-    before = everything(memory)
+    before = read_everything(memory)
     given: dict[str, Any] = {"terminated": [True, True], "truncated": [True, True], flags: bad}
     with pytest.raises(ArgumentError, match=rf"^{flags} has .*; pass "):
         memory.set_flags([2, 3], **given)
@@ -324,7 +332,7 @@ def test_set_flags_takes_one_flag_per_id(flags: str, bad: Any) -> None:
     ids=str,
 )
 def test_the_constructor_refuses_by_argument_value_rule_and_remedy(options: dict[str, Any], words: list[str]) -> None:
-    """A memory that cannot be is refused before it takes anything."""
+    """The refusal comes before the memory exists."""
     with pytest.raises(HoldallError) as refusal:
         ReplayMemory(
             **{"observation_space": VECTOR, "action_space": VECTOR, "capacity": 10, "num_envs": LANES, **options}
@@ -352,9 +360,9 @@ USES: dict[str, Callable[[ReplayMemory, dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("space", [CAMERA, VECTOR], ids=["camera", "vector"])
 def test_nothing_can_be_done_after_close(use: Callable[[ReplayMemory, dict[str, Any]], Any], space: Any) -> None:
-    """Every use says that the memory was closed, and what to do. Closing twice is accepted."""
-    stream = stream_of(space)
-    memory = memory_of(stream)
+    """The error says that the memory was closed, and what to do. A second `close` does nothing."""
+    stream = make_stream(space)
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(20).arguments())
     memory.close()
     with pytest.raises(ClosedError, match=r"^The memory was closed\. Make a new ReplayMemory\.$"):
@@ -363,40 +371,40 @@ def test_nothing_can_be_done_after_close(use: Callable[[ReplayMemory, dict[str, 
 
 
 def test_leaving_a_with_block_closes() -> None:
-    """Also after an error, which is raised again."""
-    stream = stream_of()
-    with memory_of(stream) as memory:
+    """It also closes after an error, which is raised again."""
+    stream = make_stream()
+    with make_memory(stream) as memory:
         memory.add(**stream.tick().arguments())
     with pytest.raises(ClosedError):
         len(memory)
-    with pytest.raises(ZeroDivisionError), memory_of(stream) as memory:
+    with pytest.raises(ZeroDivisionError), make_memory(stream) as memory:
         raise ZeroDivisionError
     with pytest.raises(ClosedError):
         len(memory)
 
 
-# ---------------------------------------------------------------- what is taken, and given back
+# ---------------------------------------------------------------- accepted arguments and returned rows
 
 
-def _rows(batch: Batch, rows: Any) -> Batch:
+def select_rows(batch: Batch, rows: Any) -> Batch:
     names = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids", "weights")
     return Batch(**{name: map_leaves(lambda leaf: leaf[rows], getattr(batch, name)) for name in names})
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 12, 13])
 def test_capacity_is_rounded_down_to_whole_ticks(capacity: int) -> None:
-    """All lanes of a tick come and go together."""
-    stream = stream_of(VECTOR)
-    memory = memory_of(stream, capacity)
+    """All lanes of a tick are added and evicted together."""
+    stream = make_stream(VECTOR)
+    memory = make_memory(stream, capacity)
     memory.extend(**stream.ticks(20).arguments())
     assert memory.capacity == len(memory) == capacity // LANES * LANES
     assert memory.first_id == 40 - memory.capacity
 
 
 def test_ids_count_ticks_times_lanes_plus_lane() -> None:
-    """An id names one lane of one tick, for ever."""
-    stream = stream_of(VECTOR, num_envs=3)
-    memory = memory_of(stream, 9)
+    """An id names one lane of one tick, and is never reused."""
+    stream = make_stream(VECTOR, num_envs=3)
+    memory = make_memory(stream, 9)
     steps = stream.ticks(5)
     memory.extend(**steps.arguments())
     assert (memory.first_id, memory.next_id, memory.num_envs) == (6, 15, 3)
@@ -404,12 +412,12 @@ def test_ids_count_ticks_times_lanes_plus_lane() -> None:
 
 
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, spaces.Discrete(5)], ids=["camera", "vector", "discrete"])
-def test_extend_is_add_step_by_step(space: spaces.Space[Any]) -> None:
-    """Both ways of adding leave the same memory."""
-    one = stream_of(space)
-    other = stream_of(space)
-    added = memory_of(one)
-    extended = memory_of(other)
+def test_extend_stores_the_rows_that_add_stores(space: spaces.Space[Any]) -> None:
+    """Both ways of adding give the same rows."""
+    one = make_stream(space)
+    other = make_stream(space)
+    added = make_memory(one)
+    extended = make_memory(other)
     for _ in range(11):
         added.add(**one.tick().arguments())
     extended.extend(**other.ticks(4).arguments())
@@ -418,9 +426,9 @@ def test_extend_is_add_step_by_step(space: spaces.Space[Any]) -> None:
 
 
 def test_extending_by_nothing_changes_nothing() -> None:
-    """Zero steps are accepted, also as the first thing that is added."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    """Zero steps are accepted, also before the first `add`."""
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(0).arguments())
     assert memory.next_id == 0
     memory.add(**stream.tick().arguments())
@@ -430,22 +438,19 @@ def test_extending_by_nothing_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (3, 40, 50)], ids=str)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """In observations, actions and extras alike, NaN payloads and negative zeros included."""
+    """The rule holds for observations, actions and extras, with NaN payloads and negative zeros."""
     stream = Stream(box(shape, dtype), box(shape, dtype), LANES, extras={"more": box(shape, dtype)}, seed=5)
-    memory = memory_of(stream)
+    memory = make_memory(stream)
     oracle = OracleMemory(CAPACITY, LANES)
-    for _ in range(9):
-        given = stream.tick().arguments()
-        memory.add(**given)
-        oracle.add(**given)
+    add_to_both(stream, 9, memory, oracle)
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "u1", "?"])
 def test_rewards_keep_the_dtype_of_the_first_add(dtype: str) -> None:
-    """And have the shape of a batch, as flags have."""
-    stream = stream_of(VECTOR, reward_dtype=dtype)
-    memory = memory_of(stream)
+    """Rewards have one axis, as flags have."""
+    stream = make_stream(VECTOR, reward_dtype=dtype)
+    memory = make_memory(stream)
     memory.add(**stream.tick().arguments())
     batch = memory.sample(2)
     assert batch.reward.dtype == np.dtype(dtype)
@@ -458,10 +463,10 @@ C_INTEGERS = [(a, b) for a in "ilqILQ" for b in "ilqILQ" if a != b and np.dtype(
 
 @pytest.mark.parametrize(("own", "given"), C_INTEGERS)
 def test_integer_types_of_c_that_have_the_same_size_are_one_dtype(own: str, given: str) -> None:
-    """In spaces, observations, actions, rewards and extras, by `add`, `extend` and `update`."""
+    """The rule holds for observations, actions, rewards and extras, in `add`, `extend` and `update`."""
     space = box((3,), own)
     stream = Stream(space, box((), own), LANES, extras={"more": space}, reward_dtype="l", seed=5)
-    memory = memory_of(stream)
+    memory = make_memory(stream)
     oracle = OracleMemory(CAPACITY, LANES)
 
     def retype(array: Any) -> Any:
@@ -496,9 +501,9 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("lay_out", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, box((3,), "f8")], ids=["camera", "vector", "doubles"])
 def test_the_layout_of_an_array_does_not_matter(space: spaces.Space[Any], lay_out: Callable[[Any], Any]) -> None:
-    """Transposed, strided, reversed, unaligned: values are what counts, and they are copied."""
-    stream = stream_of(space)
-    memory = memory_of(stream, 100)
+    """Values are copied from transposed, strided, reversed and unaligned arrays."""
+    stream = make_stream(space)
+    memory = make_memory(stream, 100)
     oracle = OracleMemory(100, LANES)
     for _ in range(12):
         given = stream.tick().arguments()
@@ -508,9 +513,9 @@ def test_the_layout_of_an_array_does_not_matter(space: spaces.Space[Any], lay_ou
 
 
 def test_images_that_arrive_transposed_have_their_windows_found() -> None:
-    """Channels first, as views of images with channels last: a stack is a stack."""
+    """The stacks have channels first, and are views of images with channels last."""
     stream = Stream(box((4, 36, 36), "u1"), spaces.Discrete(2), plans=[LeafPlan(axis=0)], mishaps=Mishaps(ends=0.0))
-    memory = memory_of(stream, 1000)
+    memory = make_memory(stream, 1000)
     for _ in range(50):
         given = stream.tick().arguments()
         for name in ("obs", "next_obs"):
@@ -521,10 +526,10 @@ def test_images_that_arrive_transposed_have_their_windows_found() -> None:
 
 
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, box((4, 16, 16), "u1")], ids=["camera", "vector", "between"])
-def test_read_only_arrays_are_taken(space: spaces.Space[Any]) -> None:
-    """Nothing that is added is written to."""
-    stream = stream_of(space)
-    memory = memory_of(stream)
+def test_read_only_arrays_are_accepted(space: spaces.Space[Any]) -> None:
+    """`add` writes to none of its arguments."""
+    stream = make_stream(space)
+    memory = make_memory(stream)
     oracle = OracleMemory(CAPACITY, LANES)
     for _ in range(10):
         given = stream.tick().arguments()
@@ -535,10 +540,10 @@ def test_read_only_arrays_are_taken(space: spaces.Space[Any]) -> None:
 
 
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, box((4, 16, 16), "u1")], ids=["camera", "vector", "between"])
-def test_arrays_may_be_used_again_by_their_owner(space: spaces.Space[Any]) -> None:
-    """Environments write every observation into one array. What was added stays what it was."""
-    stream = stream_of(space)
-    memory = memory_of(stream, 100)
+def test_arrays_may_be_overwritten_after_add(space: spaces.Space[Any]) -> None:
+    """Some environments write every observation into one array. Added rows do not change with it."""
+    stream = make_stream(space)
+    memory = make_memory(stream, 100)
     oracle = OracleMemory(100, LANES)
     reused = map_leaves(np.array, stream.tick().arguments())
     for _ in range(40):
@@ -559,9 +564,9 @@ def _copy_into(target: Any, value: Any) -> None:
 
 
 def test_one_array_may_be_obs_and_next_obs() -> None:
-    """Environments whose observation did not change pass it twice."""
-    stream = stream_of(VECTOR)
-    memory = memory_of(stream)
+    """An environment whose observation did not change passes one array for both."""
+    stream = make_stream(VECTOR)
+    memory = make_memory(stream)
     for _ in range(4):
         given = stream.tick().arguments()
         memory.add(**{**given, "next_obs": given["obs"]})
@@ -571,18 +576,18 @@ def test_one_array_may_be_obs_and_next_obs() -> None:
 
 def test_ids_may_be_asked_for_in_any_order_and_twice() -> None:
     """A batch has the order of its ids."""
-    stream = stream_of()
-    memory = memory_of(stream)
+    stream = make_stream()
+    memory = make_memory(stream)
     memory.extend(**stream.ticks(6).arguments())
     all_rows = memory.gather(np.arange(12))
     ids = np.array([11, 0, 3, 3, 11, 7], np.int16)
-    assert_same_bits(memory.gather(ids), _rows(all_rows, ids))
+    assert_same_bits(memory.gather(ids), select_rows(all_rows, ids))
 
 
 def test_the_true_final_observation_is_kept_at_both_kinds_of_ending() -> None:
-    """At termination and truncation next_obs is the episode's last, obs of the next tick another's first."""
-    stream = stream_of(mishaps=Mishaps(ends=0.3))
-    memory = memory_of(stream, 1000)
+    """Where an episode ends, `next_obs` is its last observation, and not the first one of the next episode."""
+    stream = make_stream(mishaps=Mishaps(ends=0.3))
+    memory = make_memory(stream, 1000)
     steps = stream.ticks(200)
     memory.extend(**steps.arguments())
     ended = np.flatnonzero((steps.terminated | steps.truncated).reshape(-1))
@@ -595,27 +600,27 @@ def test_the_true_final_observation_is_kept_at_both_kinds_of_ending() -> None:
     assert_same_bits(batch.terminated, steps.terminated.reshape(-1)[ended])
 
 
-def test_lanes_that_made_no_transition_are_not_counted_or_given() -> None:
-    """Gymnasium's next-step autoreset: such a lane has an id, and nothing under it."""
-    stream = stream_of(num_envs=3)
-    memory = memory_of(stream, 9)
+def test_invalid_entries_are_not_counted_and_not_returned() -> None:
+    """With Gymnasium's next-step autoreset, such a lane has an id, but no transition."""
+    stream = make_stream(num_envs=3)
+    memory = make_memory(stream, 9)
     masks = np.array([[True, False, True], [True, True, True], [False, False, False], [True, True, False]])
     for mask in masks:
         memory.add(**stream.tick().arguments(), valid=mask)
     assert len(memory) == 5
     for number in (6, 7, 8, 11):
-        with pytest.raises(TransitionIdError, match=rf"ids holds {number}, .*valid=False.* Leave it out"):
+        with pytest.raises(TransitionIdError, match=rf"ids holds {number}, .*valid=False.* Leave that id out"):
             memory.gather([number])
     memory.gather([3, 4, 5, 9, 10])
     memory.add(**stream.tick().arguments())
     assert len(memory) == 5
 
 
-def test_the_count_of_lanes_that_made_none_follows_eviction() -> None:
-    """`len` is exact at every tick of a long run, whichever ticks have a mask."""
-    stream = stream_of(VECTOR, num_envs=4)
+def test_len_counts_the_valid_entries_at_every_tick() -> None:
+    """`len` is exact while ticks with and without a mask are added and evicted."""
+    stream = make_stream(VECTOR, num_envs=4)
     generator = np.random.default_rng(0)
-    memory = memory_of(stream, 28)
+    memory = make_memory(stream, 28)
     oracle = OracleMemory(28, 4)
     for tick in range(120):
         given = stream.tick().arguments()
@@ -627,15 +632,12 @@ def test_the_count_of_lanes_that_made_none_follows_eviction() -> None:
     assert len(memory) == 28
 
 
-def test_flags_may_be_set_anew() -> None:
-    """Frameworks cut the last episode afterwards. Nothing but the flags of those ids changes."""
-    stream = stream_of(mishaps=Mishaps(ends=0.2))
-    memory = memory_of(stream)
+def test_set_flags_changes_the_flags_of_its_ids_and_nothing_else() -> None:
+    """Some frameworks mark the end of the last episode after they added it."""
+    stream = make_stream(mishaps=Mishaps(ends=0.2))
+    memory = make_memory(stream)
     oracle = OracleMemory(CAPACITY, LANES)
-    for _ in range(9):
-        given = stream.tick().arguments()
-        memory.add(**given)
-        oracle.add(**given)
+    add_to_both(stream, 9, memory, oracle)
     memory.set_flags([16, 17], [True, False], [False, True])
     oracle.set_flags([16, 17], [True, False], [False, True])
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
@@ -648,17 +650,14 @@ def test_flags_may_be_set_anew() -> None:
     [lambda memory: pickle.loads(pickle.dumps(memory)), copy.deepcopy, copy.copy],
     ids=["pickle", "deep copy", "copy"],
 )
-def test_a_memory_comes_back_from_a_pickle(space: spaces.Space[Any], ticks: int, again: Any) -> None:
-    """All rows and the sampler's next draws are the same, and steps can be added. The original does not change."""
-    stream = stream_of(space)
-    memory = memory_of(stream, 24, seed=3)
+def test_a_copy_of_a_memory_has_its_rows_and_its_next_draws(space: spaces.Space[Any], ticks: int, again: Any) -> None:
+    """Steps can be added to the copy, and the original does not change."""
+    stream = make_stream(space)
+    memory = make_memory(stream, 24, seed=3)
     oracle = OracleMemory(24, LANES)
-    for _ in range(ticks):
-        given = stream.tick().arguments()
-        memory.add(**given)
-        oracle.add(**given)
+    add_to_both(stream, ticks, memory, oracle)
     other = again(memory)
-    original = None if ticks == 0 else everything(memory)
+    original = None if ticks == 0 else read_everything(memory)
     for tick in range(20):
         if ticks + tick:
             assert_same_bits(other.gather(oracle.ids), oracle.gather(oracle.ids))
@@ -671,8 +670,8 @@ def test_a_memory_comes_back_from_a_pickle(space: spaces.Space[Any], ticks: int,
         assert fresh.sample(2).ids.tolist() == memory.sample(2).ids.tolist()
 
 
-def test_lanes_without_transitions_are_counted_however_late_the_first_comes() -> None:
-    """Ticks that left before it was known that there are such lanes do not count."""
+def test_len_is_right_if_the_first_invalid_entry_follows_an_eviction() -> None:
+    """Ticks that were evicted before the first invalid entry do not count."""
     space = spaces.Box(-1, 1, (3,), np.float32)
     memory = ReplayMemory(space, spaces.Discrete(2), 20, 2)
     obs = np.zeros((2, 3), np.float32)

@@ -1,4 +1,4 @@
-"""Resets that were added as steps: one warning for both wrong loops over vector environments, none for right ones."""
+"""Resets that were added as steps: both wrong loops over vector environments cause one warning, right loops none."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Walk(gym.Env[Any, Any]):
         return self._place.astype(np.float32), reward, ends and self._terminates, ends and not self._terminates, {}
 
 
-def envs(mode: AutoresetMode, **settings: Any) -> Any:
+def make_envs(mode: AutoresetMode, **settings: Any) -> Any:
     return SyncVectorEnv([lambda: Walk(**settings)] * LANES, autoreset_mode=mode)
 
 
-def add_as_they_come(memory: Any, stepped: Any) -> None:
-    """The loop that does not look at the mode."""
+def add_plainly(memory: Any, stepped: Any) -> None:
+    """Add what `step` returns, whatever the autoreset mode. This loop is wrong in two modes."""
     obs, _ = stepped.reset(seed=1)
     for _ in range(STEPS):
         action = stepped.action_space.sample()
@@ -57,16 +57,16 @@ def add_as_they_come(memory: Any, stepped: Any) -> None:
         obs = next_obs.copy()
 
 
-def record(memory: Any, stepped: Any) -> None:
-    """The loop that is right."""
+def add_with_a_recorder(memory: Any, stepped: Any) -> None:
+    """Add the same steps with a `Recorder`."""
     recorder = holdall.Recorder(stepped, memory)
     recorder.reset(seed=1)
     for _ in range(STEPS):
         recorder.step(stepped.action_space.sample())
 
 
-def warned(fill: Callable[[Any, Any], None], stepped: Any) -> list[str]:
-    """Fill a memory, sample from it, and return what was warned of."""
+def collect_warnings(fill: Callable[[Any, Any], None], stepped: Any) -> list[str]:
+    """Fill a memory, sample from it, and return the warnings."""
     memory = holdall.ReplayMemory(stepped.single_observation_space, stepped.single_action_space, 10_000, LANES)
     with memory, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -78,26 +78,26 @@ def warned(fill: Callable[[Any, Any], None], stepped: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("terminates", [True, False])
-def test_a_reset_step_that_is_added_as_a_transition_is_warned_of_once(terminates: bool) -> None:
-    (message,) = warned(add_as_they_come, envs(AutoresetMode.NEXT_STEP, terminates=terminates))
+def test_a_reset_that_is_added_as_a_transition_causes_one_warning(terminates: bool) -> None:
+    (message,) = collect_warnings(add_plainly, make_envs(AutoresetMode.NEXT_STEP, terminates=terminates))
     assert "next-step autoreset" in message
     assert "holdall.Recorder(envs, memory)" in message
 
 
-def test_a_reset_observation_that_is_added_as_the_final_one_is_warned_of_once() -> None:
-    (message,) = warned(add_as_they_come, envs(AutoresetMode.SAME_STEP))
+def test_a_reset_observation_that_is_added_as_the_final_one_causes_one_warning() -> None:
+    (message,) = collect_warnings(add_plainly, make_envs(AutoresetMode.SAME_STEP))
     assert "same-step autoreset" in message
     assert "holdall.Recorder(envs, memory)" in message
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("settings", [{}, {"terminates": True}, {"pays": 0.05}, {"far": 0.0}])
-def test_a_recorded_environment_is_right(mode: AutoresetMode, settings: dict[str, Any]) -> None:
-    assert warned(record, envs(mode, **settings)) == []
+def test_a_recorded_environment_causes_no_warning(mode: AutoresetMode, settings: dict[str, Any]) -> None:
+    assert collect_warnings(add_with_a_recorder, make_envs(mode, **settings)) == []
 
 
-def continued(pays: float, *, terminates: bool, constant: bool = False) -> Callable[[Any, Any], None]:
-    """Ends without a reset: lives that are lost, or time limits of an environment that continues."""
+def make_continuing_loop(pays: float, *, terminates: bool, constant: bool = False) -> Callable[[Any, Any], None]:
+    """Return a loop with ends but without resets: lost lives, or time limits of an environment that continues."""
 
     def fill(memory: Any, _: Any) -> None:
         generator = np.random.default_rng(0)
@@ -118,11 +118,12 @@ def continued(pays: float, *, terminates: bool, constant: bool = False) -> Calla
 @pytest.mark.parametrize("pays", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("terminates", [True, False])
 @pytest.mark.parametrize("constant", [True, False])
-def test_ends_without_a_reset_are_right(pays: float, terminates: bool, constant: bool) -> None:
-    assert warned(continued(pays, terminates=terminates, constant=constant), envs(AutoresetMode.NEXT_STEP)) == []
+def test_ends_without_a_reset_cause_no_warning(pays: float, terminates: bool, constant: bool) -> None:
+    loop = make_continuing_loop(pays, terminates=terminates, constant=constant)
+    assert collect_warnings(loop, make_envs(AutoresetMode.NEXT_STEP)) == []
 
 
-def test_lanes_that_are_marked_as_no_transitions_are_right() -> None:
+def test_resets_that_are_marked_invalid_cause_no_warning() -> None:
     def fill(memory: Any, stepped: Any) -> None:
         obs, _ = stepped.reset(seed=1)
         ended = np.zeros(LANES, np.bool_)
@@ -133,12 +134,12 @@ def test_lanes_that_are_marked_as_no_transitions_are_right() -> None:
             obs = next_obs.copy()
             ended = terminated | truncated
 
-    assert warned(fill, envs(AutoresetMode.NEXT_STEP)) == []
+    assert collect_warnings(fill, make_envs(AutoresetMode.NEXT_STEP)) == []
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_environments_in_right_use_are_never_warned_of(seed: int) -> None:
-    """Whatever they show, pay and end by, also when each episode begins where another ended."""
+def test_random_environments_in_a_right_loop_cause_no_warning(seed: int) -> None:
+    """Observations, rewards and ends are random, and some episodes begin where another one ended."""
     generator = np.random.default_rng(seed)
     states = generator.normal(size=(generator.integers(1, 30), 3)).astype(np.float32)
     pays, ends = generator.random(2)
@@ -153,4 +154,4 @@ def test_random_environments_in_right_use_are_never_warned_of(seed: int) -> None
             started = states[generator.integers(0, len(states), LANES)]
             obs = np.where((done | cut)[:, None], started, next_obs)
 
-    assert warned(fill, envs(AutoresetMode.NEXT_STEP)) == []
+    assert collect_warnings(fill, make_envs(AutoresetMode.NEXT_STEP)) == []

@@ -1,9 +1,10 @@
-"""RolloutSequences: every step that was made is in exactly one, within one episode and one lane."""
+"""RolloutSequences: every valid step is in exactly one sequence, and a sequence has one episode and one lane."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from holdall.rollout_sequences import RolloutSequences
 
@@ -11,7 +12,7 @@ TICKS = 30
 LANES = 3
 
 
-def cut(seed: int, longest: int) -> tuple[RolloutSequences, np.ndarray[tuple[int, int], np.dtype[np.bool_]], set[int]]:
+def make_sequences(seed: int, longest: int) -> tuple[RolloutSequences, NDArray[np.bool_], set[int]]:
     generator = np.random.default_rng(seed)
     ends = generator.random((TICKS, LANES)) < 0.2
     made = generator.random((TICKS, LANES)) < 0.9
@@ -21,7 +22,7 @@ def cut(seed: int, longest: int) -> tuple[RolloutSequences, np.ndarray[tuple[int
 @pytest.mark.parametrize("longest", [1, 4, TICKS])
 @pytest.mark.parametrize("seed", range(5))
 def test_sequences_hold_every_step_once_and_end_with_their_episode(seed: int, longest: int) -> None:
-    sequences, ends, made = cut(seed, longest)
+    sequences, ends, made = make_sequences(seed, longest)
     seen: list[int] = []
     for places in sequences.iterate_batches(11, np.random.default_rng(0)):
         for row in places:
@@ -35,15 +36,15 @@ def test_sequences_hold_every_step_once_and_end_with_their_episode(seed: int, lo
     assert set(seen) == made
 
 
-def test_a_batch_has_no_more_steps_than_asked_unless_one_sequence_has() -> None:
-    sequences, _, _ = cut(1, TICKS)
+def test_a_batch_has_at_most_the_asked_steps_unless_one_sequence_has_more() -> None:
+    sequences, _, _ = make_sequences(1, TICKS)
     for most in (1, 7, 1_000):
         for places in sequences.iterate_batches(most, np.random.default_rng(2)):
             assert (places >= 0).sum() <= most or len(places) == 1
 
 
-def test_the_order_is_the_generators() -> None:
-    sequences, _, _ = cut(3, 5)
+def test_the_generator_decides_the_order() -> None:
+    sequences, _, _ = make_sequences(3, 5)
     first, same, other = (
         [places.tolist() for places in sequences.iterate_batches(20, np.random.default_rng(seed))] for seed in (0, 0, 1)
     )

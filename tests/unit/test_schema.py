@@ -1,4 +1,4 @@
-"""Spaces are taken apart into leaves. Values are checked against them and never changed."""
+"""A space is split into leaves. Values are checked against the leaves and never changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdall.testing.strategies import DTYPES, any_space, box
 LANES = (2,)
 
 
-def tree(space: spaces.Space[Any]) -> Tree:
+def make_tree(space: spaces.Space[Any]) -> Tree:
     return Tree.of(space, "observation_space")
 
 
@@ -29,8 +29,8 @@ def tree(space: spaces.Space[Any]) -> Tree:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (4, 84, 84)], ids=str)
 def test_a_box_of_any_dtype_and_shape_is_one_leaf(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Shape and dtype are those of the space. Axes may be missing or empty."""
-    (leaf,) = tree(box(shape, dtype)).leaves
+    """The leaf has the shape and dtype of the space, also if the shape has no axes or an empty one."""
+    (leaf,) = make_tree(box(shape, dtype)).leaves
     assert (leaf.name, leaf.shape, leaf.dtype) == ("", shape, dtype)
     assert leaf.nbytes == np.zeros(shape, dtype).nbytes
 
@@ -50,31 +50,30 @@ def test_a_box_of_any_dtype_and_shape_is_one_leaf(shape: tuple[int, ...], dtype:
 )
 def test_countable_spaces_are_one_leaf(space: spaces.Space[Any], shape: tuple[int, ...], dtype: str) -> None:
     """Discrete, MultiBinary and MultiDiscrete have the shape and dtype that their samples have."""
-    (leaf,) = tree(space).leaves
+    (leaf,) = make_tree(space).leaves
     assert (leaf.shape, leaf.dtype) == (shape, np.dtype(dtype))
 
 
 def test_nested_spaces_name_their_leaves_by_path() -> None:
-    """A leaf's name is the way to it, with dots between."""
+    """A leaf's name is its path, with dots."""
     space = spaces.Dict(
         camera=spaces.Dict(left=box((2,), "u1"), right=box((2,), "u1")),
         pair=spaces.Tuple([spaces.Discrete(3), box((), "f4")]),
     )
-    assert [leaf.name for leaf in tree(space).leaves] == ["camera.left", "camera.right", "pair.0", "pair.1"]
+    assert [leaf.name for leaf in make_tree(space).leaves] == ["camera.left", "camera.right", "pair.0", "pair.1"]
 
 
 @pytest.mark.parametrize("empty", [spaces.Dict({}), spaces.Tuple([])], ids=str)
-def test_a_space_without_leaves_is_kept_as_its_nest(empty: spaces.Space[Any]) -> None:
-    """An empty Dict or Tuple has no leaves and comes back empty."""
-    taken = tree(empty)
+def test_an_empty_dict_or_tuple_has_no_leaves_and_comes_back_empty(empty: spaces.Space[Any]) -> None:
+    taken = make_tree(empty)
     assert taken.leaves == ()
     assert taken.build([]) == type(empty.sample())()
 
 
 @given(space=any_space, seed=st.integers(0, 2**32 - 1))
 def test_flatten_and_build_are_each_others_inverse(space: spaces.Space[Any], seed: int) -> None:
-    """What is built from flattened arrays is the value itself, for every space."""
-    taken = tree(space)
+    """Building a value from its flattened arrays gives the value, for every space."""
+    taken = make_tree(space)
     generator = np.random.default_rng(seed)
     value = taken.build([random_rows(leaf, LANES, generator) for leaf in taken.leaves])
     assert_same_bits(taken.build(taken.flatten(value, LANES, "obs")), value)
@@ -82,9 +81,9 @@ def test_flatten_and_build_are_each_others_inverse(space: spaces.Space[Any], see
 
 @given(space=any_space, seed=st.integers(0, 2**16))
 def test_samples_of_a_space_fit_it(space: spaces.Space[Any], seed: int) -> None:
-    """What gymnasium draws from a space is taken, batched as a vector environment batches it."""
+    """Samples are batched as a vector environment batches them."""
     space.seed(seed)
-    taken = tree(space)
+    taken = make_tree(space)
     one = taken.flatten(_with_lane(space.sample()), (1,), "obs")
     assert [array.shape[1:] for array in one] == [leaf.shape for leaf in taken.leaves]
 
@@ -108,9 +107,9 @@ def _with_lane(value: Any) -> Any:
     ids=lambda space: type(space).__name__,
 )
 def test_spaces_without_fixed_arrays_are_refused(space: spaces.Space[Any]) -> None:
-    """The refusal names the argument and where in it, the kind of space, the rule and the remedy."""
+    """The refusal names the argument, the path in it, the kind of space, the rule and the remedy."""
     with pytest.raises(SpaceError) as refusal:
-        tree(spaces.Dict(a=spaces.Tuple([box((1,), "f4"), space])))
+        make_tree(spaces.Dict(a=spaces.Tuple([box((1,), "f4"), space])))
     message = str(refusal.value)
     assert message.startswith(f"observation_space['a.1'] is a {type(space).__name__}")
     assert "holdall stores Box, Discrete, MultiBinary, MultiDiscrete, Dict and Tuple" in message
@@ -123,7 +122,7 @@ OTHER_ORDER = [np.dtype(text).newbyteorder() for text in ("u2", "i4", "i8", "f2"
 @pytest.mark.parametrize("dtype", OTHER_ORDER, ids=str)
 @pytest.mark.parametrize("argument", ["observation_space", "action_space", "extras"])
 def test_spaces_in_the_byte_order_of_other_machines_are_refused(argument: str, dtype: np.dtype[Any]) -> None:
-    """Their numbers would come back as other numbers from a checkpoint, since it names no byte order."""
+    """A checkpoint names no byte order, so the numbers would be read wrongly from it."""
     odd = spaces.Dict(z=spaces.Tuple([spaces.Box(0, 1, (3000,), dtype)]))
     spaces_of: dict[str, Any] = {
         "observation_space": spaces.Discrete(2),
@@ -138,7 +137,7 @@ def test_spaces_in_the_byte_order_of_other_machines_are_refused(argument: str, d
 
 @pytest.mark.parametrize("dtype", OTHER_ORDER, ids=str)
 def test_values_in_the_byte_order_of_other_machines_are_refused(dtype: np.dtype[Any]) -> None:
-    """In a leaf of this machine's order, and as the first rewards, which name the dtype of all."""
+    """The rule holds for leaves, and for the first rewards, which decide the dtype of all later ones."""
     with pytest.raises(ArgumentError, match=f"^obs has dtype {dtype}"):
         Leaf("", (3,), dtype.newbyteorder("=")).fit(np.ones((2, 3), dtype), LANES, "obs")
     for first in (None, dtype.newbyteorder("=")):
@@ -154,15 +153,15 @@ def test_values_in_the_byte_order_of_other_machines_are_refused(dtype: np.dtype[
     ],
 )
 def test_dtypes_that_cannot_be_stored_are_refused(dtype: str, remedy: str) -> None:
-    """Complex numbers and objects are refused with what to do instead."""
+    """The refusal of complex numbers and objects has a remedy."""
     space = box((2,), "f4")
-    space.dtype = np.dtype(dtype)  # gymnasium itself refuses it at construction, but not in a subclass
+    space.dtype = np.dtype(dtype)  # Gymnasium refuses this dtype at construction, but not in a subclass.
     with pytest.raises(SpaceError, match=rf"^observation_space\['z'\] has dtype {space.dtype}, .*\. {remedy}"):
-        tree(spaces.Dict(z=space))
+        make_tree(spaces.Dict(z=space))
 
 
 def test_a_space_without_shape_is_refused() -> None:
-    """Nothing can be stored of what has no fixed shape."""
+    """Only arrays of a fixed shape can be stored."""
     space: Any = box((2,), "f4")
     space._shape = None
     with pytest.raises(SpaceError, match=r"^action_space needs a fixed shape and dtype\. Make the space with both"):
@@ -170,8 +169,8 @@ def test_a_space_without_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("extras", [[1], {"a": 1}, "x"], ids=str)
-def test_extras_that_are_no_mapping_of_spaces_are_refused(extras: Any) -> None:
-    """The refusal shows what was given and says what to pass."""
+def test_extras_that_are_not_a_mapping_of_spaces_are_refused(extras: Any) -> None:
+    """The refusal shows the given value and says what to pass."""
     with pytest.raises(SpaceError, match=r"^extras \(.*\) must map names to spaces; pass a dict of gymnasium spaces"):
         Schema.of(spaces.Discrete(2), spaces.Discrete(2), extras, 1)
 
@@ -179,15 +178,15 @@ def test_extras_that_are_no_mapping_of_spaces_are_refused(extras: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
-def refusal_of(value: Any, space: spaces.Space[Any], leading: tuple[int, ...] = LANES) -> str:
+def catch_refusal(value: Any, space: spaces.Space[Any], leading: tuple[int, ...] = LANES) -> str:
     with pytest.raises(ArgumentError) as refusal:
-        tree(space).flatten(value, leading, "obs")
+        make_tree(space).flatten(value, leading, "obs")
     return str(refusal.value)
 
 
 def test_a_wrong_dtype_names_both_and_how_to_pass_the_right_one() -> None:
-    """Nothing is cast, not even where no value would change."""
-    message = refusal_of({"k": np.zeros((2, 3), "f8")}, spaces.Dict(k=box((3,), "f4")))
+    """Values are never cast, even if the cast would change none of them."""
+    message = catch_refusal({"k": np.zeros((2, 3), "f8")}, spaces.Dict(k=box((3,), "f4")))
     assert message.startswith("obs['k'] has dtype float64, but the space has dtype float32")
     assert "holdall never casts. Pass np.asarray(value, dtype=np.float32)." in message
 
@@ -204,9 +203,9 @@ def test_a_wrong_dtype_names_both_and_how_to_pass_the_right_one() -> None:
         (np.full((2, 3), 300), "u1", "Not all values fit into uint8, so declare the space with dtype int64."),
     ],
 )
-def test_no_cast_is_advised_that_would_change_values(value: Any, stored: str, advice: str) -> None:
-    """`np.asarray(value, dtype=np.uint8)` makes zeros of an image from 0 to 1."""
-    message = refusal_of(value, box((3,), stored))
+def test_a_cast_that_would_change_values_is_not_advised(value: Any, stored: str, advice: str) -> None:
+    """For example, `np.asarray(value, dtype=np.uint8)` turns an image from 0 to 1 into zeros."""
+    message = catch_refusal(value, box((3,), stored))
     assert advice in message
     assert "np.asarray" not in message
 
@@ -219,98 +218,98 @@ def test_channels_in_the_other_place_are_named_with_the_call_that_moves_them(
     given: tuple[int, ...], space: tuple[int, ...], axes: str
 ) -> None:
     value = np.zeros(given, "u1")
-    assert refusal_of(value, box(space, "u1")).endswith(f"so pass np.moveaxis(value, {axes})")
+    assert catch_refusal(value, box(space, "u1")).endswith(f"so pass np.moveaxis(value, {axes})")
     moved = np.moveaxis(value, *map(int, axes.split(", ")))
     assert moved.shape[-3:] == space
 
 
 def test_the_other_byte_order_is_another_dtype() -> None:
-    """Bytes are kept as they are, so a swapped order is refused and not read as the usual one."""
-    assert "has dtype >f4, but the space has dtype float32" in refusal_of(np.zeros((2, 3), ">f4"), box((3,), "f4"))
+    """Bytes are stored as they are, so values in a swapped byte order are refused."""
+    assert "has dtype >f4, but the space has dtype float32" in catch_refusal(np.zeros((2, 3), ">f4"), box((3,), "f4"))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (2, 4), (2, 3, 1), (1, 3), (2, 0)], ids=str)
 def test_a_wrong_shape_names_it_the_expected_one_and_its_axes(shape: tuple[int, ...]) -> None:
-    """Nothing is broadcast, reshaped or cut."""
-    message = refusal_of(np.zeros(shape, "f4"), box((3,), "f4"))
+    """Values are never broadcast, reshaped or cut."""
+    message = catch_refusal(np.zeros(shape, "f4"), box((3,), "f4"))
     assert message.startswith(f"obs has shape {shape}, expected (2, 3): num_envs=2 lanes then the space's (3,)")
     assert "pass an array of that shape" in message
 
 
 def test_a_wrong_shape_in_extend_names_the_time_axis() -> None:
     """With two leading axes the refusal says which is which."""
-    message = refusal_of(np.zeros((5, 3), "f4"), box((3,), "f4"), (5, 2))
+    message = catch_refusal(np.zeros((5, 3), "f4"), box((3,), "f4"), (5, 2))
     assert "expected (5, 2, 3): 5 steps of num_envs=2 lanes then the space's (3,)" in message
 
 
 def test_missing_and_unknown_keys_are_named() -> None:
     """A misspelt key shows up twice: as unknown and as missing."""
     space = spaces.Dict(outer=spaces.Dict(image=box((3,), "f4"), state=box((3,), "f4")))
-    message = refusal_of({"outer": {"imgae": 0, "state": 0}}, space)
+    message = catch_refusal({"outer": {"imgae": 0, "state": 0}}, space)
     assert message.startswith("obs['outer'] has the keys ['imgae', 'state'], the space has ['image', 'state']")
     assert "missing ['image'], unknown ['imgae']; pass exactly the space's keys" in message
 
 
 def test_an_array_for_a_dict_space_is_refused() -> None:
     """The refusal names the kind of value and the keys to pass."""
-    message = refusal_of(np.zeros(3), spaces.Dict(k=box((3,), "f4")))
+    message = catch_refusal(np.zeros(3), spaces.Dict(k=box((3,), "f4")))
     assert message == "obs is a ndarray, the space is a Dict; pass a mapping with the keys ['k']"
 
 
 @pytest.mark.parametrize("value", [np.zeros((2, 2)), (np.zeros(2),), {"0": 1}], ids=["array", "too short", "dict"])
 def test_a_value_for_a_tuple_space_is_a_tuple_of_its_length(value: Any) -> None:
-    """The refusal names the kind of value and how many to pass."""
-    message = refusal_of(value, spaces.Tuple([box((), "f8"), box((), "f8")]))
+    """The refusal names the kind of value and the number of values to pass."""
+    message = catch_refusal(value, spaces.Tuple([box((), "f8"), box((), "f8")]))
     assert message.startswith(f"obs is a {type(value).__name__}, the space is a Tuple of 2")
     assert "pass a tuple of 2 batched values" in message
 
 
 @pytest.mark.parametrize("value", [[[1.0], [1.0, 2.0]], None, object()], ids=["ragged", "None", "object"])
-def test_what_is_no_array_is_refused(value: Any) -> None:
+def test_values_that_are_not_arrays_are_refused(value: Any) -> None:
     """Ragged lists and objects are refused before NumPy could make an object array of them."""
-    message = refusal_of(value, box((3,), "f4"))
+    message = catch_refusal(value, box((3,), "f4"))
     assert message.startswith(f"obs is a {type(value).__name__}")
     assert "; pass " in message
 
 
 def test_a_tensor_that_needs_gradients_is_refused_with_torchs_own_reason() -> None:
-    """The lower-level cause is part of the message and chained."""
+    """The message contains torch's message, and the error has torch's error as its cause."""
     with pytest.raises(ArgumentError, match=r"^obs is a Tensor .*detach.*; pass an array on the CPU") as refusal:
-        tree(box((3,), "f4")).flatten(torch.zeros((2, 3), requires_grad=True), LANES, "obs")
+        make_tree(box((3,), "f4")).flatten(torch.zeros((2, 3), requires_grad=True), LANES, "obs")
     assert isinstance(refusal.value.__cause__, RuntimeError)
 
 
-def test_lists_and_tensors_of_the_right_dtype_are_taken() -> None:
-    """Whatever NumPy reads as the very shape and dtype is as good as an array."""
-    (actions,) = tree(spaces.Discrete(3)).flatten([1, 2], LANES, "action")
+def test_lists_and_tensors_of_the_right_dtype_are_accepted() -> None:
+    """A value is accepted if NumPy reads it as an array of the right shape and dtype."""
+    (actions,) = make_tree(spaces.Discrete(3)).flatten([1, 2], LANES, "action")
     assert actions.tolist() == [1, 2]
-    (rows,) = tree(box((3,), "f4")).flatten(torch.ones((2, 3)), LANES, "obs")
+    (rows,) = make_tree(box((3,), "f4")).flatten(torch.ones((2, 3)), LANES, "obs")
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
-def test_values_outside_the_bounds_are_taken() -> None:
-    """Values are never checked against a space's bounds: that is another tool's affair."""
+def test_values_outside_the_bounds_are_accepted() -> None:
+    """Values are not checked against the bounds of their space."""
     value = np.full((2, 1), 1e9, "f4")
-    (rows,) = tree(spaces.Box(0, 1, (1,), np.float32)).flatten(value, LANES, "obs")
+    (rows,) = make_tree(spaces.Box(0, 1, (1,), np.float32)).flatten(value, LANES, "obs")
     assert rows.tolist() == value.tolist()
 
 
-def test_an_array_that_fits_is_passed_on_without_a_copy() -> None:
-    """Checking costs no copy: the array that comes out is the one that went in."""
+def test_an_array_that_fits_is_not_copied() -> None:
+    """`flatten` returns the array that it was given."""
     value = np.zeros((2, 3), "f4")
-    (array,) = tree(box((3,), "f4")).flatten(value, LANES, "obs")
+    (array,) = make_tree(box((3,), "f4")).flatten(value, LANES, "obs")
     assert array is value
 
 
 @pytest.mark.parametrize("value", [np.zeros(2), np.zeros(2, "i8"), [0, 1], np.zeros(2, "u1")], ids=str)
 def test_flags_are_bool_and_nothing_else(value: Any) -> None:
-    """Zeros and ones are refused, with how to pass them."""
+    """Zeros and ones are refused, and the message says how to pass them."""
     with pytest.raises(ArgumentError, match=r"^terminated has dtype .*, flags are bool; pass np.asarray"):
         fit_flags(value, LANES, "terminated")
 
 
 def test_flags_of_a_wrong_shape_are_refused() -> None:
-    """One flag per lane, in one axis."""
+    """There is one flag for each lane, in one axis."""
     with pytest.raises(ArgumentError, match=r"^valid has shape \(2, 1\), expected \(2,\): num_envs=2 lanes; pass"):
         fit_flags(np.zeros((2, 1), np.bool_), LANES, "valid")
 
@@ -322,7 +321,7 @@ def test_the_first_reward_may_have_any_real_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, "c8"), ["a", "b"], np.zeros(2, "M8[s]")], ids=str)
-def test_rewards_that_are_no_real_numbers_are_refused(value: Any) -> None:
+def test_rewards_that_are_not_real_numbers_are_refused(value: Any) -> None:
     """The refusal names the dtype, the rule and a dtype to use."""
     with pytest.raises(
         ArgumentError, match=r"^reward has dtype .*; rewards are bool, integer or .*, so pass np.asarray"
@@ -343,12 +342,12 @@ def test_later_rewards_keep_the_dtype_of_the_first() -> None:
 
 
 def test_rewards_of_a_wrong_shape_are_refused() -> None:
-    """One reward per lane: a column is not a row."""
+    """There is one reward for each lane, in one axis."""
     with pytest.raises(ArgumentError, match=r"^reward has shape \(2, 1\), expected \(2,\): num_envs=2 lanes; pass"):
         fit_reward(np.zeros((2, 1)), LANES, None)
 
 
-def test_a_leaf_says_its_path_in_every_refusal() -> None:
-    """In a nest, the argument alone would not tell which array is meant."""
+def test_a_refusal_of_a_leaf_names_its_path() -> None:
+    """In a nested space, the argument's name alone would not say which array is wrong."""
     with pytest.raises(ArgumentError, match=r"^extras\['goal.x'\] has shape"):
         Leaf("goal.x", (), np.dtype("f4")).fit(np.zeros((2, 1), "f4"), LANES, "extras")

@@ -1,4 +1,4 @@
-"""One environment without ceremony: `add` takes what `env.step` gives, and no value is ever changed."""
+"""One environment: `add` accepts what `env.step` returns, without an axis for lanes, and changes no value."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NESTED = spaces.Dict({"one": ONE, "pair": spaces.Tuple([spaces.Discrete(4), spac
 EXTRAS: dict[str, spaces.Space[Any]] = {"log_prob": spaces.Box(-9, 9, (), np.float32), "hidden": ONE}
 
 
-def batched(space: Any, value: Any) -> Any:
-    """Give a value of a space the axis of one lane."""
+def add_lane_axis(space: Any, value: Any) -> Any:
+    """Add an axis for one lane to a value of a space."""
     if isinstance(space, spaces.Dict):
-        return {key: batched(each, value[key]) for key, each in space.spaces.items()}
+        return {key: add_lane_axis(each, value[key]) for key, each in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(batched(each, one) for each, one in zip(space.spaces, value, strict=True))
+        return tuple(add_lane_axis(each, one) for each, one in zip(space.spaces, value, strict=True))
     return np.asarray(value, space.dtype)[None]
 
 
@@ -34,7 +34,7 @@ def batched(space: Any, value: Any) -> Any:
 def test_the_axis_of_the_only_lane_may_be_left_out_of_every_field(
     space: Any, action_space: Any, with_axis: Any
 ) -> None:
-    """The space's shape says whether it is there, also where the shape is (1,)."""
+    """The shape of the space shows whether a value has the axis, also where that shape is (1,)."""
     for each in (space, action_space, spaces.Dict(EXTRAS)):
         each.seed(0)
     memory = holdall.ReplayMemory(space, action_space, 20, extras=EXTRAS)
@@ -54,13 +54,13 @@ def test_the_axis_of_the_only_lane_may_be_left_out_of_every_field(
             }
             obs = given["next_obs"]
             whole = {
-                "obs": batched(space, given["obs"]),
-                "action": batched(action_space, given["action"]),
+                "obs": add_lane_axis(space, given["obs"]),
+                "action": add_lane_axis(action_space, given["action"]),
                 "reward": np.array([given["reward"]]),
-                "next_obs": batched(space, given["next_obs"]),
+                "next_obs": add_lane_axis(space, given["next_obs"]),
                 "terminated": np.array([given["terminated"]]),
                 "truncated": np.array([given["truncated"]]),
-                "extras": batched(extras_space, given["extras"]),
+                "extras": add_lane_axis(extras_space, given["extras"]),
             }
             memory.add(**(given | {name: whole[name] for name in with_axis}))
             oracle.add(**whole)
@@ -68,7 +68,7 @@ def test_the_axis_of_the_only_lane_may_be_left_out_of_every_field(
         assert_same_bits(memory.gather(ids), oracle.gather(ids))
 
 
-def test_a_plain_loop_over_one_environment() -> None:
+def test_a_plain_loop_over_one_environment_stores_every_step() -> None:
     env = gym.make("CartPole-v1")
     memory = holdall.ReplayMemory(env.observation_space, env.action_space, capacity=1e3)
     oracle = OracleMemory(1000, 1)
@@ -110,7 +110,7 @@ def test_a_capacity_may_be_written_as_a_float(capacity: Any) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1.5, float("inf"), float("nan"), -1e6, "1e6", True])
-def test_a_capacity_that_is_no_whole_number_is_refused(capacity: Any) -> None:
+def test_a_capacity_that_is_not_a_whole_number_is_refused(capacity: Any) -> None:
     with pytest.raises(ArgumentError, match=r"capacity .* must be a whole number"):
         holdall.ReplayMemory(BOX, spaces.Discrete(3), capacity)
 
@@ -120,8 +120,8 @@ INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint6
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("stored", INTEGERS)
-def test_integers_are_taken_if_the_space_holds_each_of_them(dtype: Any, stored: Any) -> None:
-    """An int32 action for an int64 space, and refused if one would change."""
+def test_integers_of_another_dtype_are_accepted_if_the_space_has_each_of_them(dtype: Any, stored: Any) -> None:
+    """An int32 action fits an int64 space, for example. A value that a cast would change is refused."""
     given = np.iinfo(dtype)
     kept = np.iinfo(stored)
     edges = [given.min, given.max, kept.min, kept.max, 0, 1]
@@ -144,19 +144,19 @@ def test_integers_are_taken_if_the_space_holds_each_of_them(dtype: Any, stored: 
 
 WRONG: dict[str, dict[str, Any]] = {
     "a float action": {"action": 1.0},
-    "a float that is no observation's": {"obs": np.zeros(3)},
+    "a float of another dtype": {"obs": np.zeros(3)},
     "integers for floats": {"obs": np.zeros(3, np.int64)},
     "a boolean for integers": {"action": True},
     "an integer for a flag": {"terminated": 1},
     "two rewards": {"reward": np.zeros(2)},
     "an integer beyond 64 bits": {"action": 2**70},
     "a reward of another dtype": {"reward": np.float32(0.1)},
-    "an integer that a float does not hold": {"reward": 2**53 + 1},
+    "an integer that no float represents": {"reward": 2**53 + 1},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_whatever_would_change_a_value_is_refused(name: str) -> None:
+def test_an_argument_that_a_cast_would_change_is_refused(name: str) -> None:
     """The error names the argument, and the memory is as it was."""
     zeros = np.zeros(3, np.float32)
     right: dict[str, Any] = {
@@ -173,5 +173,5 @@ def test_whatever_would_change_a_value_is_refused(name: str) -> None:
         with pytest.raises(ArgumentError, match=f"^{argument} .*[Pp]ass"):
             memory.add(**(right | WRONG[name]))
         assert memory.next_id == 1
-        memory.add(**(right | {"reward": 3}))  # an integer that a float holds is that number
+        memory.add(**(right | {"reward": 3}))  # A float represents this integer exactly.
         assert memory.gather([0, 1]).reward.tolist() == [0.5, 3.0]

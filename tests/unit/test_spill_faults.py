@@ -1,6 +1,6 @@
-"""Disks fill up, vanish and rot, and jobs fail: no wrong row, bounded memory, a clear message, and training continues.
+"""Disks fill up, disappear and rot: rows stay right, memory is bounded, a message names the fault, training continues.
 
-The faults are real ones. Some need a process of their own: `python test_spill_faults.py SCENARIO FOLDER` runs one.
+The faults are real. Some need a process of their own: `python test_spill_faults.py SCENARIO FOLDER` runs one of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOBODY = 65534
 
 
 class BlockOnDisk(NamedTuple):
-    """Where a block is stored."""
+    """The place of a block on disk."""
 
     file: SpillFile
     start: int
@@ -66,31 +66,32 @@ class Film:
             self._now = then
 
     def settle(self) -> None:
-        """Wait for the compactor, and evict from the oracle what was dropped early."""
+        """Wait for the compactor, and evict transitions from the oracle that were dropped early."""
         self.memory.store.wait_idle()
         self.oracle.evict(self.memory.first_id)
 
     def check(self) -> None:
-        """Everything that is held is right, and what is in memory is bounded."""
+        """Check that every held row is right, and that the bytes in memory are within the limit."""
         self.settle()
         assert len(self.memory) == len(self.oracle)
         assert self.memory.first_id == self.oracle.first_id
         assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
         assert self.memory.report().total_bytes <= LIMIT
 
-    def check_told_of_drops(self) -> None:
-        """What left early is counted, and the reason is told for as long as the memory would hold it."""
+    def check_drops_are_reported(self) -> None:
+        """Check that the report counts the transitions that were dropped early, and names the reason."""
         report = self.memory.report()
         assert report.dropped_early == self.memory.first_id > 0
         assert f"{report.dropped_early} transitions were dropped early" in str(report)
         assert "spill_dir" in report.drop_reason
         assert report.failure
 
-    def on_disk(self) -> list[tuple[BlockOnDisk, NDArray[np.int64]]]:
+    def find_blocks_on_disk(self) -> list[tuple[BlockOnDisk, NDArray[np.int64]]]:
         """Return the blocks on disk, each with the ids whose frames are in it and in no other block."""
         found: dict[Block, list[int]] = {}
-        for segment in self.memory.store.catalog.segments:
+        for segment in self.memory.host_store.catalog.segments:
             block = segment.parts[0].block
+            assert block is not None
             found.setdefault(block, []).extend(range(segment.first_tick, segment.first_tick + segment.ticks))
         result = []
         for block, ids in found.items():
@@ -102,43 +103,43 @@ class Film:
         return result
 
     def _frame(self) -> NDArray[np.uint8]:
-        """Return noise in tiles of three pixels, which every codec makes smaller."""
+        """Return noise in tiles of three pixels, which every codec can compress."""
         return self._generator.integers(0, 5, (1, SHAPE[0], SHAPE[1] // 3), np.uint8).repeat(3, axis=2)
 
 
-def break_and_mend(film: Film, break_it: Callable[[], object], mend: Callable[[], object], told: str) -> None:
-    """Spill; let the disk fail, and add much; let it work again, and add more."""
+def break_and_mend(film: Film, break_disk: Callable[[], object], mend_disk: Callable[[], object], reason: str) -> None:
+    """Spill, break the disk, add many frames, mend the disk, and add more."""
     film.feed(200)
     film.check()
     assert film.memory.first_id == 0
-    assert film.on_disk()
-    break_it()
+    assert film.find_blocks_on_disk()
+    break_disk()
     for _ in range(10):
         film.feed(60)
         film.check()
     failure = film.memory.report().failure
-    assert told in failure, failure
+    assert reason in failure, failure
     assert "spill_dir" in failure
-    assert told in str(film.memory.report())
-    assert film.memory.first_id > 0, "the oldest leave early while the disk takes nothing"
-    mend()
+    assert reason in str(film.memory.report())
+    assert film.memory.first_id > 0, "transitions must be dropped early while the disk refuses writes"
+    mend_disk()
     film.feed(100)
     film.settle()
-    film.check_told_of_drops()
+    film.check_drops_are_reported()
     first_id = film.memory.first_id
     film.feed(300)
     film.check()
-    assert film.memory.first_id == first_id, "nothing leaves early once the disk works again"
-    film.check_told_of_drops()
-    assert len(film.on_disk()) > 10
+    assert film.memory.first_id == first_id, "no transition may be dropped early once the disk works again"
+    film.check_drops_are_reported()
+    assert len(film.find_blocks_on_disk()) > 10
 
 
-# ---------------------------------------------------------------- a disk that takes no more
+# ---------------------------------------------------------------- a disk that refuses writes
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
+    """Return the folder of a file system of one MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
@@ -149,8 +150,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_training_goes_on_when_the_disk_is_full(small_disk: Path) -> None:
-    """Really full: what others write takes the last block."""
+def test_training_continues_when_the_disk_is_full(small_disk: Path) -> None:
+    """Another program writes to the disk until no block is free."""
     ballast = small_disk / "ballast"
 
     def fill_up() -> None:
@@ -164,7 +165,7 @@ def test_training_goes_on_when_the_disk_is_full(small_disk: Path) -> None:
         keep_full()
 
     def keep_full() -> None:
-        # What leaves the memory early frees the disk: a neighbour takes that too, as long as it may.
+        # Transitions that are dropped early free space on the disk. A neighbour fills that space, too.
         def greedy() -> None:
             while not mended.wait(0.0005):
                 try:
@@ -218,11 +219,11 @@ class Quota:
         return self._write(descriptor, data)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds out which file is written to as Linux tells it")
-def test_a_full_disk_stays_full(
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the name of a written file in /proc")
+def test_a_full_disk_stays_full_and_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The oldest leave as the newest come, a few at a time. What is on the disk stays, and all of it is readable."""
+    """Few transitions are dropped at a time, as new ones are added. Blocks on the disk stay there."""
     quota = 200_000
     Quota(monkeypatch, tmp_path, quota)
     film = Film(tmp_path)
@@ -234,20 +235,20 @@ def test_a_full_disk_stays_full(
             dropped = film.memory.report().dropped_early
             film.feed(50)
             film.check()
-            film.check_told_of_drops()
+            film.check_drops_are_reported()
             assert len(film.memory) > 0.95 * most
-            assert film.memory.report().dropped_early - dropped < 50 + 30, "about as many as were added"
+            assert film.memory.report().dropped_early - dropped < 50 + 30, "not many more than were added"
             assert film.memory.report().disk_bytes > 0.75 * quota
-            assert film.on_disk()
+            assert film.find_blocks_on_disk()
         messages = [record.getMessage() for record in caplog.records]
-        told = [message for message in messages if "dropped before the capacity was reached" in message]
-        assert 1 <= len(told) <= 4, "the first drop, and ten times as many"
-        assert all("Free disk space" in message for message in told)
+        drops = [message for message in messages if "dropped before the capacity was reached" in message]
+        assert 1 <= len(drops) <= 4, "one message for the first drop, and one when ten times as many were dropped"
+        assert all("Free disk space" in message for message in drops)
         assert sum(message.startswith("A block could not be written") for message in messages) == 1
 
 
-def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
-    """What was spilled stays readable, since its files are open. The folder is made again if it can be."""
+def test_training_continues_when_the_folder_is_deleted(tmp_path: Path) -> None:
+    """Spilled blocks stay readable, because their files are open. The memory makes the folder again."""
     place = tmp_path / "spilled"
     film = Film(place)
     with film.memory:
@@ -259,14 +260,14 @@ def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
         film.check()
         assert film.memory.first_id == 0
         assert film.memory.report().failure == ""
-        assert list(place.glob("*/lock")), "a killed process leaves a folder that the next one deletes"
+        assert list(place.glob("*/lock")), "the lock shows later processes that this folder is in use"
         SpillFolder(place, SMALL).close()
-        assert list(place.glob("*/*.seg")), "and a living one keeps its folder"
+        assert list(place.glob("*/*.seg")), "another process must not delete a folder in use"
     assert not list(place.iterdir())
 
 
-def test_training_goes_on_when_all_of_spill_dir_is_deleted(tmp_path: Path) -> None:
-    """It is not made again, since it may be a disk that is no longer mounted, but used when it is there again."""
+def test_training_continues_when_all_of_spill_dir_is_deleted(tmp_path: Path) -> None:
+    """It may be a disk that is no longer mounted, so it is not made again. It is used once it exists again."""
     place = tmp_path / "spilled"
     film = Film(place)
     with film.memory:
@@ -274,7 +275,7 @@ def test_training_goes_on_when_all_of_spill_dir_is_deleted(tmp_path: Path) -> No
 
 
 def limit_files(folder: Path) -> None:
-    """A limit on the size of files, as a quota sets one: smaller than a block."""
+    """Limit the size of files to less than a block, as a quota does."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     film = Film(folder)
     with film.memory:
@@ -287,9 +288,9 @@ def limit_files(folder: Path) -> None:
 
 
 def make_read_only(folder: Path) -> None:
-    """Rights that are taken away and given back, from a user who is not root."""
+    """Take write permission away and give it back, as a user who is not root."""
     with Film(folder / "loaded").memory as memory:
-        memory.store.wait_idle()  # everything that a process loads, it has loaded by now
+        memory.store.wait_idle()  # Now the process has loaded all modules that it needs.
     place = folder / "spilled"
     place.mkdir()
     if os.getuid() == 0:
@@ -299,7 +300,7 @@ def make_read_only(folder: Path) -> None:
     own = next(place.iterdir())
     with film.memory:
         break_and_mend(film, lambda: own.chmod(0o500), lambda: own.chmod(0o700), "Permission denied")
-        shutil.rmtree(own)  # by whom it belongs to: the folder above is another's
+        shutil.rmtree(own)  # The owner deletes it, because the parent folder belongs to another user.
 
 
 SCENARIOS = {"limit": limit_files, "read only": make_read_only}
@@ -307,9 +308,8 @@ SCENARIOS = {"limit": limit_files, "read only": make_read_only}
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX limits and rights")
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_training_goes_on_in_a_process_of_its_own_when(scenario: str) -> None:
-    """Files may grow no further, or the folder is read-only."""
-    # Not below tmp_path, which pytest closes to others whenever it is started: the process may be nobody's.
+def test_training_continues_when_files_cannot_grow_or_the_folder_is_read_only(scenario: str) -> None:
+    # The process may run as another user, who cannot read tmp_path.
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o711)
         command = [sys.executable, __file__, scenario, folder]
@@ -318,7 +318,7 @@ def test_training_goes_on_in_a_process_of_its_own_when(scenario: str) -> None:
 
 
 def test_a_spill_dir_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    """Before anything is added. The message names the argument, its value and the reason."""
+    """The refusal comes before anything is added. The message names the argument, its value and the reason."""
     taken = tmp_path / "file"
     taken.write_text("not a folder")
     for place in (taken, taken / "below"):
@@ -330,7 +330,7 @@ def test_a_spill_dir_that_cannot_be_written_to_is_refused(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- files that rot
 
 
-def flip(position: int) -> Callable[[BlockOnDisk], None]:
+def make_flip(position: int) -> Callable[[BlockOnDisk], None]:
     def spoil(extent: BlockOnDisk) -> None:
         with extent.file.path.open("r+b", buffering=0) as file:
             file.seek(extent.start + position % extent.nbytes)
@@ -341,30 +341,30 @@ def flip(position: int) -> Callable[[BlockOnDisk], None]:
     return spoil
 
 
-def zero(extent: BlockOnDisk) -> None:
+def write_zeros(extent: BlockOnDisk) -> None:
     with extent.file.path.open("r+b", buffering=0) as file:
         file.seek(extent.start)
         file.write(bytes(extent.nbytes))
 
 
 DAMAGES: dict[str, Callable[[BlockOnDisk], None]] = {
-    "first byte": flip(0),
-    "a byte within": flip(2_345),
-    "last byte": flip(-1),
-    "all zero": zero,
+    "first byte": make_flip(0),
+    "a byte within": make_flip(2_345),
+    "last byte": make_flip(-1),
+    "all zero": write_zeros,
     "cut by a byte": lambda extent: os.truncate(extent.file.path, extent.start + extent.nbytes - 1),
     "cut to nothing": lambda extent: os.truncate(extent.file.path, 0),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_a_file_is_an_error_that_names_it(damage: str, tmp_path: Path) -> None:
-    """No wrong row is returned, rows in other files are returned, and `add` works."""
+def test_damage_to_a_file_raises_an_error_that_names_the_file(damage: str, tmp_path: Path) -> None:
+    """Rows in other files are still returned, and `add` works."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(250)
         film.check()
-        (extent, ids), *others = film.on_disk()
+        (extent, ids), *others = film.find_blocks_on_disk()
         DAMAGES[damage](extent)
         refused = []
         for number in ids:
@@ -385,58 +385,58 @@ def test_damage_to_a_file_is_an_error_that_names_it(damage: str, tmp_path: Path)
         film.memory.gather(rest[:64])
 
 
-def test_every_flipped_byte_of_a_block_is_noticed(tmp_path: Path) -> None:
-    """Whichever it is: in a header that a decompressor reads, or deep in noise that it copies."""
+def test_a_flipped_byte_anywhere_in_a_block_is_noticed(tmp_path: Path) -> None:
+    """Some bytes belong to a header that the decompressor reads, and some to noise that it copies."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(150)
         film.check()
-        extent, ids = film.on_disk()[0]
+        extent, ids = film.find_blocks_on_disk()[0]
         expected = film.oracle.gather(ids)
         for position in np.linspace(0, extent.nbytes - 1, 40).astype(int).tolist():
-            flip(position)(extent)
+            make_flip(position)(extent)
             with pytest.raises(DamageError):
                 film.memory.gather(ids)
-            flip(position)(extent)
+            make_flip(position)(extent)
             assert_same_bits(film.memory.gather(ids), expected)
 
 
-def test_what_one_batch_read_is_not_served_to_the_next(tmp_path: Path) -> None:
-    """Another block may be stored at the same place by then, so every batch reads for itself."""
+def test_every_batch_reads_its_blocks_again(tmp_path: Path) -> None:
+    """Another block may be stored at the same place meanwhile."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(150)
         film.check()
-        for extent, ids in film.on_disk()[:5]:
+        for extent, ids in film.find_blocks_on_disk()[:5]:
             number = ids[-1]
             assert_same_bits(film.memory.gather([number]), film.oracle.gather([number]))
-            zero(extent)
+            write_zeros(extent)
             with pytest.raises(DamageError):
                 film.memory.gather([number])
 
 
 def test_the_error_names_the_damaged_block_that_the_batch_needs(tmp_path: Path) -> None:
-    """And not another one, whose last tick is just before."""
+    """It does not name the block with the preceding ticks, which is damaged, too."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(150)
         film.check()
-        (before, _), (needed, ids) = film.on_disk()[:2]
-        zero(before)
-        zero(needed)
+        (before, _), (needed, ids) = film.find_blocks_on_disk()[:2]
+        write_zeros(before)
+        write_zeros(needed)
         with pytest.raises(DamageError) as caught:
             film.memory.gather(ids[:1])
         assert str(needed.file.path) in str(caught.value)
         assert "Check the disk of spill_dir" in str(caught.value)
 
 
-def test_a_descriptor_that_was_closed_by_others_is_an_error(tmp_path: Path) -> None:
-    """Some code closes all descriptors that it does not know. The reason is told, and the rest is read."""
+def test_a_descriptor_that_was_closed_by_other_code_raises_an_error(tmp_path: Path) -> None:
+    """Some code closes all descriptors that it does not know. Blocks in other files are still read."""
     film = Film(tmp_path)
     with film.memory:
         film.feed(250)
         film.check()
-        (extent, ids), *others = film.on_disk()
+        (extent, ids), *others = film.find_blocks_on_disk()
         os.close(extent.file.descriptor)
         try:
             with pytest.raises(DamageError, match="Bad file descriptor") as caught:

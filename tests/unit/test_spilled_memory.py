@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import pickle
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from camera_ticks import RARE, make_ticks, smooth
+from camera_ticks import (
+    RARE,
+    check_pickle_in_another_process,
+    check_readers_while_adding,
+    make_smooth_images,
+    make_ticks,
+)
 from gymnasium import spaces
 
 from holdall import ReplayMemory, TransitionIdError
@@ -40,17 +46,17 @@ TIGHT = replace(SMALL, segments_per_limit=16, staging_divisor=64)
 
 
 TILES = np.random.default_rng(99).integers(0, 256, (6, 36, 36), np.uint8)
-"""Noise that many frames have in common: what a dictionary is for."""
+"""Noise that many frames have in common. A dictionary compresses it."""
 
 
-def observed(generator: np.random.Generator, lanes: int, before: Any = None) -> dict[str, Any]:
+def observe(generator: np.random.Generator, lanes: int, before: Any = None) -> dict[str, Any]:
     newest = TILES[generator.integers(0, 6, lanes)][..., None].copy()
     newest[:, :4] = generator.integers(0, 256, (lanes, 4, 36, 1), np.uint8)
     frames = np.zeros((lanes, 36, 36, 4), np.uint8) if before is None else before["screen"]
     return {
-        "camera": smooth(generator, (lanes, 36, 3, 44)).swapaxes(2, 3).copy(),
+        "camera": make_smooth_images(generator, (lanes, 36, 3, 44)).swapaxes(2, 3).copy(),
         "screen": np.concatenate([frames[..., 1:], newest], axis=-1),
-        "scaled": smooth(generator, (lanes, 36, 36)) / np.float32(255),
+        "scaled": make_smooth_images(generator, (lanes, 36, 36)) / np.float32(255),
         "words": RARE[generator.integers(0, 4, (lanes, 600))],
         "state": generator.normal(size=(lanes, 6)).astype("f4"),
     }
@@ -64,7 +70,7 @@ class Pair:
         self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, **settings)
         self.oracle = OracleMemory(capacity, lanes)
         self._lanes = lanes
-        self._ticks = make_ticks(observed, lanes)
+        self._ticks = make_ticks(observe, lanes)
         self._generator = np.random.default_rng(7)
         self.added = 0  # Transitions, without invalid entries.
 
@@ -77,7 +83,7 @@ class Pair:
             self.oracle.add(**tick)
             self.added += int(np.sum(tick.get("valid", np.ones(self._lanes, np.bool_))))
 
-    def let_leave(self) -> None:
+    def evict_early(self) -> None:
         """Evict from the oracle what did not fit the budget."""
         assert self.memory.first_id >= self.oracle.first_id
         self.oracle.evict(self.memory.first_id)
@@ -92,9 +98,9 @@ class Pair:
         assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
 
 
-def blocks_of(memory: ReplayMemory) -> list[Block]:
+def find_closed_blocks(memory: ReplayMemory) -> list[Block]:
     """Return the closed blocks of all fields, oldest first."""
-    parts = [part for segment in memory.store.catalog.segments for part in segment.parts]
+    parts = [part for segment in memory.host_store.catalog.segments for part in segment.parts]
     blocks = {part.block: None for part in parts if part.block is not None}
     return [block for block in blocks if not block.is_open]
 
@@ -103,7 +109,8 @@ def is_on_disk(block: Block) -> bool:
     return isinstance(block.form, Coded) and block.form.location is not None
 
 
-def on_disk(report: MemoryReport) -> set[str]:
+def find_spilled_fields(report: MemoryReport) -> set[str]:
+    """Return the names of the fields that have blocks on disk."""
     return {field.name for field in report.fields if field.disk_bytes}
 
 
@@ -119,7 +126,7 @@ LARGE = {"obs.camera", "obs.screen", "obs.scaled", "obs.words"}
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_batch_is_the_oracles_before_while_and_after_spilling(lanes: int, tmp_path: Path) -> None:
-    """Palettes, predictors, dictionaries and groups on disk, in memory, raw and half way: no row tells them apart."""
+    """Rows are the same whether their block is raw, compressed, on disk, or on its way there."""
     pair = Pair(lanes=lanes, budget=None, spill_dir=tmp_path)
     with pair.memory:
         for seed in range(12):
@@ -128,15 +135,16 @@ def test_a_batch_is_the_oracles_before_while_and_after_spilling(lanes: int, tmp_
         pair.check_all()
         pair.memory.store.wait_idle()
         pair.check_all()
-        assert on_disk(pair.memory.report()) == LARGE
-        blocks = blocks_of(pair.memory)
+        assert find_spilled_fields(pair.memory.report()) == LARGE
+        blocks = find_closed_blocks(pair.memory)
         assert all(is_on_disk(block) for block in blocks)
         assert len(blocks) > 10
-        assert_same_bits(batch := pair.memory.sample(64), pair.oracle.gather(batch.ids))
+        batch = pair.memory.sample(64)
+        assert_same_bits(batch, pair.oracle.gather(batch.ids))
 
 
-def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
-    """Noise takes its own bytes on disk and, but for an index, none in memory."""
+def test_incompressible_blocks_are_spilled_raw(tmp_path: Path) -> None:
+    """On disk, noise takes as many bytes as it has. In memory it takes no more than an index."""
     generator = np.random.default_rng(0)
     memory = ReplayMemory(box((5000,), "u1"), ACTIONS, 4_000, budget=None, spill_dir=tmp_path, _tuning=SMALL)
     oracle = OracleMemory(4_000)
@@ -154,8 +162,8 @@ def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
-def test_eviction_and_spilling_go_side_by_side(tmp_path: Path) -> None:
-    """Blocks leave from the disk, from memory and on their way. What is held is right, and the rest is gone."""
+def test_blocks_are_evicted_while_others_are_spilled(tmp_path: Path) -> None:
+    """Blocks are evicted from disk, from memory, and while they are written. Rows that are held are right."""
     pair = Pair(capacity=90, budget=None, spill_dir=tmp_path)
     with pair.memory:
         for seed in range(20):
@@ -170,7 +178,7 @@ def test_eviction_and_spilling_go_side_by_side(tmp_path: Path) -> None:
 
 
 def test_batches_that_are_held_stay_as_they_were_when_their_files_are_gone(tmp_path: Path) -> None:
-    """A batch belongs to the caller, whatever becomes of the blocks that it was read from."""
+    """A batch belongs to the caller. It does not change when its blocks are evicted."""
     pair = Pair(capacity=60, budget=None, spill_dir=tmp_path)
     held = []
     with pair.memory:
@@ -186,51 +194,19 @@ def test_batches_that_are_held_stay_as_they_were_when_their_files_are_gone(tmp_p
         assert_same_bits(batch, expected)
 
 
-def test_threads_read_what_was_added_while_it_is_compressed_and_spilled(tmp_path: Path) -> None:
-    """One adds, three gather, one draws: every row is the one that was added under its id."""
-    count = 200
-    steps = [tick for tick, _ in zip(make_ticks(observed, 1), range(count), strict=False)]
-    oracle = OracleMemory(count)
-    for step in steps:
-        oracle.add(**step)
-    memory = ReplayMemory(SPACE, ACTIONS, count, budget=None, prefer="memory", spill_dir=tmp_path, _tuning=SMALL)
-    errors: list[BaseException] = []
-    added = threading.Event()
-    memory.add(**steps[0])
-
-    def read(seed: int, draws: bool) -> None:
-        generator = np.random.default_rng(seed)
-        try:
-            while not added.is_set():
-                held = memory.next_id
-                ids = generator.integers(0, held, 16)
-                batch = memory.sample(min(16, held)) if draws else memory.gather(ids)
-                assert_same_bits(batch, oracle.gather(batch.ids))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=read, args=(seed, seed == 3)) for seed in range(4)]
-    with memory:
-        for thread in threads:
-            thread.start()
-        try:
-            for step in steps[1:]:
-                memory.add(**step)
-            memory.store.wait_idle()
-        finally:
-            added.set()
-            for thread in threads:
-                thread.join(60)
-        assert not errors, errors[0]
-        assert on_disk(memory.report()) == LARGE
-        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+def test_threads_read_the_added_rows_while_blocks_are_compressed_and_spilled(tmp_path: Path) -> None:
+    ticks = list(itertools.islice(make_ticks(observe, 1), 200))
+    settings: dict[str, Any] = {"budget": None, "prefer": "memory", "spill_dir": tmp_path, "_tuning": SMALL}
+    with ReplayMemory(SPACE, ACTIONS, 200, **settings) as memory:
+        check_readers_while_adding(memory, ticks)
+        assert find_spilled_fields(memory.report()) == LARGE
 
 
 # ---------------------------------------------------------------- a budget
 
 
-def test_the_oldest_go_to_disk_and_the_newest_stay(tmp_path: Path) -> None:
-    """Nothing is lost, what is in memory stays within the limit, and the newest blocks stay."""
+def test_the_oldest_blocks_move_to_disk_and_the_newest_stay_in_memory(tmp_path: Path) -> None:
+    """No transition is lost, and the bytes in memory stay within the limit."""
     limit = LIMIT
     pair = Pair(budget=limit, spill_dir=tmp_path, _tuning=TIGHT)
     with pair.memory:
@@ -241,29 +217,29 @@ def test_the_oldest_go_to_disk_and_the_newest_stay(tmp_path: Path) -> None:
         pair.memory.store.wait_idle()
         pair.check_all()
         report = pair.memory.report()
-        assert on_disk(report) == LARGE
+        assert find_spilled_fields(report) == LARGE
         assert report.total_bytes <= limit
         assert report.capacity_that_fits is None
-        oldest = blocks_of(pair.memory)[0]
-        newest = blocks_of(pair.memory)[-1]
+        oldest = find_closed_blocks(pair.memory)[0]
+        newest = find_closed_blocks(pair.memory)[-1]
         assert is_on_disk(oldest)
         assert not is_on_disk(newest)
 
 
-@pytest.mark.parametrize("invalid", [0.0, 0.4], ids=["all valid", "some lanes made none"])
-def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
-    """`first_id` and `len` say so exactly. All from there on is held, nothing before it is ever returned."""
+@pytest.mark.parametrize("invalid", [0.0, 0.4], ids=["all valid", "some invalid"])
+def test_without_a_disk_tier_the_oldest_transitions_are_evicted_early(invalid: float) -> None:
+    """`first_id` and `len` are exact. Every transition from `first_id` on is held, and no earlier one is returned."""
     limit = 2 * LIMIT
     pair = Pair(lanes=2, budget=limit, _tuning=TIGHT)
     with pair.memory:
         for seed in range(8):
             pair.feed(40, invalid=invalid)
-            pair.let_leave()
+            pair.evict_early()
             assert len(pair.memory) == len(pair.oracle)
             pair.check(40, seed)
             assert pair.memory.report().total_bytes <= limit
         pair.memory.store.wait_idle()
-        pair.let_leave()
+        pair.evict_early()
         pair.check_all()
         first = pair.memory.first_id
         assert first > 0
@@ -277,30 +253,30 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
         assert_same_bits(batch, pair.oracle.gather(batch.ids))
 
 
-def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
-    """From the measured ratio, as soon as one block of every field was compressed. It is right within a quarter."""
+def test_the_reported_capacity_that_fits_is_right_within_a_quarter() -> None:
+    """It is computed from the measured ratio, as soon as one block of every field was compressed."""
     limit = LIMIT
     pair = Pair(budget=limit, _tuning=TIGHT)
     with pair.memory:
-        told = None
+        reported = None
         for _ in range(20):
             pair.feed(30)
             pair.memory.store.wait_idle()
-            told = told or pair.memory.report().capacity_that_fits
-        assert told is not None
+            reported = reported or pair.memory.report().capacity_that_fits
+        assert reported is not None
         assert "holds about" in str(pair.memory.report())
-        pair.let_leave()
+        pair.evict_early()
         assert pair.memory.first_id > 0
-        assert len(pair.memory) == pytest.approx(told, rel=0.25)
+        assert len(pair.memory) == pytest.approx(reported, rel=0.25)
 
 
-def test_what_fits_does_not_leave_early() -> None:
-    """Nothing is evicted for want of room that compressing gives."""
+def test_transitions_that_fit_when_compressed_are_not_evicted_early() -> None:
+    """The memory compresses blocks before it evicts transitions."""
     limit = LIMIT
     pair = Pair(budget=limit, _tuning=TIGHT)
     with pair.memory:
         pair.feed(40)
-        raw = sum(block.form.nbytes for block in blocks_of(pair.memory))
+        raw = sum(block.form.nbytes for block in find_closed_blocks(pair.memory))
         pair.memory.store.wait_idle()
         assert 0 < raw < limit
         pair.check_all()
@@ -313,7 +289,7 @@ def test_what_fits_does_not_leave_early() -> None:
 
 
 def test_a_machine_with_memory_to_spare_spills_nothing(tmp_path: Path) -> None:
-    """By default the newest stay raw, and compressed blocks stay in memory, up to half of what is available."""
+    """By default, blocks stay in memory until they take half of the available memory."""
     pair = Pair(budget="auto", spill_dir=tmp_path)
     with pair.memory:
         pair.feed(100)
@@ -322,23 +298,23 @@ def test_a_machine_with_memory_to_spare_spills_nothing(tmp_path: Path) -> None:
         assert pair.memory.report().disk_bytes == 0
 
 
-def test_a_machine_that_has_little_left_spills(tmp_path: Path) -> None:
+def test_a_machine_with_little_memory_left_spills(tmp_path: Path) -> None:
     """Half of the available memory is used before blocks move to disk."""
     pair = Pair(budget="auto", spill_dir=tmp_path, _tuning=replace(SMALL, available_bytes=800_000))
     with pair.memory:
         pair.feed(250)
         pair.memory.store.wait_idle()
         pair.check_all()
-        assert on_disk(pair.memory.report()) == LARGE
-        assert sum(block.form.nbytes for block in blocks_of(pair.memory)) <= 400_000
+        assert find_spilled_fields(pair.memory.report()) == LARGE
+        assert sum(block.form.nbytes for block in find_closed_blocks(pair.memory)) <= 400_000
 
 
 # ---------------------------------------------------------------- pickling
 
 
 @pytest.mark.parametrize("setting", ["all on disk", "a limit"])
-def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(setting: str, tmp_path: Path) -> None:
-    """The pickle contains what is on disk. The copies share nothing, and neither needs the other."""
+def test_a_pickled_memory_has_the_same_rows_and_spills_to_a_folder_of_its_own(setting: str, tmp_path: Path) -> None:
+    """The pickle contains the blocks that are on disk. The original and the copy share no file."""
     limit = None if setting == "all on disk" else LIMIT
     pair = Pair(budget=limit, spill_dir=tmp_path, _tuning=TIGHT)
     with pair.memory:
@@ -353,7 +329,7 @@ def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(setting:
         pair.check_all()
         pair.memory.store.wait_idle()
         pair.check_all()
-        assert on_disk(pair.memory.report()) == LARGE
+        assert find_spilled_fields(pair.memory.report()) == LARGE
         if limit is not None:
             assert pair.memory.report().total_bytes <= limit
         pair.feed(60)
@@ -361,30 +337,13 @@ def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(setting:
         pair.check_all()
 
 
-LOAD = """
-import pickle, sys
-import numpy as np
-from pathlib import Path
-memory = pickle.loads(Path(sys.argv[1]).read_bytes())
-memory.store.wait_idle()
-batch = memory.gather(np.arange(memory.next_id))
-sys.stdout.buffer.write(batch.obs["camera"].tobytes() + batch.next_obs["screen"].tobytes())
-assert memory.report().disk_bytes > 0
-"""
-
-
-def test_what_one_process_spilled_is_read_by_another(tmp_path: Path) -> None:
-    """The folder goes when its process ends."""
+def test_another_process_reads_a_pickle_of_spilled_blocks(tmp_path: Path) -> None:
+    """The folder of spilled blocks is deleted when its process ends."""
     pair = Pair(budget=None, spill_dir=tmp_path / "spilled")
     with pair.memory:
         pair.feed(120)
         pair.memory.store.wait_idle()
-        (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    expected = pair.oracle.gather(pair.oracle.ids)
-    assert done.stdout == expected.obs["camera"].tobytes() + expected.next_obs["screen"].tobytes()
+        check_pickle_in_another_process(pair.memory, pair.oracle, tmp_path / "memory.pkl")
     assert not list((tmp_path / "spilled").iterdir())
 
 
@@ -392,7 +351,7 @@ def test_what_one_process_spilled_is_read_by_another(tmp_path: Path) -> None:
 
 
 def test_files_are_deleted_with_their_last_block(tmp_path: Path) -> None:
-    """What was evicted takes no room on disk for longer than other blocks of the same file need it."""
+    """An evicted block takes no space on disk once no other block of its file is held."""
     tuning = replace(SMALL, spill_file_bytes=100_000)
     pair = Pair(capacity=120, budget=None, spill_dir=tmp_path, _tuning=tuning)
     with pair.memory:
@@ -440,9 +399,9 @@ add(0, 880)
 memory.store.wait_idle()
 assert memory.report().disk_bytes
 if url:
-    memory.save(url, progress=lambda *_: time.sleep(0.01))  # so that the program ends while it is written
+    memory.save(url, progress=lambda *_: time.sleep(0.01))  # The program ends while the checkpoint is written.
 else:
-    delay_s = 0.2  # so that the program ends while a block is written
+    delay_s = 0.2  # The program ends while a block is written.
     memory.relieve(2**30)
     time.sleep(0.05)
     assert memory.report().backlog
@@ -451,7 +410,7 @@ else:
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_program_that_ends_without_close_spills_and_saves_to_its_end(tmp_path: Path, saves: bool) -> None:
-    """Files are closed after the threads that use them have ended: there is no alarm, and no checkpoint is lost."""
+    """Files are closed after the threads that use them have ended. So there is no error, and no checkpoint is lost."""
     spill_dir = tmp_path / "spilled"
     url = tmp_path / "run"
     command = [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(spill_dir), str(url) if saves else ""]
@@ -465,12 +424,12 @@ def test_a_program_that_ends_without_close_spills_and_saves_to_its_end(tmp_path:
 
 
 def test_closing_a_memory_frees_its_files_although_its_store_is_still_referenced(tmp_path: Path) -> None:
-    """A traceback or a loader may hold the store for long."""
+    """A traceback or a loader may refer to the store for a long time."""
     pair = Pair(budget=None, spill_dir=tmp_path)
     pair.feed(300)
     store = pair.memory.store
     store.wait_idle()
-    assert any(is_on_disk(block) for block in blocks_of(pair.memory))
+    assert any(is_on_disk(block) for block in find_closed_blocks(pair.memory))
     assert any(path.is_file() for path in tmp_path.rglob("*"))
     pair.memory.close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""threads.limit: pools stay within the cores while it lasts, and nothing is changed before or after."""
+"""threads.limit: inside the block, pools of threads are limited. After it, everything is as before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdall import threads
 
 layer = torch.nn.Linear(600, 600)
 
-def counted():
+def count_threads():
     at_once = threading.Barrier(4)
     def work():
         layer(torch.ones(600, 600)).sum().backward()
@@ -41,21 +41,21 @@ def counted():
 
 torch.set_num_threads(4)
 with threads.limit(1):
-    print(counted())
-print(counted())
+    print(count_threads())
+print(count_threads())
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_workers_do_not_multiply_torchs_threads_inside() -> None:
-    """Three threads that train: with the limit one each, without it a pool of four each."""
+def test_workers_inside_the_limit_do_not_multiply_torchs_threads() -> None:
+    """Three workers train. With the limit, each has one thread. Without it, each has a pool of four."""
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
     limited, free = map(int, done.stdout.split())
     assert free >= 4 * 3
     assert limited <= free - 3 * 3
 
 
-def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_ends_with_its_block_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     before = dict(os.environ)
@@ -72,20 +72,20 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_pool_that_runs_already_is_limited() -> None:
-    """NumPy's BLAS library read the environment when it was loaded, long before."""
+    """NumPy's BLAS library read the environment when it was loaded, before the limit."""
     product = np.ones((200, 200)) @ np.ones((200, 200))
     assert product[0, 0] == 200
 
-    def blas() -> list[int]:
+    def count_blas_threads() -> list[int]:
         return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
 
-    if not blas():
-        pytest.skip("NumPy's BLAS library is none that threadpoolctl knows")
+    if not count_blas_threads():
+        pytest.skip("threadpoolctl does not know NumPy's BLAS library")
     with threadpool_limits(3, user_api="blas"):
-        before = blas()
+        before = count_blas_threads()
         with threads.limit(1):
-            assert set(blas()) == {1}
-        assert blas() == before
+            assert set(count_blas_threads()) == {1}
+        assert count_blas_threads() == before
 
 
 def test_processes_started_inside_inherit_the_limit() -> None:
@@ -95,7 +95,7 @@ def test_processes_started_inside_inherit_the_limit() -> None:
     assert done.stdout.strip() == "1"
 
 
-def test_the_cores_are_shared_out_among_workers_and_the_two_pools_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_are_divided_among_workers_and_two_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDALL_THREADS", raising=False)
     monkeypatch.setattr(threads, "usable_cores", lambda: 20)
     assert threads.environment(workers=3)["OMP_NUM_THREADS"] == "4"
@@ -117,12 +117,12 @@ def test_a_containers_share_of_cores_counts(
     assert machine.usable_cores(tmp_path) == cores
 
 
-def test_no_core_is_lost_where_nothing_limits_them() -> None:
+def test_usable_cores_are_at_least_one_and_at_most_those_of_the_machine() -> None:
     assert 1 <= threads.usable_cores() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize("arguments", [{"threads": 0}, {"threads": True}, {"threads": 1.5}, {"workers": -1}], ids=str)
-def test_what_is_no_number_of_threads_is_refused(arguments: dict[str, Any]) -> None:
+def test_a_wrong_number_of_threads_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(arguments))), threads.limit(**arguments):
         pass
 

@@ -1,6 +1,6 @@
-"""Threads that add, draw, gather, report and close at once: no torn row, no wrong row, no deadlock.
+"""Threads add, draw, gather, report and close at once: no row is torn or wrong, and no thread waits for ever.
 
-Every transition says its id in every byte of it, so a row that is torn, mixed or another's is seen.
+Every field of a transition is computed from its id, so the tests notice rows that are torn, mixed or of another id.
 """
 
 from __future__ import annotations
@@ -33,40 +33,41 @@ SPACES: dict[str, spaces.Space[Any]] = {
 }
 
 
-def observation(space: spaces.Space[Any], ticks: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
-    """Return the observations of the given ticks and lanes: every frame or row says its tick and lane."""
+def make_observation(space: spaces.Space[Any], ticks: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
+    """Return the observations of the given ticks and lanes. Every frame is computed from its tick and lane."""
     if isinstance(space, spaces.Dict):
-        return {key: observation(child, ticks, lanes) for key, child in space.spaces.items()}
+        return {key: make_observation(child, ticks, lanes) for key, child in space.spaces.items()}
     assert isinstance(space, spaces.Box)
     count = 1 if space.dtype == np.int64 else space.shape[0]
-    stamps = (ticks[:, None] + np.arange(count)) * LANES + lanes[:, None]  # (batch, count): slides by one a tick
+    # The shape is (batch, count). The window moves by one frame in each tick.
+    stamps = (ticks[:, None] + np.arange(count)) * LANES + lanes[:, None]
     shape = (len(ticks), count, *[1] * (len(space.shape) - 1))
     full = (len(ticks), *space.shape)
     return np.broadcast_to(stamps[:, :1] if count == 1 else stamps.reshape(shape), full).astype(space.dtype)
 
 
-def tick_of(space: spaces.Space[Any], tick: int) -> dict[str, Any]:
+def make_tick(space: spaces.Space[Any], tick: int) -> dict[str, Any]:
     ticks = np.full(LANES, tick)
     lanes = np.arange(LANES)
     ids = ticks * LANES + lanes
     return {
-        "obs": observation(space, ticks, lanes),
+        "obs": make_observation(space, ticks, lanes),
         "action": ids.copy(),
         "reward": ids.astype("f8"),
-        "next_obs": observation(space, ticks + (7 if tick % 11 == 0 else 1), lanes),
+        "next_obs": make_observation(space, ticks + (7 if tick % 11 == 0 else 1), lanes),
         "terminated": ids % 3 == 0,
         "truncated": ids % 5 == 0,
     }
 
 
 def assert_consistent(batch: Batch, space: spaces.Space[Any]) -> None:
-    """Every row is the row of its own id, in every field and byte."""
+    """Check that every row is the row of its own id, in every field and byte."""
     ids = np.asarray(batch.ids)
     ticks, lanes = np.divmod(ids, LANES)
     following = ticks + np.where(ticks % 11 == 0, 7, 1)
     expected = [
-        (batch.obs, observation(space, ticks, lanes)),
-        (batch.next_obs, observation(space, following, lanes)),
+        (batch.obs, make_observation(space, ticks, lanes)),
+        (batch.next_obs, make_observation(space, following, lanes)),
         (batch.action, ids),
         (batch.reward, ids.astype("f8")),
         (batch.terminated, ids % 3 == 0),
@@ -79,13 +80,13 @@ def assert_consistent(batch: Batch, space: spaces.Space[Any]) -> None:
 
 
 class Crowd:
-    """Threads that each repeat one piece of work until the time is over, and all had a turn, or one of them fails."""
+    """Threads that repeat their work until the time is over and each one had a turn, or until one of them fails."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
         self.failures: list[BaseException] = []
         self.rounds: dict[str, int] = {}
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     def repeat(self, name: str, work: Callable[[], object]) -> None:
         def loop() -> None:
@@ -99,23 +100,23 @@ class Crowd:
                 self.failures.append(error)
                 self.stop.set()
 
-        self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
+        self.threads.append(threading.Thread(target=loop, name=name, daemon=True))
 
     def run(self, seconds: float) -> None:
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
         self.stop.wait(seconds)
         end = time.monotonic() + PATIENCE_S
-        while len(self.rounds) < len(self._threads) and not self.stop.wait(0.01):
+        while len(self.rounds) < len(self.threads) and not self.stop.wait(0.01):
             assert time.monotonic() < end, f"only {sorted(self.rounds)} had a turn"
         self.stop.set()
         self.join()
 
     def join(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        assert not [thread.name for thread in self._threads if thread.is_alive()], "these never came back"
+        assert not [thread.name for thread in self.threads if thread.is_alive()], "these threads did not end"
         for failure in self.failures:
             raise failure
 
@@ -129,8 +130,8 @@ class Users:
         self.tick = 0
 
     def add(self) -> None:
-        """Only one thread adds: the next id has to be known to be written into the data."""
-        self.memory.add(**tick_of(self.space, self.tick))
+        """Add a tick. Only one thread may call this, because the data is computed from the next id."""
+        self.memory.add(**make_tick(self.space, self.tick))
         self.tick += 1
 
     def sample(self) -> None:
@@ -143,7 +144,7 @@ class Users:
         try:
             batch = self.memory.gather(ids)
         except TransitionIdError:
-            return  # evicted in the meantime
+            return  # Some ids were evicted meanwhile.
         assert batch.ids.tolist() == ids.tolist()
         assert_consistent(batch, self.space)
 
@@ -165,7 +166,7 @@ SMALL = Tuning(block_bytes=1, min_segment_ticks=4, bytes_per_thread=10_000)
 """Segments are closed every few ticks, and threads share small batches."""
 
 
-def users_of(space: spaces.Space[Any], capacity_ticks: int = 60, **options: Any) -> Users:
+def make_users(space: spaces.Space[Any], capacity_ticks: int = 60, **options: Any) -> Users:
     memory = ReplayMemory(
         space, spaces.Discrete(2**40), capacity_ticks * LANES, LANES, seed=0, _tuning=SMALL, **options
     )
@@ -175,17 +176,17 @@ def users_of(space: spaces.Space[Any], capacity_ticks: int = 60, **options: Any)
     return users
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "sealing": {"budget": None}}
+OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "compressed": {"budget": None}}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", SPACES)
 def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, options: dict[str, Any]) -> None:
-    """Adding evicts, closes and compresses segments and grows logs under the readers. No row suffers from it."""
-    users = users_of(SPACES[name], **options)
+    """Meanwhile segments are closed, compressed and evicted, and logs grow."""
+    users = make_users(SPACES[name], **options)
     crowd = Crowd()
     for work in (users.add, users.sample, users.sample, users.gather, users.report, users.count):
-        crowd.repeat(f"{work.__name__} {len(crowd._threads)}", work)
+        crowd.repeat(f"{work.__name__} {len(crowd.threads)}", work)
     crowd.run(SECONDS / 2)
     assert users.tick > 70
     assert all(crowd.rounds.values())
@@ -193,9 +194,9 @@ def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, option
 
 
 @pytest.mark.parametrize("budget", ["auto", None])
-def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) -> None:
-    """Large batches are filled by several threads each, in several threads at once."""
-    users = users_of(SPACES["stack"], capacity_ticks=400, budget=budget)
+def test_batches_that_several_threads_fill_are_whole_and_right(budget: str | None) -> None:
+    """Several threads draw large batches at once, and several helpers fill each of them."""
+    users = make_users(SPACES["stack"], capacity_ticks=400, budget=budget)
     crowd = Crowd()
 
     def large() -> None:
@@ -210,10 +211,10 @@ def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) ->
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None:
-    """Whoever comes after close is told so. Batches on their way arrive, and no thread hangs."""
+def test_close_ends_the_calls_of_other_threads_with_a_clear_error(name: str) -> None:
+    """Calls after `close` raise ClosedError. Batches in the making are returned whole, and no thread hangs."""
     for number in range(6):
-        users = users_of(SPACES[name], capacity_ticks=200, budget=("auto", None)[number % 2])
+        users = make_users(SPACES[name], capacity_ticks=200, budget=("auto", None)[number % 2])
         crowd = Crowd()
 
         def large(users: Users = users) -> None:
@@ -221,7 +222,7 @@ def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None
 
         for work in (users.add, users.sample, users.gather, users.report, large):
             crowd.repeat(work.__name__, work)
-        for thread in crowd._threads:
+        for thread in crowd.threads:
             thread.start()
         time.sleep(0.01 * number)
         closers = [threading.Thread(target=users.memory.close) for _ in range(2)]
@@ -236,7 +237,7 @@ def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None
 
 
 def test_several_adders_lose_no_tick_and_tear_none() -> None:
-    """Whole ticks are added one after another, in whatever order. All of them are there, once."""
+    """Ticks are added in any order, but each one as a whole and exactly once."""
     space = SPACES["dict"]
     adders = 4
     each = 60
@@ -244,7 +245,7 @@ def test_several_adders_lose_no_tick_and_tear_none() -> None:
 
     def add(adder: int) -> None:
         for number in range(each):
-            memory.add(**tick_of(space, adder * 1000 + number))
+            memory.add(**make_tick(space, adder * 1000 + number))
 
     threads = [threading.Thread(target=add, args=(adder,)) for adder in range(adders)]
     for thread in threads:
@@ -260,17 +261,17 @@ def test_several_adders_lose_no_tick_and_tear_none() -> None:
     )
     for adder in range(adders):
         mine = stamps[(stamps // LANES) // 1000 == adder]
-        assert (np.diff(mine) > 0).all(), "each adder's ticks stand in its own order"
-    assert_consistent(Batch(**{**_fields(batch), "ids": stamps}), space)
+        assert (np.diff(mine) > 0).all(), "the ticks of each adder are in the order of its calls"
+    assert_consistent(Batch(**{**_list_fields(batch), "ids": stamps}), space)
 
 
-def _fields(batch: Batch) -> dict[str, Any]:
+def _list_fields(batch: Batch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in batch.__slots__}
 
 
-def test_batches_held_in_threads_stay_as_they_were() -> None:
-    """Staging is shared by all threads. No thread gets memory that another thread still holds."""
-    users = users_of(SPACES["stack"])
+def test_a_batch_that_a_thread_holds_does_not_change() -> None:
+    """All threads share the staging. No thread gets memory that another thread still uses."""
+    users = make_users(SPACES["stack"])
     crowd = Crowd()
 
     def hold() -> None:
@@ -287,12 +288,12 @@ def test_batches_held_in_threads_stay_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", ["stack", "vector"])
-def test_flags_set_beside_readers_are_seen_as_pairs(name: str) -> None:
-    """Both flags of a transition change together: no reader sees one old and one new."""
+def test_readers_see_both_flags_of_a_set_flags_call_together(name: str) -> None:
+    """No reader sees one old and one new flag of a transition."""
     space = SPACES[name]
     memory = ReplayMemory(space, spaces.Discrete(2**40), 20 * LANES, LANES, seed=0)
     for tick in range(20):
-        memory.add(**{**tick_of(space, tick), "terminated": np.zeros(2, np.bool_), "truncated": np.ones(2, np.bool_)})
+        memory.add(**{**make_tick(space, tick), "terminated": np.zeros(2, np.bool_), "truncated": np.ones(2, np.bool_)})
     ids = np.arange(40)
     crowd = Crowd()
     turn = [False]
@@ -307,22 +308,22 @@ def test_flags_set_beside_readers_are_seen_as_pairs(name: str) -> None:
         assert len(set(batch.terminated.tolist())) == 1
 
     for work in (flip, look, look):
-        crowd.repeat(f"{work.__name__} {len(crowd._threads)}", work)
+        crowd.repeat(f"{work.__name__} {len(crowd.threads)}", work)
     crowd.run(SECONDS / 2)
     memory.close()
 
 
 @pytest.mark.parametrize("name", ["vector", "stack"])
-def test_a_pickle_made_beside_readers_is_whole(name: str) -> None:
-    """Reading does not disturb a pickle."""
-    users = users_of(SPACES[name])
+def test_a_pickle_that_is_made_while_others_read_is_whole(name: str) -> None:
+    """Calls that read do not change the pickle."""
+    users = make_users(SPACES[name])
     crowd = Crowd()
 
-    def copied() -> None:
+    def copy_and_check() -> None:
         other = pickle.loads(pickle.dumps(users.memory))
         assert_consistent(other.gather(np.arange(other.first_id, other.next_id)), users.space)
 
-    for work in (copied, users.sample, users.gather, users.report):
+    for work in (copy_and_check, users.sample, users.gather, users.report):
         crowd.repeat(work.__name__, work)
     crowd.run(SECONDS / 2)
     users.memory.close()

@@ -1,4 +1,4 @@
-"""Bytes in words."""
+"""Sizes in bytes as text, and choices among words."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from holdall.units import format_bytes, parse_bytes
     ],
 )
 def test_bytes_are_written_with_binary_units(count: int, text: str) -> None:
-    """A unit is named for what it is: 1024 of the one below."""
+    """A unit has 1024 of the unit below it."""
     assert format_bytes(count) == text
 
 
@@ -40,19 +40,19 @@ def test_bytes_are_written_with_binary_units(count: int, text: str) -> None:
     ],
 )
 def test_a_size_is_read_by_the_unit_that_it_names(size: str | int, count: int) -> None:
-    """GB and GiB differ by 7 per cent, and which one was written counts."""
+    """GB and GiB differ by 7 per cent."""
     assert parse_bytes(size) == count
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "8G", "8 apples", "-1GiB", "1e3", -1, 1.5, True, None, "8GiB 4"])
-def test_what_is_no_size_is_refused_by_name(size: object) -> None:
-    """The message names the argument and what would be right."""
+def test_a_wrong_size_is_refused_by_name(size: object) -> None:
+    """The message names the argument and has an example of a right value."""
     with pytest.raises(ArgumentError, match=r"budget \(.*8GiB"):
         parse_bytes(size, "budget")
 
 
 @pytest.mark.parametrize("wrong", ["third", None, ["first"]])
-def test_a_word_that_is_none_of_those_allowed_is_refused(wrong: object) -> None:
+def test_a_value_outside_of_the_choices_is_refused(wrong: object) -> None:
     require_choice("turn", "first", ("first", "second"))
     with pytest.raises(ArgumentError, match=r"^turn \(.*\) must be one of first, second; pass one of these$"):
         require_choice("turn", wrong, ("first", "second"))

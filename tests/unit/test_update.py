@@ -1,4 +1,4 @@
-"""Extras that are written again: `update` changes what it names, and nothing else, everywhere and at one moment."""
+"""`update` rewrites the named extras of its ids in one moment, also in compressed, spilled and saved transitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXTRAS = {"hidden": STATE, "latent": LATENT, "value": spaces.Box(-9, 9, (), np.f
 
 
 class Both:
-    """A memory, and the oracle beside it."""
+    """A memory, and an oracle with the same steps."""
 
     def __init__(self, ticks: int = 30, capacity_ticks: int = 40, **settings: Any) -> None:
         shape = (settings.pop("obs_bytes", 3),)
@@ -88,29 +88,29 @@ def both() -> Both:
 
 
 @pytest.mark.parametrize("names", [["hidden"], ["value"], ["latent"], ["hidden", "value", "latent"]], ids="+".join)
-def test_what_is_named_changes_and_nothing_else(names: list[str], both: Both) -> None:
+def test_update_changes_the_named_extras_and_nothing_else(names: list[str], both: Both) -> None:
     ids = np.array([7, 0, 59, 33])
     rows = both.rows(4)
     both.update(ids, **{name: rows[name] for name in names})
     both.check()
-    both.add(25)  # the first ticks leave
+    both.add(25)  # The first ticks are evicted.
     both.check()
     both.update(both.oracle.ids[-3:], **both.rows(3))
     both.check()
 
 
-def test_an_id_that_comes_twice_has_its_last_row(both: Both) -> None:
+def test_an_id_that_occurs_twice_gets_its_last_row(both: Both) -> None:
     ids = np.array([5, 9, 5, 5, 9, 11])
     both.memory.update(ids, value=np.arange(6.0))
     assert both.memory.gather([5, 9, 11]).extras["value"].tolist() == [3.0, 4.0, 5.0]
 
 
-def test_no_ids_are_no_change(both: Both) -> None:
+def test_an_update_of_no_ids_changes_nothing(both: Both) -> None:
     both.memory.update([], **both.rows(0))
     both.check()
 
 
-def test_tensors_are_taken_as_a_network_returns_them(both: Both) -> None:
+def test_tensors_with_gradients_are_accepted(both: Both) -> None:
     rows = torch.ones((2, 4), requires_grad=True) * 3
     both.memory.update(torch.tensor([4, 6]), hidden=rows)
     assert both.memory.gather([4, 6]).extras["hidden"].tolist() == [[3.0] * 4] * 2
@@ -129,8 +129,8 @@ def test_an_extra_may_have_any_name() -> None:
 ROW = np.zeros((1, 4), np.float32)
 REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "evicted": (r"ids holds 3, .*first_id \(20\)", [30, 3], {"value": np.zeros(2)}),
-    "to come": (r"ids holds 100, .*next_id \(100\)", [100], {"value": np.zeros(1)}),
-    "made none": ("ids holds 97, .*valid=False", [97], {"value": np.zeros(1)}),
+    "not added yet": (r"ids holds 100, .*next_id \(100\)", [100], {"value": np.zeros(1)}),
+    "invalid entry": ("ids holds 97, .*valid=False", [97], {"value": np.zeros(1)}),
     "sequences": (r"ids has shape \(2, 2\).*ids\[mask\]", [[20, 21], [22, 23]], {"value": np.zeros((2, 2))}),
     "unknown": (
         r"state is not an extra .*\['hidden', 'latent', 'value'\].*extras={'state': Box",
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_updated_is_refused_and_nothing_is_written(case: str) -> None:
+def test_a_wrong_update_is_refused_and_nothing_is_written(case: str) -> None:
     says, ids, rows = REFUSED[case]
     both = Both(ticks=48)
     both.add(2, valid=np.array([True, False]))
@@ -173,7 +173,7 @@ def test_a_memory_without_extras_says_how_to_declare_one() -> None:
         memory.update([], hidden=np.zeros((0, 4), np.float32))
 
 
-def test_a_closed_memory_says_so(both: Both) -> None:
+def test_update_of_a_closed_memory_is_refused(both: Both) -> None:
     both.memory.close()
     with pytest.raises(holdall.ClosedError, match=r"^The memory was closed\. Make a new ReplayMemory\.$"):
         both.memory.update([2], value=np.zeros(1))
@@ -193,8 +193,8 @@ def test_updates_reach_compressed_and_spilled_transitions(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- snapshots and checkpoints
 
 
-def test_a_save_holds_the_moment_of_its_call(tmp_path: Path) -> None:
-    """Everything is rewritten in memory before the first byte is written to the file."""
+def test_a_checkpoint_has_the_state_at_the_call_of_save(tmp_path: Path) -> None:
+    """All extras are rewritten before the first byte is written to the file."""
     gate = threading.Event()
 
     def wait(*_progress: Any) -> None:
@@ -217,8 +217,8 @@ def test_a_save_holds_the_moment_of_its_call(tmp_path: Path) -> None:
     both.memory.close()
 
 
-def test_a_loaded_memory_saves_what_was_rewritten_since(tmp_path: Path) -> None:
-    """To the place that it came from, where everything else is saved already."""
+def test_a_loaded_memory_saves_extras_that_were_rewritten_after_loading(tmp_path: Path) -> None:
+    """It saves to the place that it was loaded from, where everything else is saved already."""
     both = Both(ticks=250, capacity_ticks=300)
     both.memory.save(tmp_path / "run").result(60)
     both.memory.close()
@@ -245,7 +245,7 @@ def test_a_snapshot_never_changes() -> None:
     assert_same_bits(copy.memory.gather(then.ids), then)
 
 
-def test_a_pickle_holds_the_moment_of_its_call() -> None:
+def test_a_pickle_has_the_state_at_the_call_of_dump() -> None:
     extras = {"hidden": spaces.Box(-9, 9, (100_000,), np.float32)}
     memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 2, extras=extras)
     row = np.zeros((1, 4), np.float32)
@@ -268,8 +268,8 @@ def test_a_pickle_holds_the_moment_of_its_call() -> None:
 # ---------------------------------------------------------------- batches
 
 
-def test_batches_show_what_was_there_when_they_were_drawn(both: Both) -> None:
-    """Those that were handed out, and those that a loader has drawn ahead."""
+def test_batches_have_the_extras_at_the_moment_of_their_draw(both: Both) -> None:
+    """The rule holds for batches that were returned, and for batches that a loader has drawn ahead."""
     ids = both.oracle.ids
     kept = both.memory.gather(ids)
     old = kept.extras["value"].copy()
@@ -284,7 +284,7 @@ def test_batches_show_what_was_there_when_they_were_drawn(both: Both) -> None:
 
 @pytest.mark.parametrize("by", [holdall.Uniform, holdall.Prioritized])
 def test_a_sequence_begins_with_the_stored_state_of_its_first_step(by: Any) -> None:
-    """Where the burn-in is cut off by the episode's beginning, that is the first step that there is."""
+    """If the burn-in begins before the episode, this is the first step of the episode."""
     both = Both(ticks=60, capacity_ticks=80, sampler=holdall.Sequence(4, burn_in=3, by=by()))
     for _ in range(2):
         batch = both.memory.sample(64)
@@ -295,8 +295,8 @@ def test_a_sequence_begins_with_the_stored_state_of_its_first_step(by: Any) -> N
         both.update(batch.ids[real], hidden=both.rows(int(real.sum()))["hidden"])
 
 
-def test_both_columns_change_together_beside_readers() -> None:
-    """No reader sees a row with one old and one new column, nor a batch with rows of two updates."""
+def test_readers_see_all_columns_of_an_update_together() -> None:
+    """No reader sees a row with one old and one new column, or a batch with rows of two updates."""
     extras = {"a": STATE, "b": STATE}
     memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 64, extras=extras, seed=0)
     row = np.zeros((1, 4), np.float32)

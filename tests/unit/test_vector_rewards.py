@@ -1,4 +1,4 @@
-"""Rewards of several components: stored, sampled, saved and summed as they are, each component by itself."""
+"""Rewards of several components are stored, sampled and saved unchanged, and each component is summed by itself."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ ACTION = spaces.Discrete(4)
 IMAGE = spaces.Box(0, 255, (3, 40, 40), np.uint8)
 
 
-def step(space: Any, t: int, lanes: int, shape: tuple[int, ...], dtype: Any) -> dict[str, Any]:
+def make_step(space: Any, t: int, lanes: int, shape: tuple[int, ...], dtype: Any) -> dict[str, Any]:
     generator = np.random.default_rng(t)
 
-    def shown(tick: int) -> Any:
+    def observe(tick: int) -> Any:
         return np.random.default_rng(1000 + tick).integers(0, 9, (lanes, *space.shape)).astype(space.dtype)
 
     return {
-        "obs": shown(t),
+        "obs": observe(t),
         "action": generator.integers(0, 4, lanes),
         "reward": generator.normal(size=(lanes, *shape)).astype(dtype),
-        "next_obs": shown(t + 1),
+        "next_obs": observe(t + 1),
         "terminated": generator.random(lanes) < 0.2,
         "truncated": generator.random(lanes) < 0.1,
     }
 
 
-def filled(
+def fill_both(
     shape: tuple[int, ...], space: Any = BOX, lanes: int = 2, ticks: int = 60, dtype: Any = np.float32, **settings: Any
 ) -> tuple[Any, OracleMemory]:
     memory = holdall.ReplayMemory(space, ACTION, 50 * lanes, lanes, reward_shape=shape, seed=1, **settings)
     oracle = OracleMemory(50 * lanes, lanes)
     for t in range(ticks):
-        memory.add(**step(space, t, lanes, shape, dtype))
-        oracle.add(**step(space, t, lanes, shape, dtype))
+        memory.add(**make_step(space, t, lanes, shape, dtype))
+        oracle.add(**make_step(space, t, lanes, shape, dtype))
     return memory, oracle
 
 
 def test_segments_of_wide_rewards_are_small_enough_for_the_limit() -> None:
     """A memory with a limit frees whole segments."""
-    memory, _ = filled((256,), ticks=60, dtype=np.float64, budget="1MiB")
+    memory, _ = fill_both((256,), ticks=60, dtype=np.float64, budget="1MiB")
     with memory:
-        closed = memory.store.catalog.segments[:-1]
+        closed = memory.host_store.catalog.segments[:-1]
         assert closed
         for segment in closed:
             assert sum(part.nbytes for part in segment.parts) <= memory.store.budget.max_segment_bytes
@@ -58,9 +58,9 @@ def test_segments_of_wide_rewards_are_small_enough_for_the_limit() -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 3)])
 @pytest.mark.parametrize("space", [BOX, IMAGE], ids=["small", "image"])
-def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, tmp_path: Path) -> None:
-    """From the memory, a checkpoint and a pickle, to which more is added."""
-    memory, oracle = filled(shape, space, budget=None)
+def test_vector_rewards_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, tmp_path: Path) -> None:
+    """They are read from the memory, and from a checkpoint and a pickle to which a step was added."""
+    memory, oracle = fill_both(shape, space, budget=None)
     ids = np.arange(memory.first_id, memory.next_id)
     with memory:
         assert_same_bits(memory.gather(ids), oracle.gather(ids))
@@ -76,7 +76,7 @@ def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, t
         with other:
             again = OracleMemory(100, 2)
             assert_same_bits(other.gather(ids), oracle.gather(ids))
-            after = step(space, 60, 2, shape, np.float32)
+            after = make_step(space, 60, 2, shape, np.float32)
             other.add(**after)
             again.add(**after)
             found = other.gather([120, 121])
@@ -85,15 +85,15 @@ def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, t
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int64])
 def test_n_step_returns_are_summed_component_by_component(dtype: Any) -> None:
-    """Each component is what a memory of that component alone gives."""
-    memory, _ = filled((3,), dtype=dtype, sampler=holdall.NStep(4, 0.9))
+    """Each component has the returns of a memory with that component only."""
+    memory, _ = fill_both((3,), dtype=dtype, sampler=holdall.NStep(4, 0.9))
     with memory:
         batch = memory.sample(40)
         for component in range(3):
             alone = holdall.ReplayMemory(BOX, ACTION, 100, 2, seed=1, sampler=holdall.NStep(4, 0.9))
             with alone:
                 for t in range(60):
-                    given = step(BOX, t, 2, (3,), dtype)
+                    given = make_step(BOX, t, 2, (3,), dtype)
                     alone.add(**(given | {"reward": given["reward"][:, component]}))
                 expected = alone.sample(40)
             assert np.array_equal(batch.ids, expected.ids)
@@ -102,8 +102,8 @@ def test_n_step_returns_are_summed_component_by_component(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("sampler", [holdall.Uniform(), holdall.Prioritized(), holdall.Sequence(5, 2)])
-def test_other_samplers_return_them_as_they_are(sampler: Any) -> None:
-    memory, oracle = filled((3,), sampler=sampler)
+def test_other_samplers_return_vector_rewards_unchanged(sampler: Any) -> None:
+    memory, oracle = fill_both((3,), sampler=sampler)
     with memory:
         batch = memory.sample(20)
         expected = oracle.gather(batch.ids.reshape(-1)).reward
@@ -112,23 +112,23 @@ def test_other_samplers_return_them_as_they_are(sampler: Any) -> None:
             memory.update_priorities(batch.ids, np.abs(batch.reward).sum(axis=1))
 
 
-def test_batches_for_torch_have_them_too() -> None:
+def test_batches_of_tensors_have_vector_rewards() -> None:
     torch = pytest.importorskip("torch")
-    memory, oracle = filled((3,), device="cpu")
+    memory, oracle = fill_both((3,), device="cpu")
     with memory:
         batch = memory.sample(20)
         assert torch.is_tensor(batch.reward)
         assert_same_bits(batch.reward.numpy(), oracle.gather(np.asarray(batch.ids)).reward)
 
 
-def test_a_memory_that_lives_on_its_device_has_them_too() -> None:
-    """The torch loops read them, and sum them up component by component."""
+def test_a_memory_on_a_device_sums_vector_rewards_by_component() -> None:
+    """The sums are computed by operations of torch."""
     torch = pytest.importorskip("torch")
-    _, oracle = filled((3,))
+    _, oracle = fill_both((3,))
     settings: dict[str, Any] = {"store_device": "cpu", "device": "cpu", "sampler": holdall.NStep(3, 0.5)}
     with holdall.ReplayMemory(BOX, ACTION, 100, 2, reward_shape=(3,), **settings) as memory:
         for t in range(60):
-            given = step(BOX, t, 2, (3,), np.float32)
+            given = make_step(BOX, t, 2, (3,), np.float32)
             memory.add(**{name: torch.from_numpy(np.asarray(each)) for name, each in given.items()})
         ids = np.arange(memory.first_id, memory.next_id)
         assert_same_bits(memory.gather(ids).reward.numpy(), oracle.gather(ids).reward)
@@ -154,9 +154,9 @@ def test_hindsight_says_that_it_needs_one_reward() -> None:
 @pytest.mark.parametrize(("lanes", "leading"), [(1, ()), (1, (1,)), (2, (2,))])
 def test_a_reward_of_another_shape_is_refused(lanes: int, leading: tuple[int, ...]) -> None:
     """The error names the argument, its value and the remedy, and the memory is as it was."""
-    memory, oracle = filled((3,), lanes=lanes, ticks=3)
+    memory, oracle = fill_both((3,), lanes=lanes, ticks=3)
     with memory:
-        given = step(BOX, 3, lanes, (3,), np.float32)
+        given = make_step(BOX, 3, lanes, (3,), np.float32)
         for wrong in ((), (2,), (3, 1)):
             reward = np.ones((*leading, *wrong), np.float32)
             with pytest.raises(
@@ -167,19 +167,19 @@ def test_a_reward_of_another_shape_is_refused(lanes: int, leading: tuple[int, ..
         assert memory.next_id == 3 * lanes
         assert_same_bits(memory.gather(ids), oracle.gather(ids))
         memory.add(**(given | {"reward": given["reward"].reshape(*leading, 3)}))
-    plain, _ = filled((), lanes=lanes, ticks=1)
+    plain, _ = fill_both((), lanes=lanes, ticks=1)
     with plain, pytest.raises(ArgumentError, match=r"^reward has shape .*; pass .* instead of .*reward_shape=\(n,\)"):
         plain.add(**(given | {"reward": np.ones((*leading, 3), np.float32)}))
 
 
 @pytest.mark.parametrize("shape", [3, (0,), (-1,), (2.0,), "ab", None, (True,)])
-def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
+def test_a_wrong_reward_shape_is_refused(shape: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^reward_shape \(.*\) must be a tuple"):
         holdall.ReplayMemory(BOX, ACTION, 10, reward_shape=shape)
 
 
-def test_a_memory_made_of_a_schema_has_its_rewards() -> None:
-    memory, _ = filled((3,), ticks=1)
+def test_a_memory_made_of_a_schema_has_its_reward_shape() -> None:
+    memory, _ = fill_both((3,), ticks=1)
     with memory, holdall.ReplayMemory(memory.schema, None, 10) as other:
-        other.add(**step(BOX, 0, 2, (3,), np.float32))
+        other.add(**make_step(BOX, 0, 2, (3,), np.float32))
         assert other.gather([0]).reward.shape == (1, 3)

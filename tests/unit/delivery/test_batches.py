@@ -17,7 +17,7 @@ from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import DTYPES, box
 
 
-def filled_memory(**options: Any) -> ReplayMemory:
+def make_memory(**options: Any) -> ReplayMemory:
     stream = Stream(
         spaces.Dict(image=box((4, 84, 84), "u1"), state=box((7,), "f4")), spaces.Discrete(3), plans=[LeafPlan(axis=0)]
     )
@@ -27,49 +27,50 @@ def filled_memory(**options: Any) -> ReplayMemory:
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_ten_batches_held_while_a_hundred_are_drawn_stay_as_they_were(device: str | None) -> None:
-    """Batches, and views of them whose batch is gone, are never written to again."""
-    memory = filled_memory(device=device)
+def test_ten_batches_do_not_change_while_a_hundred_are_drawn(device: str | None) -> None:
+    """The rule holds for batches, and for views whose batch was deleted."""
+    memory = make_memory(device=device)
     held = [memory.sample(32) for _ in range(10)]
-    copies = [_copied(batch) for batch in held]
+    copies = [_copy_fields(batch) for batch in held]
     views = [memory.sample(32).next_obs["image"][3:9, 1:] for _ in range(3)]
     view_copies = [np.array(as_array(view)) for view in views]
     for _ in range(100):
         batch = memory.sample(32)
-        map_leaves(lambda leaf: leaf.__setitem__(..., 0), (batch.obs, batch.next_obs))  # its owner may write to it
+        # The owner of a batch may write to it.
+        map_leaves(lambda leaf: leaf.__setitem__(..., 0), (batch.obs, batch.next_obs))
     for batch, copy in zip(held, copies, strict=True):
-        assert_same_bits(_copied(batch), copy)
+        assert_same_bits(_copy_fields(batch), copy)
     for view, view_copy in zip(views, view_copies, strict=True):
         assert_same_bits(view, view_copy)
 
 
 def test_batches_outlive_the_memory() -> None:
-    """Closing frees the memory and touches no batch."""
-    memory = filled_memory()
+    """Closing the memory does not change a batch."""
+    memory = make_memory()
     batch = memory.sample(64)
-    copy = _copied(batch)
+    copy = _copy_fields(batch)
     memory.close()
     del memory
     gc.collect()
-    assert_same_bits(_copied(batch), copy)
+    assert_same_bits(_copy_fields(batch), copy)
 
 
-def test_what_the_owner_of_a_batch_does_to_it_does_not_reach_the_memory() -> None:
-    """Batches are copies: of large fields, small fields and ids."""
-    memory = filled_memory()
+def test_writing_to_a_batch_does_not_change_the_memory() -> None:
+    """The arrays of large fields, small fields and ids are copies."""
+    memory = make_memory()
     ids = np.arange(20)
     first = memory.gather(ids)
-    copy = _copied(first)
+    copy = _copy_fields(first)
     map_leaves(lambda leaf: leaf.__setitem__(..., 1), (first.obs, first.next_obs, first.action, first.reward))
     first.terminated[:] = True
     first.truncated[:] = True
     first.ids[:] = 3
     first.weights[:] = 9
-    assert_same_bits(_copied(memory.gather(np.arange(20))), copy)
+    assert_same_bits(_copy_fields(memory.gather(np.arange(20))), copy)
     assert ids.tolist() == list(range(20))
 
 
-def _copied(batch: Any) -> dict[str, Any]:
+def _copy_fields(batch: Any) -> dict[str, Any]:
     names = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids", "weights")
     copied: dict[str, Any] = map_leaves(
         lambda leaf: np.array(as_array(leaf)), {name: getattr(batch, name) for name in names}
@@ -81,9 +82,9 @@ def _copied(batch: Any) -> dict[str, Any]:
 
 
 def test_tensors_have_the_bytes_and_dtypes_of_the_arrays() -> None:
-    """A batch on the CPU is the NumPy batch, leaf by leaf. Ids stay NumPy's."""
-    arrays = filled_memory()
-    tensors = filled_memory(device="cpu")
+    """A batch of tensors on the CPU has the leaves of the NumPy batch. Its ids are a NumPy array."""
+    arrays = make_memory()
+    tensors = make_memory(device="cpu")
     ids = np.arange(0, 200, 3)
     batch = tensors.gather(ids)
     assert_same_bits(batch, arrays.gather(ids))
@@ -94,8 +95,8 @@ def test_tensors_have_the_bytes_and_dtypes_of_the_arrays() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_can_be_handed_over_as_a_tensor(dtype: np.dtype[Any]) -> None:
-    """What holdall stores, torch takes: unsigned integers, halves and booleans too."""
+def test_every_dtype_can_be_returned_as_a_tensor(dtype: np.dtype[Any]) -> None:
+    """The rule also holds for unsigned integers, half precision and booleans."""
     stream = Stream(box((3, 700), dtype), box((2,), dtype), seed=1)
     memory = ReplayMemory(stream.observation_space, stream.action_space, 50, device="cpu")
     steps = stream.ticks(20)
@@ -107,28 +108,27 @@ def test_every_dtype_can_be_handed_over_as_a_tensor(dtype: np.dtype[Any]) -> Non
 
 
 @pytest.mark.parametrize("where", ["device", "store_device"])
-def test_a_dtype_that_torch_does_not_know_is_refused_at_once(where: str) -> None:
-    """Not at the first batch, when the data is already there."""
+def test_a_dtype_that_torch_does_not_have_is_refused_by_the_constructor(where: str) -> None:
+    """The refusal comes from the constructor, before any data is added."""
     with pytest.raises(ArgumentError, match=r"torch has no dtype for the space \(.*float128\)\. Use device=None"):
         ReplayMemory(box((3,), np.longdouble), spaces.Discrete(2), 50, **{where: "cpu"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["toaster", 3.5, "cuda:x"], ids=str)
-def test_a_device_that_torch_does_not_know_is_refused(device: Any) -> None:
-    """The refusal names the device and those that can be used."""
+def test_an_unknown_device_is_refused(device: Any) -> None:
+    """The refusal names the device, and devices that can be used."""
     with pytest.raises(ArgumentError) as refusal:
-        filled_memory(device=device)
+        make_memory(device=device)
     assert str(refusal.value).startswith(f"device ({device}) is not a device of torch")
     assert str(refusal.value).endswith("Use 'cpu' or 'cuda', or None for NumPy arrays.")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_there_is_refused_at_once() -> None:
-    """A memory for a GPU is not made where none is found."""
+def test_a_missing_cuda_device_is_refused_by_the_constructor() -> None:
     with pytest.raises(
         ArgumentError, match=r"^device \(cuda\): torch finds no such CUDA device here. Use 'cpu', or None"
     ):
-        filled_memory(device="cuda")
+        make_memory(device="cuda")
 
 
 def test_a_missing_torch_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +137,18 @@ def test_a_missing_torch_is_named_with_how_to_install_it(monkeypatch: pytest.Mon
     with pytest.raises(
         MissingPackageError, match=r"^device is given, but torch is not installed. Run .*holdall\[torch\]"
     ):
-        filled_memory(device="cpu")
+        make_memory(device="cpu")
 
 
 def test_a_missing_jax_is_named_with_the_extra_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(MissingPackageError, match=r"^device='jax' needs jax, .*holdall\[jax\].*or use device=None"):
-        filled_memory(device="jax")
-    with filled_memory() as memory, pytest.raises(MissingPackageError, match=r"needs jax, .*holdall\[jax\]"):
+        make_memory(device="jax")
+    with make_memory() as memory, pytest.raises(MissingPackageError, match=r"needs jax, .*holdall\[jax\]"):
         memory.sample(1).jax()
 
 
 def test_numpy_batches_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device, torch is never imported."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert filled_memory().sample(3).obs["image"].shape == (3, 4, 84, 84)
+    assert make_memory().sample(3).obs["image"].shape == (3, 4, 84, 84)

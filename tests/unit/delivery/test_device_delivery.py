@@ -53,7 +53,7 @@ def test_batches_have_the_bits_of_arrays(device: str, sampler: Any, budget: str 
         expected = HostDelivery(memory.schema)
         for count in (1, 7, 64):
             draw = memory.batch_source.draw(count)
-            view = memory.store.view()
+            view = memory.host_store.view()
             batch = delivery.deliver(draw, view)
             assert batch.obs["image"].device.type == device
             assert batch.weights.device.type == device
@@ -73,7 +73,7 @@ def test_goals_are_relabelled_as_in_arrays(device: str) -> None:
         for _ in range(40):
             memory.add(**stream.tick().arguments())
         draw = memory.batch_source.draw(30)
-        view = memory.store.view()
+        view = memory.host_store.view()
         assert_same_bits(
             DeviceDelivery(memory.schema, device).deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view)
         )
@@ -81,7 +81,7 @@ def test_goals_are_relabelled_as_in_arrays(device: str) -> None:
 
 def test_rows_are_read_into_given_memory() -> None:
     with feed() as memory:
-        view = memory.store.view()
+        view = memory.host_store.view()
         ids = np.arange(view.first_id, view.first_id + 33)
         expected = view.read(ids, view.columns.batch_outputs)
         memory_of_64 = np.zeros(sum(array.nbytes + 64 for array in expected) + 64, np.uint8)
@@ -92,28 +92,29 @@ def test_rows_are_read_into_given_memory() -> None:
             assert array.ctypes.data - into.ctypes.data == start
             start += -(-array.nbytes // 64) * 64
             assert_same_bits(array, other)
+        wrong: Any
         for wrong in (into[: start - 64], into[1:], into.view(np.int8)):
             with pytest.raises((holdall.DamageError, ValueError), match="into must be a writable array"):
                 view.read(ids, view.columns.batch_outputs, wrong)
 
 
-def test_batches_stay_as_they_were(device: str) -> None:
-    """They belong to the caller, whatever is drawn or added later."""
+def test_a_batch_does_not_change_while_others_are_delivered(device: str) -> None:
+    """A batch belongs to the caller."""
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
-        batches = [delivery.deliver(memory.batch_source.draw(16), memory.store.view()) for _ in range(12)]
+        batches = [delivery.deliver(memory.batch_source.draw(16), memory.host_store.view()) for _ in range(12)]
         copies = [batch.obs["image"].clone() for batch in batches]
         for _ in range(20):
-            delivery.deliver(memory.batch_source.draw(16), memory.store.view()).obs["image"].zero_()
+            delivery.deliver(memory.batch_source.draw(16), memory.host_store.view()).obs["image"].zero_()
         assert all(torch.equal(batch.obs["image"], copy) for batch, copy in zip(batches, copies, strict=True))
 
 
-def test_batches_that_wait_to_be_sent_keep_their_rows(device: str) -> None:
-    """Any number of them, whatever is delivered before they are sent, and however often sending begins."""
+def test_prepared_batches_keep_their_rows_until_they_are_sent(device: str) -> None:
+    """Others may be delivered before they are sent, and `start` may be called twice."""
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
         expected = HostDelivery(memory.schema)
-        view = memory.store.view()
+        view = memory.host_store.view()
         draws = [memory.batch_source.draw(16) for _ in range(9)]
         prepared = [delivery.prepare(draw, view) for draw in draws]
         others = [memory.batch_source.draw(32) for _ in range(9)]
@@ -126,11 +127,11 @@ def test_batches_that_wait_to_be_sent_keep_their_rows(device: str) -> None:
             assert_same_bits(delivery.receive(batch), expected.deliver(draw, view))
 
 
-def test_pinned_memory_is_used_again(device: str) -> None:
-    """As many slots as batches waited at the same time, three at least."""
+def test_pinned_memory_is_reused(device: str) -> None:
+    """There are as many slots as batches waited at the same time, but at least three."""
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
-        view = memory.store.view()
+        view = memory.host_store.view()
         for _ in range(3):
             delivery.deliver(memory.batch_source.draw(16), view)
         before = delivery.pinned_bytes
@@ -151,7 +152,7 @@ def test_a_batch_without_room_on_the_device_names_its_size(device: str) -> None:
     """Later batches are complete."""
 
     class Full:
-        """Rows for which there is no memory."""
+        """A view whose rows do not fit into the memory of the device."""
 
         def read(self, *_: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -160,7 +161,7 @@ def test_a_batch_without_room_on_the_device_names_its_size(device: str) -> None:
 
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
-        view = memory.store.view()
+        view = memory.host_store.view()
         draw = memory.batch_source.draw(16)
         with pytest.raises(holdall.ArgumentError, match=rf"^batch_size \(16\) needs more memory than {device}"):
             delivery.deliver(draw, Full())
@@ -171,9 +172,9 @@ def test_a_row_that_was_evicted_is_refused(device: str) -> None:
     with feed() as memory:
         delivery = DeviceDelivery(memory.schema, device)
         draw = memory.batch_source.draw(4)
-        memory.store.evict(memory.store.next_tick - 1)
+        memory.host_store.evict(memory.host_store.next_tick - 1)
         with pytest.raises(holdall.TransitionIdError):
-            delivery.deliver(draw, memory.store.view())
+            delivery.deliver(draw, memory.host_store.view())
 
 
 @pytest.mark.parametrize("budget", ["auto", None])
@@ -190,7 +191,7 @@ def test_a_row_that_was_evicted_is_refused(device: str) -> None:
 def test_windows_have_the_bits_of_arrays(
     device: str, shape: tuple[int, ...], dtype: str, plan: LeafPlan, budget: str | None
 ) -> None:
-    """They are sent as slices, except for rows from before the window was found."""
+    """Windows are sent as slices, except for rows that were added before the window was found."""
     space = spaces.Dict(image=box(shape, dtype), state=box((3,), "f4"))
     mishaps = Mishaps(ends=0.1, silent_resets=0.02, skipped_steps=0.03, foreign_next=0.03)
     with holdall.ReplayMemory(space, spaces.Discrete(3), 4000, 2, seed=4, budget=budget) as memory:
@@ -198,7 +199,7 @@ def test_windows_have_the_bits_of_arrays(
         for _ in range(600):
             memory.add(**stream.tick().arguments())
         memory.store.wait_idle()
-        view = memory.store.view()
+        view = memory.host_store.view()
         slices = view.read_windows(np.arange(900, 903), 0, np.empty(6 * 8 * int(np.prod(shape)), np.uint8))
         assert slices is not None
         delivery = DeviceDelivery(memory.schema, device)
@@ -229,7 +230,7 @@ def test_large_batches_of_sequences_have_the_bits_of_arrays(device: str, budget:
     """Images are sent as slices, too, because steps share them."""
     mishaps = Mishaps(ends=0.02, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
     with feed_images_and_stacks(budget, mishaps) as memory:
-        view = memory.store.view()
+        view = memory.host_store.view()
         delivery = DeviceDelivery(memory.schema, device)
         for ids in make_sequences(1200):
             draw = Draw(np.concatenate([ids, ids]), np.ones(2 * len(ids), np.float32))
@@ -238,9 +239,9 @@ def test_large_batches_of_sequences_have_the_bits_of_arrays(device: str, budget:
 
 @pytest.mark.parametrize("budget", ["auto", None])
 def test_steps_of_a_sequence_share_slices(budget: str | None) -> None:
-    """Also if a step is repeated. Observations of one slice are slices only if that is asked for."""
+    """Repeated steps share them, too. Observations of one slice are read as slices only if the caller asks for it."""
     with feed_images_and_stacks(budget, Mishaps(ends=0)) as memory:
-        view = memory.store.view()
+        view = memory.host_store.view()
         for first in range(600, 608):
             steps = first + LANES * np.sort(np.append(np.arange(10), [0, 4, 4]))
             into = np.empty(2 * len(steps) * 3 * 60 * 60, np.uint8)
@@ -252,7 +253,7 @@ def test_steps_of_a_sequence_share_slices(budget: str | None) -> None:
 
 
 def test_batches_larger_than_a_piece_have_the_bits_of_arrays(device: str) -> None:
-    """Large rows are sent in pieces, small ones together."""
+    """Large rows are sent in several pieces, and small rows share one."""
     space = spaces.Dict(image=box((3, 60, 60), "u1"), state=box((3,), "f4"))
     with holdall.ReplayMemory(space, spaces.Discrete(3), 400, 2, seed=4, sampler=holdall.NStep(2, 0.9)) as memory:
         stream = Stream(space, spaces.Discrete(3), 2)
@@ -260,13 +261,13 @@ def test_batches_larger_than_a_piece_have_the_bits_of_arrays(device: str) -> Non
             memory.add(**stream.tick().arguments())
         delivery = DeviceDelivery(memory.schema, device)
         for draw in (memory.batch_source.draw(3_000), memory.batch_source.draw(3_001)):
-            view = memory.store.view()
+            view = memory.host_store.view()
             assert_same_bits(delivery.deliver(draw, view), HostDelivery(memory.schema).deliver(draw, view))
 
 
 @pytest.mark.parametrize("slot_bytes", [1_000, 1 << 20])
 def test_arrays_of_any_size_and_dtype_reach_the_device(device: str, slot_bytes: int) -> None:
-    """Several in one piece, and one in several pieces. Arrays may change as soon as they were sent."""
+    """A piece has several arrays, or a part of one. Arrays may change once `send` has returned."""
     draw = np.random.default_rng(0)
     staging = Staging(torch.device(device), slot_bytes)
     for _ in range(5):

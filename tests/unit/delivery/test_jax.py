@@ -1,4 +1,4 @@
-"""Batches for JAX, in a process of their own: JAX starts threads, and a process that has them must not fork."""
+"""Batches for JAX, tested in another process: JAX starts threads, and a process with threads must not fork."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES = {"a memory": TESTS / "unit" / "delivery" / "jax_cases.py", "shards": TES
 
 @pytest.mark.skipif(find_spec("jax") is None, reason="needs the extra jax")
 @pytest.mark.parametrize("source", CASES)
-def test_batches_for_jax(source: str) -> None:
+def test_the_jax_cases_pass_in_another_process(source: str) -> None:
     if source == "shards":
         pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
     command = [

@@ -1,4 +1,4 @@
-"""The loader: batches ahead of time, in order, the same for one seed, and no older than it says."""
+"""The loader: it draws batches ahead of time, in a fixed order, and no earlier than `prefetch` says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.strategies import box
 
 
-def fed(ticks: int = 150, **options: Any) -> tuple[ReplayMemory, Stream]:
+def make_memory(ticks: int = 150, **options: Any) -> tuple[ReplayMemory, Stream]:
     space = spaces.Dict(image=box((4, 36, 36), "u1"), state=box((3,), "f4"))
     stream = Stream(space, spaces.Discrete(3), 2, plans=[LeafPlan(axis=0)])
     memory = ReplayMemory(space, spaces.Discrete(3), 200, 2, seed=4, **options)
@@ -33,7 +33,7 @@ def fed(ticks: int = 150, **options: Any) -> tuple[ReplayMemory, Stream]:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_loader_thread_is_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and any("holdall loader" in t.name for t in threading.enumerate()):
@@ -45,17 +45,17 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("budget", ["auto", None])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_batches_are_those_that_sample_would_have_drawn(prefetch: int, budget: str | None, device: str | None) -> None:
-    """In the same order, bit for bit, while nothing is added."""
-    (memory, _), (same, _) = fed(budget=budget), fed(budget=budget, device=device)
+    """While nothing is added, they have the same order and the same bits."""
+    (memory, _), (same, _) = make_memory(budget=budget), make_memory(budget=budget, device=device)
     with memory.loader(32, prefetch, device=device) as loader:
         for _, batch in zip(range(12), loader, strict=False):
             assert_same_bits(batch, same.sample(32))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_a_batch_is_as_old_as_was_said_and_no_older(prefetch: int) -> None:
-    """Drawn `prefetch` batches before it is handed out: what was added since then is not in it, what was before is."""
-    memory, stream = fed(ticks=5, sampler=Newest())
+def test_a_batch_is_drawn_prefetch_batches_before_it_is_returned(prefetch: int) -> None:
+    """A batch can have transitions that were added before its draw, and none that were added after it."""
+    memory, stream = make_memory(ticks=5, sampler=Newest())
     with memory.loader(1, prefetch) as loader:
         added = [memory.next_id]
         for turn in range(20):
@@ -67,10 +67,10 @@ def test_a_batch_is_as_old_as_was_said_and_no_older(prefetch: int) -> None:
 
 
 def test_one_seed_gives_one_sequence_however_quick_the_worker_is() -> None:
-    """Adding, telling priorities and drawing in turns: batches depend on the calls alone."""
+    """The test adds, updates priorities and draws in turn. Batches depend on these calls only."""
     sequences = []
     for delay in (0.0, 0.003):
-        memory, stream = fed(sampler=NStep(3, 0.9, by=Prioritized()))
+        memory, stream = make_memory(sampler=NStep(3, 0.9, by=Prioritized()))
         sequence = []
         with memory.loader(16, prefetch=2) as loader:
             for turn in range(25):
@@ -83,10 +83,10 @@ def test_one_seed_gives_one_sequence_however_quick_the_worker_is() -> None:
     assert sequences[0] == sequences[1]
 
 
-def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() -> None:
-    """They were looked up when they were drawn, and nothing that a batch needs is freed under it."""
-    memory, stream = fed(budget=None)
-    same, _ = fed(budget=None)
+def test_rows_that_are_evicted_before_their_batch_is_returned_are_right() -> None:
+    """A prepared batch refers to the blocks that it needs, so they are not freed."""
+    memory, stream = make_memory(budget=None)
+    same, _ = make_memory(budget=None)
     with memory.loader(64, prefetch=3) as loader:
         expected = [same.sample(64) for _ in range(4)]
         assert_same_bits(next(loader), expected[0])
@@ -96,9 +96,9 @@ def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() ->
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_is_raised_in_the_consumer(prefetch: int) -> None:
-    """When its batch is asked for. The batches before and after it are handed out."""
-    memory, _ = fed()
+def test_an_error_is_raised_by_the_request_for_its_batch(prefetch: int) -> None:
+    """The batches before and after it are returned."""
+    memory, _ = make_memory()
     calls = []
 
     def fail_once(_catalog: Any, _ids: Any) -> None:
@@ -106,7 +106,7 @@ def test_an_error_is_raised_in_the_consumer(prefetch: int) -> None:
         if len(calls) == 3:
             raise DamageError("bytes are damaged")
 
-    memory.store.before_read = fail_once
+    memory.host_store.before_read = fail_once
     with memory.loader(8, prefetch) as loader:
         next(loader)
         next(loader)
@@ -116,8 +116,8 @@ def test_an_error_is_raised_in_the_consumer(prefetch: int) -> None:
 
 
 def test_a_closed_memory_ends_its_loaders() -> None:
-    """Batches that were drawn are still handed out. The next draw says what happened."""
-    memory, _ = fed()
+    """Batches that were drawn are still returned. The next draw raises the error."""
+    memory, _ = make_memory()
     with memory.loader(8, prefetch=1) as loader:
         next(loader)
         memory.close()
@@ -125,9 +125,9 @@ def test_a_closed_memory_ends_its_loaders() -> None:
             next(loader)
 
 
-def test_a_closed_loader_says_so() -> None:
-    """And its batches stay as they were."""
-    memory, _ = fed()
+def test_a_closed_loader_refuses_requests_and_its_batches_stay() -> None:
+    """A second `close` does nothing."""
+    memory, _ = make_memory()
     loader = memory.loader(8)
     batch = next(loader)
     image = batch.obs["image"].copy()
@@ -141,8 +141,8 @@ def test_a_closed_loader_says_so() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_threads_may_share_a_loader(prefetch: int) -> None:
-    """Each batch goes to one of them. One that is waiting when the loader is closed hears so."""
-    (memory, _), (same, _) = fed(), fed()
+    """Each batch is returned to one thread. A thread that waits when the loader is closed gets the error."""
+    (memory, _), (same, _) = make_memory(), make_memory()
     loader = memory.loader(8, prefetch)
     got = list[Any]()
     errors = list[Exception]()
@@ -167,15 +167,14 @@ def test_threads_may_share_a_loader(prefetch: int) -> None:
     assert drawn == sorted(same.sample(8).ids.tolist() for _ in range(len(got)))
 
 
-def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
-    """Nobody has to close it."""
-    memory, _ = fed()
+def test_the_thread_of_a_deleted_loader_ends() -> None:
+    """`close` is not needed."""
+    memory, _ = make_memory()
     next(memory.loader(8))
 
 
-def test_batches_held_stay_as_they_were() -> None:
-    """However many are under way."""
-    memory, _ = fed()
+def test_held_batches_do_not_change_while_others_are_drawn() -> None:
+    memory, _ = make_memory()
     with memory.loader(32, prefetch=3) as loader:
         held = [next(loader) for _ in range(6)]
         copies = [batch.obs["image"].copy() for batch in held]
@@ -185,9 +184,9 @@ def test_batches_held_stay_as_they_were() -> None:
             assert (batch.obs["image"] == image).all()
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
-    """When the loader is made, or at the first batch if it is larger than the memory."""
-    memory, _ = fed()
+def test_a_wrong_argument_of_loader_is_refused() -> None:
+    """A batch that is larger than the memory is refused at the first request."""
+    memory, _ = make_memory()
     with pytest.raises(ArgumentError, match=r"^batch_size \(0\)"):
         memory.loader(0)
     with pytest.raises(ArgumentError, match=r"^prefetch \(-1\)"):
@@ -212,7 +211,7 @@ class Newest:
 
 
 def test_batches_that_were_read_are_sent_before_they_are_requested() -> None:
-    """All by the thread that requests batches, which the background thread must not keep waiting."""
+    """The thread that requests batches sends them. So the background thread need not wait for the device."""
     numbers = iter(range(100))
     started: set[int] = set()
     threads = set()

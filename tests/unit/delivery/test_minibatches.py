@@ -1,4 +1,4 @@
-"""Minibatches of rollouts: the rows that were asked for, in memory that belongs to the caller."""
+"""Minibatches of rollouts: they have the requested rows, in memory that belongs to the caller."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_every_field_has_the_rows_at_the_places(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_minibatch_stays_as_it_is_while_others_are_made(name: str) -> None:
-    """Its memory is used again only when nothing refers to it."""
+def test_a_minibatch_does_not_change_while_others_are_made(name: str) -> None:
+    """Its memory is reused only when nothing refers to it."""
     maker: Minibatches = MAKERS[name]()
     arrays = make_arrays()
     kept = []
@@ -83,7 +83,7 @@ def test_a_minibatch_stays_as_it_is_while_others_are_made(name: str) -> None:
 
 
 def test_large_memory_is_released_between_rollouts() -> None:
-    """Minibatches of one rollout use it again, and the next rollout is collected without it."""
+    """Minibatches of one rollout reuse it. It is free while the next rollout is collected."""
     maker = HostMinibatches(as_tensors=False)
     field = Field(Leaf("", (1 << 20,), np.dtype(np.uint8)), lambda _, out: out.fill(1))
     for _ in range(3):
@@ -93,8 +93,7 @@ def test_large_memory_is_released_between_rollouts() -> None:
     assert maker.nbytes == 0
 
 
-def test_a_device_that_torch_does_not_have_is_refused() -> None:
-    """And so is a dtype that torch does not have."""
+def test_a_device_or_dtype_that_torch_does_not_have_is_refused() -> None:
     with pytest.raises(ArgumentError, match="device \\(abacus\\)"):
         new_minibatches("abacus", LEAVES)
     with pytest.raises(ArgumentError, match="torch has no dtype for wide"):

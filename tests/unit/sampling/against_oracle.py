@@ -1,4 +1,4 @@
-"""A memory and its oracle, fed alike, for every sampler's tests, and the sequences that the oracle holds."""
+"""A memory and an oracle with the same steps, for the tests of all samplers, and the oracle's sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdall.testing.oracle import ends, is_held, map_leaves, steps_from
 from holdall.testing.strategies import box
 
 
-def fed(
+def feed(
     sampler: Any,
     lanes: int = 3,
     ticks: int = 120,
@@ -25,7 +25,7 @@ def fed(
     seed: int = 0,
     **options: Any,
 ) -> tuple[ReplayMemory, OracleMemory]:
-    """Feed frame stacks and a vector whose episodes end in every way. `capacity` below the ticks wraps around."""
+    """Return a memory and an oracle with `ticks` ticks of frame stacks and a vector. Episodes end in every way."""
     space = spaces.Dict(image=box((4, 36, 36), "u1"), state=box((3,), "f4"))
     stream = Stream(
         space,
@@ -53,10 +53,10 @@ def fed(
     return memory, oracle
 
 
-def sequence_batch(
+def build_sequences(
     oracle: OracleMemory, starts: NDArray[np.int64], length: int, burn_in: int = 0, crossing: bool = False
 ) -> Batch:
-    """Return what `Sequence(length, burn_in)` has to give for first steps `starts`. Weights are ones."""
+    """Return the batch of `Sequence(length, burn_in)` for the first steps `starts`. Weights are ones."""
     ids = []
     mask = []
     for start in starts.tolist():
@@ -64,7 +64,7 @@ def sequence_batch(
             steps = [start + oracle.num_envs * k for k in range(-burn_in, length)]
             real = [step if is_held(oracle, step) else None for step in steps]
         else:
-            before = steps_before(oracle, start, burn_in)
+            before = list_steps_before(oracle, start, burn_in)
             after = steps_from(oracle, start, length)
             real = [None] * (burn_in - len(before)) + before + after + [None] * (length - len(after))
         nearest = next(step for step in real if step is not None)
@@ -81,7 +81,7 @@ def sequence_batch(
     return Batch(**rows, weights=np.ones(len(starts), np.float32), mask=np.array(mask).reshape(shape))
 
 
-def steps_before(oracle: OracleMemory, first: int, count: int) -> list[int]:
+def list_steps_before(oracle: OracleMemory, first: int, count: int) -> list[int]:
     """Return the steps before `first` in its episode, `count` at most, oldest first."""
     run: list[int] = []
     step = first - oracle.num_envs

@@ -20,8 +20,8 @@ from holdall.testing import assert_same_bits
 from holdall.testing.oracle import map_leaves, n_step_batch
 from holdall.testing.strategies import box
 
-from .against_oracle import fed
-from .chi_square import DRAWS, chi_square
+from .against_oracle import feed
+from .chi_square import compute_chi_square, draw_ids
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 12])
@@ -32,7 +32,7 @@ from .chi_square import DRAWS, chi_square
 )
 def test_every_return_is_the_oracles(n: int, lanes: int, capacity: int, valid_share: float, ends: float) -> None:
     """Rewards, last observations, flags and discounts, at termination, truncation and the write head."""
-    memory, oracle = fed(NStep(n, 0.97), lanes, 60, capacity, valid_share, ends)
+    memory, oracle = feed(NStep(n, 0.97), lanes, 60, capacity, valid_share, ends)
     for _ in range(3):
         batch = memory.sample(40)
         assert_same_bits(batch, n_step_batch(oracle, batch.ids, n, 0.97))
@@ -40,24 +40,24 @@ def test_every_return_is_the_oracles(n: int, lanes: int, capacity: int, valid_sh
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "?"])
 def test_rewards_of_every_dtype_are_summed_as_documented(dtype: str) -> None:
-    """In their own dtype, at least float32."""
-    memory, oracle = fed(NStep(4, 0.9), reward_dtype=dtype, ticks=40)
+    """The sum has the dtype of the rewards, but at least float32."""
+    memory, oracle = feed(NStep(4, 0.9), reward_dtype=dtype, ticks=40)
     batch = memory.sample(50)
     assert batch.reward.dtype == np.result_type(dtype, np.float32)
     assert_same_bits(batch, n_step_batch(oracle, batch.ids, 4, 0.9))
 
 
-def test_compressed_observations_give_the_same() -> None:
-    """First and last observation are decoded each on its own."""
-    memory, oracle = fed(NStep(3, 0.99), ticks=150, budget=None)
+def test_returns_are_the_same_with_compressed_observations() -> None:
+    """The first and the last observation of a row are decoded separately."""
+    memory, oracle = feed(NStep(3, 0.99), ticks=150, budget=None)
     memory.store.wait_idle()
     batch = memory.sample(60)
     assert_same_bits(batch, n_step_batch(oracle, batch.ids, 3, 0.99))
 
 
-def test_flags_set_again_end_a_return() -> None:
-    """As frameworks do that cut the last episode afterwards."""
-    memory, oracle = fed(NStep(5, 0.9), lanes=1, ticks=60, capacity=100, ends=0.0)
+def test_a_return_ends_at_flags_that_are_set_later() -> None:
+    """Some frameworks mark the end of the last episode after they added it."""
+    memory, oracle = feed(NStep(5, 0.9), lanes=1, ticks=60, capacity=100, ends=0.0)
     for either in (memory, oracle):
         either.set_flags([20, 40], np.array([True, False]), np.array([False, True]))
     batch = memory.sample(60)
@@ -65,7 +65,7 @@ def test_flags_set_again_end_a_return() -> None:
 
 
 def test_a_reward_of_another_episode_never_counts() -> None:
-    """Not even an infinite one."""
+    """An infinite reward of the next episode does not change the return."""
     memory = ReplayMemory(box((1,), "f4"), spaces.Discrete(2), 10, sampler=NStep(3, 0.5))
     for t, reward in enumerate([1.0, 2.0, np.inf, np.nan]):
         obs = np.full((1, 1), t, np.float32)
@@ -77,16 +77,16 @@ def test_a_reward_of_another_episode_never_counts() -> None:
     assert rewards.get(1, 2.0) == 2.0
 
 
-def test_a_million_first_steps_are_spread_evenly() -> None:
-    """Summing does not change what is drawn."""
-    memory, oracle = fed(NStep(3, 0.99), valid_share=0.8)
-    drawn = np.concatenate([memory.batch_source.draw(200_000).ids for _ in range(DRAWS // 200_000)])
-    assert 0.7 < chi_square(drawn, oracle.ids, np.ones(len(oracle.ids))) < 1.35
+def test_a_million_first_steps_are_drawn_equally_often() -> None:
+    """The draw does not depend on `n`."""
+    memory, oracle = feed(NStep(3, 0.99), valid_share=0.8)
+    drawn = draw_ids(memory)
+    assert 0.7 < compute_chi_square(drawn, oracle.ids, np.ones(len(oracle.ids))) < 1.35
 
 
 def test_prioritized_returns_are_the_oracles_too() -> None:
-    """What is drawn more often is summed in the same way, and carries its weight."""
-    memory, oracle = fed(NStep(3, 0.99, by=Prioritized(1.0, 1.0)), valid_share=0.9)
+    """The rows have the weights of prioritized sampling."""
+    memory, oracle = feed(NStep(3, 0.99, by=Prioritized(1.0, 1.0)), valid_share=0.9)
     memory.update_priorities(oracle.ids, np.where(oracle.ids % 2 == 0, 9.0, 1.0))
     batch = memory.sample(100)
     assert np.count_nonzero(batch.ids % 2 == 0) > 70
@@ -96,10 +96,10 @@ def test_prioritized_returns_are_the_oracles_too() -> None:
         assert_same_bits(getattr(batch, name), getattr(expected, name))
 
 
-def test_tensors_are_the_arrays() -> None:
-    """On a device every field is a tensor, the discount too."""
-    arrays, _ = fed(NStep(3, 0.99))
-    tensors, _ = fed(NStep(3, 0.99), device="cpu")
+def test_tensors_have_the_bits_of_the_arrays() -> None:
+    """On a device, every field is a tensor, also the discount."""
+    arrays, _ = feed(NStep(3, 0.99))
+    tensors, _ = feed(NStep(3, 0.99), device="cpu")
     batch = tensors.sample(30)
     assert hasattr(batch.discount, "detach")
     assert_same_bits(batch, arrays.sample(30))
@@ -116,7 +116,7 @@ def test_tensors_are_the_arrays() -> None:
         ({"by": Sequence(3)}, r"^by \(Sequence\) must be a sampler of single transitions"),
     ],
 )
-def test_what_makes_no_sense_cannot_be_constructed(given: dict[str, Any], message: str) -> None:
+def test_a_wrong_argument_of_nstep_is_refused(given: dict[str, Any], message: str) -> None:
     """The refusal names the argument, its value and the rule."""
     with pytest.raises(ArgumentError, match=message):
         NStep(**{"n": 3, "gamma": 0.9, **given})
@@ -124,14 +124,14 @@ def test_what_makes_no_sense_cannot_be_constructed(given: dict[str, Any], messag
 
 def test_priorities_without_a_prioritized_sampler_are_refused() -> None:
     """The error says what to construct."""
-    memory, _ = fed(NStep(3, 0.9, by=Uniform()))
+    memory, _ = feed(NStep(3, 0.9, by=Uniform()))
     with pytest.raises(ArgumentError, match=r"NStep\(\.\.\., by=Prioritized\(\.\.\.\)\)"):
         memory.update_priorities([200], [1.0])
 
 
 def test_a_batch_of_returns_owns_its_memory() -> None:
     """First and last observations share no memory, and later batches change neither."""
-    memory, _ = fed(NStep(3, 0.9))
+    memory, _ = feed(NStep(3, 0.9))
     batch = memory.sample(50)
     copies = map_leaves(np.copy, (batch.obs, batch.next_obs))
     for _ in range(20):

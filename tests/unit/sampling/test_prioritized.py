@@ -1,4 +1,4 @@
-"""Prioritized sampling: in proportion to priorities, exact after saving, and never what is gone."""
+"""Prioritized sampling: draws in proportion to priorities, which evicted ids lose and checkpoints keep."""
 
 from __future__ import annotations
 
@@ -12,33 +12,28 @@ from holdall import (
     ArgumentError,
     DamageError,
     Prioritized,
-    ReplayMemory,
     TransitionIdError,
     Uniform,
 )
 from holdall.testing import assert_same_bits
 
-from .against_oracle import fed
-from .chi_square import DRAWS, chi_square
-
-
-def drawn_from(memory: ReplayMemory) -> Any:
-    return np.concatenate([memory.batch_source.draw(200_000).ids for _ in range(DRAWS // 200_000)])
+from .against_oracle import feed
+from .chi_square import compute_chi_square, draw_ids
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("valid_share", [1.0, 0.7])
 def test_a_million_draws_are_in_proportion_to_the_priorities(alpha: float, valid_share: float) -> None:
-    """Wrapped around, with some lanes that made no transition. Priorities differ by a factor of ten."""
-    memory, oracle = fed(Prioritized(alpha), valid_share=valid_share)
+    """The memory is more than full and has invalid entries. Priorities differ by a factor of ten."""
+    memory, oracle = feed(Prioritized(alpha), valid_share=valid_share)
     priorities = 0.5 + 5 * np.random.default_rng(0).random(len(oracle.ids))
     memory.update_priorities(oracle.ids, priorities)
-    assert 0.7 < chi_square(drawn_from(memory), oracle.ids, priorities**alpha) < 1.35
+    assert 0.7 < compute_chi_square(draw_ids(memory), oracle.ids, priorities**alpha) < 1.35
 
 
 def test_rows_and_weights_are_those_of_the_ids() -> None:
-    """(lowest / own) ** beta of the scaled priorities, and every row the oracle's."""
-    memory, oracle = fed(Prioritized(0.5, 0.8, floor=1e-12))
+    """A weight is (lowest / own) ** beta, of the scaled priorities."""
+    memory, oracle = feed(Prioritized(0.5, 0.8, floor=1e-12))
     priorities = 1.0 + np.random.default_rng(0).random(len(oracle.ids))
     memory.update_priorities(oracle.ids, priorities)
     batch = memory.sample(200)
@@ -53,9 +48,9 @@ def test_rows_and_weights_are_those_of_the_ids() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
 @pytest.mark.parametrize(("alpha", "floor"), [(0.5, 1e-6), (1.0, 1e-3), (2.0, 1e-6), (3.0, 1e-12)])
 def test_priorities_of_any_dtype_are_scaled_as_those_of_float64(dtype: Any, alpha: float, floor: float) -> None:
-    """A network in half precision has such errors. There the floor is nothing, and a power too large."""
+    """In half precision, the floor would be zero and some powers infinite."""
     sampler = Prioritized(alpha, floor=floor)
-    memory, oracle = fed(sampler)
+    memory, oracle = feed(sampler)
     largest = 1e20 if dtype in (np.float32, np.float64) else 60_000
     given = np.array([0, 1, 3, 1000, largest], dtype)
     memory.update_priorities(oracle.ids[:5], given)
@@ -64,11 +59,11 @@ def test_priorities_of_any_dtype_are_scaled_as_those_of_float64(dtype: Any, alph
 
 
 def test_new_transitions_have_the_highest_priority_seen() -> None:
-    """Of all before them, not of what is set later."""
+    """A priority that is set later does not change them."""
     sampler = Prioritized(1.0)
-    memory, oracle = fed(sampler, ticks=30, capacity=1000)
+    memory, oracle = feed(sampler, ticks=30, capacity=1000)
     memory.update_priorities(oracle.ids, np.full(len(oracle.ids), 4.0))
-    again, _ = fed(None, ticks=32, capacity=1000)
+    again, _ = feed(None, ticks=32, capacity=1000)
     later = again.gather(np.arange(90, 96))
     memory.add(
         *({key: rows[:3] for key, rows in later.obs.items()}, later.action[:3], later.reward[:3]),
@@ -81,12 +76,12 @@ def test_new_transitions_have_the_highest_priority_seen() -> None:
     assert scaled[93:].max() == 0
 
 
-def test_evicted_ids_are_passed_over() -> None:
-    """A batch may be old by the time its errors are known. Whoever took its place is left alone."""
-    memory, oracle = fed(Prioritized(1.0))
+def test_priorities_of_evicted_ids_are_ignored() -> None:
+    """A batch may be evicted before its errors are known. The transition in its slot keeps its priority."""
+    memory, oracle = feed(Prioritized(1.0))
     memory.sample(1)
     memory.update_priorities(np.arange(0, oracle.first_id), np.full(oracle.first_id, 1e6))
-    assert 0.7 < chi_square(drawn_from(memory), oracle.ids, np.ones(len(oracle.ids))) < 1.35
+    assert 0.7 < compute_chi_square(draw_ids(memory), oracle.ids, np.ones(len(oracle.ids))) < 1.35
 
 
 @pytest.mark.parametrize(
@@ -106,7 +101,7 @@ def test_evicted_ids_are_passed_over() -> None:
 def test_bad_priorities_are_refused_and_change_nothing(ids: Any, priorities: Any, error: Any, message: str) -> None:
     """The refusal names the argument and its value."""
     sampler = Prioritized(1.0)
-    memory, _ = fed(sampler)
+    memory, _ = feed(sampler)
     memory.sample(1)
     before = sampler.state()["scaled"].tobytes()
     with pytest.raises(error, match=message):
@@ -114,24 +109,24 @@ def test_bad_priorities_are_refused_and_change_nothing(ids: Any, priorities: Any
     assert sampler.state()["scaled"].tobytes() == before
 
 
-def test_a_lane_that_made_no_transition_gets_no_priority() -> None:
-    """Or it would be drawn."""
-    memory, oracle = fed(Prioritized(), valid_share=0.5)
+def test_an_invalid_entry_gets_no_priority() -> None:
+    """With a priority, it would be drawn."""
+    memory, oracle = feed(Prioritized(), valid_share=0.5)
     invalid = next(number for number in range(memory.first_id, memory.next_id) if number not in oracle.ids)
     with pytest.raises(TransitionIdError, match="valid=False"):
         memory.update_priorities([invalid], [1.0])
 
 
 def test_a_restored_sampler_draws_as_the_saved_one() -> None:
-    """From arrays and plain numbers alone, and bit for bit, updates included."""
-    saved, oracle = fed(Prioritized(0.7, 0.3), valid_share=0.9)
+    """Its state has arrays and numbers only, and later updates have the same effect."""
+    saved, oracle = feed(Prioritized(0.7, 0.3), valid_share=0.9)
     generator = np.random.default_rng(3)
     for _ in range(20):
         ids = saved.sample(32).ids
         saved.update_priorities(ids, generator.random(32))
     state = saved.sampler.state()
     assert all(isinstance(value, np.ndarray | int | float) for value in state.values())
-    restored, _ = fed(Prioritized(0.7), valid_share=0.9)
+    restored, _ = feed(Prioritized(0.7), valid_share=0.9)
     restored.sampler.restore(state)
     restored.batch_source.generator.bit_generator.state = saved.batch_source.generator.bit_generator.state
     for _ in range(20):
@@ -143,9 +138,9 @@ def test_a_restored_sampler_draws_as_the_saved_one() -> None:
     assert len(oracle)
 
 
-def test_a_sampler_that_goes_back_forgets_what_came_later() -> None:
-    """The state is written to the memory of the last one, where later transitions had priorities."""
-    early, later = (fed(Prioritized(1.0), ticks=ticks, capacity=1000)[0] for ticks in (20, 50))
+def test_restoring_an_earlier_state_forgets_later_priorities() -> None:
+    """The restored sampler had priorities of later transitions."""
+    early, later = (feed(Prioritized(1.0), ticks=ticks, capacity=1000)[0] for ticks in (20, 50))
     for memory in (early, later):
         memory.sample(1)
     state = {name: np.copy(value) for name, value in early.sampler.state().items()}
@@ -156,7 +151,7 @@ def test_a_sampler_that_goes_back_forgets_what_came_later() -> None:
 
 
 def test_a_sampler_that_never_drew_can_be_saved() -> None:
-    """There is nothing in it yet."""
+    """Its state has no priorities yet."""
     fresh = Prioritized()
     fresh.restore(Prioritized(beta=0.9).state())
     assert fresh.beta == 0.9
@@ -166,36 +161,35 @@ def test_a_sampler_that_never_drew_can_be_saved() -> None:
     "state",
     [{}, {"scaled": np.array([-1.0]), "highest": 1.0, "next_id": 1, "beta": 0.4}, {"scaled": np.array([np.nan])}],
 )
-def test_a_state_that_makes_no_sense_is_refused(state: dict[str, Any]) -> None:
-    """Nothing of it is taken over."""
+def test_a_damaged_state_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(DamageError):
         Prioritized().restore(state)
     with pytest.raises(DamageError, match="Uniform has no state"):
         Uniform().restore({"scaled": np.zeros(3)})
 
 
-def test_pickles_carry_priorities() -> None:
-    """Stable-Baselines3 saves buffers so."""
-    memory, oracle = fed(Prioritized(1.0))
+def test_a_pickle_has_the_priorities() -> None:
+    """Stable-Baselines3 saves buffers as pickles."""
+    memory, oracle = feed(Prioritized(1.0))
     memory.update_priorities(oracle.ids, np.arange(1.0, 1 + len(oracle.ids)))
     copied = pickle.loads(pickle.dumps(memory))
     for _ in range(5):
         assert_same_bits(copied.sample(64), memory.sample(64))
 
 
-def test_tensors_are_taken_as_priorities() -> None:
-    """TD errors come as tensors that know their gradients."""
+def test_tensors_are_accepted_as_priorities() -> None:
+    """TD errors are tensors that carry gradients."""
     torch = pytest.importorskip("torch")
-    memory, _ = fed(Prioritized(), device="cpu")
+    memory, _ = feed(Prioritized(), device="cpu")
     batch = memory.sample(8)
     memory.update_priorities(batch.ids, torch.ones(8, requires_grad=True).abs())
 
 
-def test_tensors_in_half_precision_are_taken_as_priorities() -> None:
-    """bfloat16 as well, which NumPy does not have."""
+def test_tensors_in_half_precision_are_accepted_as_priorities() -> None:
+    """The rule also holds for bfloat16, which NumPy does not have."""
     torch = pytest.importorskip("torch")
     sampler = Prioritized(1.0)
-    memory, oracle = fed(sampler)
+    memory, oracle = feed(sampler)
     ids = oracle.ids[:2]
     for dtype in (torch.bfloat16, torch.float16):
         memory.update_priorities(ids, torch.tensor([0.0, 1.5], dtype=dtype))
@@ -203,25 +197,25 @@ def test_tensors_in_half_precision_are_taken_as_priorities() -> None:
 
 
 def test_one_sampler_serves_one_memory() -> None:
-    """Priorities of one memory say nothing about another."""
+    """A second memory cannot use the sampler of the first."""
     sampler = Prioritized()
-    first, _ = fed(sampler)
+    first, _ = feed(sampler)
     first.sample(1)
-    second, _ = fed(sampler, ticks=20, capacity=60)
+    second, _ = feed(sampler, ticks=20, capacity=60)
     with pytest.raises(ArgumentError, match="every memory needs its own"):
         second.sample(1)
 
 
 @pytest.mark.parametrize("given", [{"alpha": -1}, {"beta": -0.1}, {"floor": 0.0}, {"alpha": "much"}], ids=str)
-def test_numbers_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
+def test_a_wrong_argument_of_prioritized_is_refused(given: dict[str, Any]) -> None:
     """The refusal names the argument."""
     with pytest.raises(ArgumentError, match=next(iter(given))):
         Prioritized(**given)
 
 
 def test_beta_may_be_annealed() -> None:
-    """Set again between draws. It changes the weights and not what is drawn."""
-    memory, oracle = fed(Prioritized(1.0, 0.0))
+    """`beta` can be set between draws. It changes the weights, and not the draws."""
+    memory, oracle = feed(Prioritized(1.0, 0.0))
     memory.update_priorities(oracle.ids, 1.0 + oracle.ids % 5)
     assert set(memory.sample(50).weights.tolist()) == {1.0}
     sampler: Any = memory.sampler
@@ -229,8 +223,8 @@ def test_beta_may_be_annealed() -> None:
     assert memory.sample(50).weights.min() < 0.5
 
 
-def test_a_memory_without_priorities_says_so() -> None:
-    """And says what to construct."""
-    memory, _ = fed(None)
+def test_priorities_for_a_memory_without_them_are_refused() -> None:
+    """The error says which sampler to pass."""
+    memory, _ = feed(None)
     with pytest.raises(ArgumentError, match=r"sampler \(Uniform\) has no priorities\. .* sampler=Prioritized"):
         memory.update_priorities([200], [1.0])

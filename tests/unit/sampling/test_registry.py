@@ -27,7 +27,7 @@ def test_a_sampler_in_the_table_is_public_and_has_the_settings(sampler_class: ty
 
 
 class DrawsEvicted(Prioritized):
-    """A sampler of a user that draws a transition that was evicted."""
+    """A user's sampler that draws an evicted transition."""
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         return Draw.from_ids(np.zeros(count, np.int64))
@@ -47,7 +47,7 @@ def test_draws_of_a_sampler_outside_of_the_table_are_verified(is_composed: bool)
 
 
 class DrawsIds(Stateless):
-    """A sampler of a user that returns its ids as the function `convert` makes them."""
+    """A user's sampler that returns its ids converted by the function `convert`."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self.convert = convert
@@ -67,7 +67,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def filled_memory(sampler: Any) -> ReplayMemory:
+def make_memory(sampler: Any) -> ReplayMemory:
     memory = ReplayMemory(spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2), 4, sampler=sampler, seed=3)
     for number in range(4):
         obs = np.full(2, number, np.float32)
@@ -77,13 +77,13 @@ def filled_memory(sampler: Any) -> ReplayMemory:
 
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 def test_a_sampler_outside_of_the_table_may_draw_integers_of_any_kind(convert: Callable[[Any], Any]) -> None:
-    expected = filled_memory(DrawsIds(lambda ids: ids)).sample(3)
-    batch = filled_memory(DrawsIds(convert)).sample(3)
+    expected = make_memory(DrawsIds(lambda ids: ids)).sample(3)
+    batch = make_memory(DrawsIds(convert)).sample(3)
     assert batch.ids.dtype == np.int64
     assert_same_bits(batch, expected)
 
 
 def test_a_sampler_outside_of_the_table_may_not_draw_fractions() -> None:
-    memory = filled_memory(DrawsIds(lambda ids: ids + 0.5))
+    memory = make_memory(DrawsIds(lambda ids: ids + 0.5))
     with pytest.raises(ArgumentError, match=r"ids has shape .* and dtype float64"):
         memory.sample(3)

@@ -1,4 +1,4 @@
-"""Sequences against the oracle: consecutive steps of one episode, and a mask that says how many."""
+"""Sequences against the oracle: consecutive steps of one episode, and a mask of the steps that are not padding."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Sequence, T
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.oracle import ends, is_held
 
-from .against_oracle import fed, sequence_batch
-from .chi_square import DRAWS, chi_square
+from .against_oracle import build_sequences, feed
+from .chi_square import DRAWS, compute_chi_square
 
 
 @pytest.mark.parametrize("crossing", [False, True])
@@ -29,15 +29,15 @@ def test_every_sequence_is_the_oracles(
     length: int, burn_in: int, crossing: bool, lanes: int, capacity: int, valid_share: float, ends: float
 ) -> None:
     """Every field of every step, and the mask."""
-    memory, oracle = fed(Sequence(length, burn_in, crossing=crossing), lanes, 60, capacity, valid_share, ends)
+    memory, oracle = feed(Sequence(length, burn_in, crossing=crossing), lanes, 60, capacity, valid_share, ends)
     batch = memory.sample(30)
     assert batch.obs["image"].shape == (30, burn_in + length, 4, 36, 36)
     assert batch.mask[:, burn_in].all()
-    expected = sequence_batch(oracle, batch.ids[:, burn_in], length, burn_in, crossing)
+    expected = build_sequences(oracle, batch.ids[:, burn_in], length, burn_in, crossing)
     assert_same_bits(batch, expected)
 
 
-def starts(oracle: OracleMemory, stride: int) -> list[int]:
+def list_starts(oracle: OracleMemory, stride: int) -> list[int]:
     """List the steps that sequences may begin with, one by one."""
     found = []
     for number in oracle.ids.tolist():
@@ -51,38 +51,38 @@ def starts(oracle: OracleMemory, stride: int) -> list[int]:
 
 @pytest.mark.parametrize(("stride", "valid_share"), [(1, 0.8), (4, 1.0), (4, 0.8), (500, 0.8)])
 @pytest.mark.parametrize("by", [None, Prioritized], ids=["uniform", "prioritized"])
-def test_a_million_sequences_begin_evenly_where_they_may(stride: int, valid_share: float, by: Any) -> None:
-    """Every stride-th tick and every first step of an episode, and nowhere else."""
-    memory, oracle = fed(Sequence(4, 2, stride, by=by and by(1.0)), valid_share=valid_share)
-    allowed = np.array(starts(oracle, stride))
+def test_a_million_sequences_begin_equally_often_at_every_start(stride: int, valid_share: float, by: Any) -> None:
+    """These are every `stride`-th tick and every first step of an episode."""
+    memory, oracle = feed(Sequence(4, 2, stride, by=by and by(1.0)), valid_share=valid_share)
+    allowed = np.array(list_starts(oracle, stride))
     drawn = np.concatenate([memory.batch_source.draw(100_000).ids[:, 2] for _ in range(DRAWS // 100_000)])
-    assert 0.5 < chi_square(drawn, allowed, np.ones(len(allowed))) < 1.6
+    assert 0.5 < compute_chi_square(drawn, allowed, np.ones(len(allowed))) < 1.6
 
 
-def test_priorities_are_one_a_sequence() -> None:
-    """Given with the batch's own ids, they count for the sequences' first steps."""
-    memory, oracle = fed(Sequence(4, 2, by=Prioritized(1.0, 1.0)))
-    ids = sequence_batch(oracle, oracle.ids, 4, 2).ids
+def test_a_priority_belongs_to_the_first_step_of_a_sequence() -> None:
+    """`update_priorities` accepts the ids of a whole batch, and one priority for each sequence."""
+    memory, oracle = feed(Sequence(4, 2, by=Prioritized(1.0, 1.0)))
+    ids = build_sequences(oracle, oracle.ids, 4, 2).ids
     memory.update_priorities(ids, np.where(oracle.ids % 3 == 0, 20.0, 1e-3))
     batch = memory.sample(100)
     assert (batch.ids[:, 2] % 3 == 0).mean() > 0.95
     assert batch.weights.shape == (100,)
-    assert_same_bits(batch.obs, sequence_batch(oracle, batch.ids[:, 2], 4, 2).obs)
+    assert_same_bits(batch.obs, build_sequences(oracle, batch.ids[:, 2], 4, 2).obs)
 
 
-def drawn_starts(memory: ReplayMemory) -> list[int]:
+def draw_starts(memory: ReplayMemory) -> list[int]:
     """Return the steps that sequences begin with. There are enough draws to find all of them."""
     return sorted(set(memory.batch_source.draw(20_000).ids[:, 2].tolist()))
 
 
 @pytest.mark.parametrize("by", [None, Prioritized], ids=["uniform", "prioritized"])
 @pytest.mark.parametrize("valid_share", [1.0, 0.8])
-def test_starts_follow_eviction_and_flags_that_are_set_again(by: Any, valid_share: float, tmp_path: Path) -> None:
-    """Whoever draws agrees with the oracle about the starts, at any time, and in copies of the memory."""
-    memory, oracle = fed(Sequence(4, 2, 7, by=by and by(1.0)), 2, 40, 60, valid_share, ends=0.2)
+def test_starts_follow_eviction_and_flags_that_are_set_later(by: Any, valid_share: float, tmp_path: Path) -> None:
+    """The rule holds at every moment, and also for a pickled and a loaded memory."""
+    memory, oracle = feed(Sequence(4, 2, 7, by=by and by(1.0)), 2, 40, 60, valid_share, ends=0.2)
     generator = np.random.default_rng(1)
     for turn in range(12):
-        assert drawn_starts(memory) == starts(oracle, 7)
+        assert draw_starts(memory) == list_starts(oracle, 7)
         ids = np.unique(generator.choice(oracle.ids[oracle.are_valid(oracle.ids)], 9))
         ended, cut = generator.random((2, ids.size)) < 0.4
         for each in (memory, oracle):
@@ -101,25 +101,25 @@ def test_starts_follow_eviction_and_flags_that_are_set_again(by: Any, valid_shar
             step |= {"terminated": generator.random(2) < 0.5, "truncated": np.zeros(2, np.bool_)}
             for each in (memory, oracle):
                 each.add(**step)
-    assert drawn_starts(memory) == starts(oracle, 7)
+    assert draw_starts(memory) == list_starts(oracle, 7)
 
 
-def test_priorities_of_steps_that_are_no_starts_are_refused() -> None:
-    """The message names one, and no priority changes. A start that was lost since the draw is ignored."""
-    memory, oracle = fed(Sequence(4, 2, 7, by=Prioritized(1.0)), 2, 40, 60, ends=0.2)
-    allowed = starts(oracle, 7)
+def test_priorities_of_steps_that_are_not_starts_are_refused() -> None:
+    """The message names such a step, and no priority changes. Steps that were starts when drawn are ignored."""
+    memory, oracle = feed(Sequence(4, 2, 7, by=Prioritized(1.0)), 2, 40, 60, ends=0.2)
+    allowed = list_starts(oracle, 7)
     wrong = next(i for i in oracle.ids[2:].tolist() if i not in allowed)
     with pytest.raises(TransitionIdError, match=rf"^ids holds {wrong}, with which no sequence begins.*stride \(7\)"):
         memory.update_priorities([allowed[0], wrong], [1e6, 1e6])
-    assert drawn_starts(memory) == allowed
+    assert draw_starts(memory) == allowed
     batch = memory.sample(60)
     before = np.unique(batch.ids[:, 2]) - 2
     before = before[before >= oracle.first_id]
     for each in (memory, oracle):
         each.set_flags(before, np.zeros(len(before), np.bool_), np.zeros(len(before), np.bool_))
-    assert starts(oracle, 7) != allowed
+    assert list_starts(oracle, 7) != allowed
     memory.update_priorities(batch.ids, np.ones(60))
-    assert drawn_starts(memory) == starts(oracle, 7)
+    assert draw_starts(memory) == list_starts(oracle, 7)
 
 
 def test_the_oldest_step_no_longer_begins_a_sequence_when_the_end_before_it_is_evicted() -> None:
@@ -135,43 +135,43 @@ def test_the_oldest_step_no_longer_begins_a_sequence_when_the_end_before_it_is_e
 
     for tick in range(8):
         add(tick)
-    assert drawn_starts(memory) == [0, 5, 7]
+    assert draw_starts(memory) == [0, 5, 7]
     for tick in range(8, 13):
         add(tick)
     assert memory.first_id == 5
-    assert drawn_starts(memory) == [7]
+    assert draw_starts(memory) == [7]
     memory.update_priorities(np.array([5, 7]), np.array([1e6, 1.0]))
-    assert drawn_starts(memory) == [7]
+    assert draw_starts(memory) == [7]
 
 
-def test_stride_with_nothing_to_begin_with_is_an_error() -> None:
-    """Rather than a search without end."""
-    memory, _ = fed(Sequence(4, stride=10_000), lanes=1, capacity=50, ends=0.0)
+def test_a_stride_without_any_start_is_an_error() -> None:
+    """The sampler does not search for ever."""
+    memory, _ = feed(Sequence(4, stride=10_000), lanes=1, capacity=50, ends=0.0)
     with pytest.raises(ArgumentError, match="none of the transitions held may be drawn"):
         memory.sample(5)
 
 
-def test_compressed_sequences_are_the_same() -> None:
-    """Slices that steps share are decoded once, and are the same in all of them."""
-    memory, oracle = fed(Sequence(8), ticks=150, budget=None)
+def test_sequences_are_the_same_with_compressed_observations() -> None:
+    """Slices that several steps share are decoded once."""
+    memory, oracle = feed(Sequence(8), ticks=150, budget=None)
     memory.store.wait_idle()
     batch = memory.sample(20)
-    assert_same_bits(batch, sequence_batch(oracle, batch.ids[:, 0], 8))
+    assert_same_bits(batch, build_sequences(oracle, batch.ids[:, 0], 8))
 
 
 @pytest.mark.parametrize(
     "given", [{"length": 0}, {"burn_in": -1}, {"stride": 0}, {"length": True}, {"by": NStep(2, 0.9)}]
 )
-def test_what_makes_no_sense_cannot_be_constructed(given: dict[str, Any]) -> None:
+def test_a_wrong_argument_of_sequence_is_refused(given: dict[str, Any]) -> None:
     """The refusal names the argument."""
     with pytest.raises(ArgumentError, match=rf"^{next(iter(given))} \("):
         Sequence(**{"length": 4, **given})
 
 
-def test_tensors_are_the_arrays() -> None:
-    """The mask too."""
-    arrays, _ = fed(Sequence(5, 2))
-    tensors, _ = fed(Sequence(5, 2), device="cpu")
+def test_tensors_have_the_bits_of_the_arrays() -> None:
+    """The mask is a tensor, too."""
+    arrays, _ = feed(Sequence(5, 2))
+    tensors, _ = feed(Sequence(5, 2), device="cpu")
     batch = tensors.sample(10)
     assert hasattr(batch.mask, "detach")
     assert_same_bits(batch, arrays.sample(10))

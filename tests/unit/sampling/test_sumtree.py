@@ -1,4 +1,4 @@
-"""SumTree: finds slots in proportion to their numbers, and depends on the numbers only."""
+"""SumTree finds slots in proportion to their numbers, and its sums depend on the numbers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdall._native import SumTree
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 64, 65, 1000])
 def test_a_point_is_found_in_the_slot_that_a_running_sum_gives(slots: int) -> None:
-    """For numbers whose sums are exact."""
+    """The numbers are small integers, so that all sums are exact."""
     generator = np.random.default_rng(slots)
     numbers = generator.integers(0, 5, slots).astype(float)
     numbers[generator.integers(slots)] = 7.0
@@ -43,7 +43,7 @@ def test_a_tree_depends_on_its_numbers_only(changes: int) -> None:
 
 
 def test_slots_that_are_zero_are_never_found() -> None:
-    """Not even for a point that rounding put after the last number."""
+    """The rule also holds for a point that rounding has moved beyond the last number."""
     tree = SumTree(100)
     tree.put(np.arange(0, 90, 3), np.random.default_rng(0).random(30) * 1e-3)
     points = np.append(np.random.default_rng(1).random(1000), [0.0, 1.0, np.nextafter(1.0, 2.0)])
@@ -53,7 +53,7 @@ def test_slots_that_are_zero_are_never_found() -> None:
 
 
 def test_the_last_number_of_a_slot_counts() -> None:
-    """Also when a slot is given twice in one call, and when one number is given for all slots."""
+    """A slot may occur twice in one call, and one number may be given for all slots."""
     tree = SumTree(8)
     tree.put(np.array([3, 3]), np.array([5.0, 2.0]))
     assert tree.total == 2.0
@@ -103,7 +103,7 @@ def test_a_refused_update_changes_nothing(ids: list[int], values: list[float], e
     ],
 )
 def test_a_refused_put_changes_nothing(slots: list[int], values: list[float], error: type[Exception]) -> None:
-    """Slots that do not exist would be written outside the tree."""
+    """A slot that does not exist would be outside of the tree's memory."""
     tree = SumTree(10)
     with pytest.raises(error):
         tree.put(np.array(slots), np.array(values))
@@ -112,8 +112,7 @@ def test_a_refused_put_changes_nothing(slots: list[int], values: list[float], er
         tree.values(np.array([10]))
 
 
-def test_a_pickled_tree_is_the_same() -> None:
-    """Numbers, sums and `highest`."""
+def test_a_pickled_tree_has_the_same_numbers_sums_and_highest() -> None:
     tree = SumTree(100, 7.0)
     tree.put(np.arange(100), np.random.default_rng(0).random(100))
     copy = pickle.loads(pickle.dumps(tree))
@@ -125,7 +124,7 @@ def test_a_pickled_tree_is_the_same() -> None:
 
 
 def test_a_tree_has_at_least_one_slot() -> None:
-    """And fails where there is no memory."""
+    """A tree that is too large for the memory is refused, too."""
     with pytest.raises(ValueError, match="slots is 0"):
         SumTree(0)
     with pytest.raises(ValueError, match="from 1 to"):

@@ -1,4 +1,4 @@
-"""The oracle and its comparison: too simple to be wrong, and strict enough to see one bit."""
+"""The oracle and its comparison. The comparison finds every difference of one bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdall.testing.strategies import box
 SPACE = spaces.Dict(image=box((2, 3), "f4"), pair=spaces.Tuple([spaces.Discrete(3), box((), "f8")]))
 
 
-def filled(ticks: int, capacity: int = 6, lanes: int = 2, **options: Any) -> tuple[OracleMemory, Stream]:
+def fill(ticks: int, capacity: int = 6, lanes: int = 2, **options: Any) -> tuple[OracleMemory, Stream]:
     stream = Stream(SPACE, spaces.Discrete(3), lanes)
     oracle = OracleMemory(capacity, lanes)
     for _ in range(ticks):
@@ -26,14 +26,14 @@ def filled(ticks: int, capacity: int = 6, lanes: int = 2, **options: Any) -> tup
 
 
 def test_the_oracle_holds_whole_ticks_and_counts_ids() -> None:
-    """Ids are ticks times lanes plus lane. The oldest tick leaves."""
-    oracle, _ = filled(5, capacity=7)
+    """An id is tick times lanes plus lane. The oldest tick is evicted."""
+    oracle, _ = fill(5, capacity=7)
     assert (len(oracle), oracle.first_id, oracle.next_id) == (6, 4, 10)
     assert oracle.ids.tolist() == [4, 5, 6, 7, 8, 9]
 
 
-def test_the_oracle_gives_back_what_was_added() -> None:
-    """Row by row, with the nesting of the space."""
+def test_the_oracle_returns_the_rows_that_were_added() -> None:
+    """Rows have the nesting of the space."""
     oracle = OracleMemory(20, 2)
     stream = Stream(SPACE, spaces.Discrete(3), 2)
     steps = stream.ticks(4)
@@ -46,8 +46,8 @@ def test_the_oracle_gives_back_what_was_added() -> None:
 
 
 def test_the_oracle_keeps_copies() -> None:
-    """What its user does to an array afterwards does not reach it, nor the other way round."""
-    oracle, stream = filled(0)
+    """Later changes of an added or a returned array do not change the oracle."""
+    oracle, stream = fill(0)
     given = stream.tick().arguments()
     expected = given["obs"]["image"].copy()
     oracle.add(**given)
@@ -56,9 +56,8 @@ def test_the_oracle_keeps_copies() -> None:
     assert_same_bits(oracle.gather([0, 1]).obs["image"], expected)
 
 
-def test_the_oracle_leaves_out_lanes_that_made_no_transition() -> None:
-    """They are not counted and cannot be gathered."""
-    oracle, _ = filled(2, valid=np.array([True, False]))
+def test_the_oracle_neither_counts_nor_returns_invalid_entries() -> None:
+    oracle, _ = fill(2, valid=np.array([True, False]))
     assert len(oracle) == 2
     assert oracle.ids.tolist() == [0, 2]
     with pytest.raises(TransitionIdError, match=r"ids holds 3, .*valid=False"):
@@ -67,23 +66,21 @@ def test_the_oracle_leaves_out_lanes_that_made_no_transition() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 3, 10], ids=["negative", "evicted", "not added"])
 def test_the_oracle_refuses_ids_that_are_not_held(bad: int) -> None:
-    """As the memory under test has to."""
-    oracle, _ = filled(5)
+    oracle, _ = fill(5)
     with pytest.raises(TransitionIdError, match=f"ids holds {bad}, but 4 to 9 are held"):
         oracle.gather([4, bad])
 
 
-def test_an_empty_oracle_knows_no_shapes() -> None:
-    """It never saw a space, so it says what to do."""
+def test_an_empty_oracle_refuses_to_gather() -> None:
+    """It has no space, so it does not know the shapes of an empty batch."""
     with pytest.raises(ArgumentError, match="Add a tick first"):
         OracleMemory(4).gather([])
-    oracle, _ = filled(1)
+    oracle, _ = fill(1)
     assert oracle.gather([]).obs["image"].shape == (0, 2, 3)
 
 
-def test_flags_may_be_set_anew_in_the_oracle() -> None:
-    """And change nothing else."""
-    oracle, _ = filled(3)
+def test_set_flags_changes_flags_in_the_oracle() -> None:
+    oracle, _ = fill(3)
     oracle.set_flags([4], [True], [True])
     batch = oracle.gather([4, 5])
     assert batch.terminated.tolist()[0]
@@ -93,14 +90,14 @@ def test_flags_may_be_set_anew_in_the_oracle() -> None:
 # ---------------------------------------------------------------- comparing
 
 
-def two_batches() -> tuple[Any, Any]:
-    oracle, _ = filled(3)
+def make_two_batches() -> tuple[Any, Any]:
+    oracle, _ = fill(3)
     return oracle.gather(oracle.ids), oracle.gather(oracle.ids)
 
 
 def test_equal_batches_are_the_same() -> None:
-    """Copies compare equal, NaNs among them."""
-    assert_same_bits(*two_batches())
+    """Copies are equal, also where they contain NaNs."""
+    assert_same_bits(*make_two_batches())
 
 
 @pytest.mark.parametrize(
@@ -123,8 +120,8 @@ def test_equal_batches_are_the_same() -> None:
         *("keys", "order of keys", "length of a tuple", "kind of nest", "no nest"),
     ],
 )
-def test_any_difference_is_seen(got: Any, expected: Any) -> None:
-    """Values that NumPy calls equal are not the same bits."""
+def test_any_difference_is_found(got: Any, expected: Any) -> None:
+    """NumPy says that some of these values are equal, but their bits differ."""
     with pytest.raises(AssertionError):
         assert_same_bits(got, expected)
 
@@ -132,7 +129,7 @@ def test_any_difference_is_seen(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("field", ["obs", "action", "reward", "next_obs", "terminated", "truncated", "ids", "weights"])
 def test_every_field_of_a_batch_is_compared(field: str) -> None:
     """One bit in one field is enough, and the message says where."""
-    batch, expected = two_batches()
+    batch, expected = make_two_batches()
     value = getattr(batch, field)
     leaf = value["image"] if isinstance(value, dict) else value
     leaf.reshape(-1)[-1:].view(np.uint8)[0] ^= 1
@@ -141,14 +138,13 @@ def test_every_field_of_a_batch_is_compared(field: str) -> None:
 
 
 def test_extras_are_compared() -> None:
-    """They are a field like the others."""
-    batch, expected = two_batches()
+    """Extras are compared like other fields."""
+    batch, expected = make_two_batches()
     with pytest.raises(AssertionError, match="extras"):
         assert_same_bits(batch, replace(expected, extras={"more": np.zeros(6)}))
 
 
 def test_tensors_are_compared_as_arrays() -> None:
-    """A batch of tensors has the same bits or not."""
     assert_same_bits(torch.tensor([1.0, float("nan")]), np.array([1.0, np.nan], "f4"))
     with pytest.raises(AssertionError):
         assert_same_bits(torch.tensor([1.0, -0.0]), np.array([1.0, 0.0], "f4"))
