@@ -1,4 +1,4 @@
-"""Extension of Griffe that leaves parameters such as `_tuning` out of the API reference, because users do not pass them."""
+"""Extension of Griffe that leaves parameters such as `_tuning` out of the API reference. Users do not pass them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ GAMMA = 0.97
 
 
 class Catch(gym.Env):
-    """A ball falls one row a step. The paddle at the bottom stays, or moves to the left or right."""
+    """A ball falls one row per step. The paddle at the bottom stays, or moves to the left or right."""
 
     observation_space = spaces.Box(0, 1, (2 * ROWS * COLUMNS,), np.float32)
     action_space = spaces.Discrete(3)
@@ -39,23 +39,27 @@ class Catch(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         """Drop another ball."""
         super().reset(seed=seed)
-        self.row, self.ball, self.paddle = 0, int(self.np_random.integers(COLUMNS)), COLUMNS // 2
-        return self.seen(), {}
+        self.row = 0
+        self.ball = int(self.np_random.integers(COLUMNS))
+        self.paddle = COLUMNS // 2
+        return self.observe(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Move. At the bottom, say whether the ball was caught."""
-        self.row, self.paddle = self.row + 1, min(COLUMNS - 1, max(0, self.paddle + int(action) - 1))
+        """Move ball and paddle. At the bottom, the reward shows whether the ball was caught."""
+        self.row += 1
+        self.paddle = min(COLUMNS - 1, max(0, self.paddle + int(action) - 1))
         ended = self.row == ROWS - 1
-        return self.seen(), float(ended) * (1 if self.paddle == self.ball else -1), ended, False, {}
+        return self.observe(), float(ended) * (1 if self.paddle == self.ball else -1), ended, False, {}
 
-    def seen(self) -> np.ndarray:
+    def observe(self) -> np.ndarray:
         """Return ball and paddle, each in its own grid."""
         grid = np.zeros((2, ROWS, COLUMNS), np.float32)
-        grid[0, self.row, self.ball] = grid[1, ROWS - 1, self.paddle] = 1
+        grid[0, self.row, self.ball] = 1
+        grid[1, ROWS - 1, self.paddle] = 1
         return grid.reshape(-1)
 
 
-def new_network() -> torch.nn.Sequential:
+def make_network() -> torch.nn.Sequential:
     """Return a network that values actions."""
     inputs = 2 * ROWS * COLUMNS
     return torch.nn.Sequential(torch.nn.Linear(inputs, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
@@ -66,23 +70,23 @@ class Policy:
 
     def __init__(self, number: int) -> None:
         torch.set_num_threads(1)
-        self.network = new_network()
+        self.network = make_network()
         self.rng = np.random.default_rng(number)
         self.curiosity = 0.4 ** (1 + 7 * number / max(1, ACTORS - 1)) if number else 0.4
 
     def load(self, weights: dict) -> None:
-        """Take over the learner's weights."""
+        """Load the learner's weights."""
         self.network.load_state_dict(weights)
 
     def __call__(self, obs: np.ndarray) -> int:
-        """Choose."""
+        """Return the action for an observation."""
         if self.rng.random() < self.curiosity:
             return int(self.rng.integers(3))
         with torch.no_grad():
             return int(self.network(torch.from_numpy(obs)).argmax())
 
 
-def caught(network: torch.nn.Module, games: int = 200) -> float:
+def measure_catches(network: torch.nn.Module, games: int = 200) -> float:
     """Return the share of balls that the best actions catch."""
     env = Catch()
     policy = Policy(0)
@@ -98,13 +102,13 @@ def caught(network: torch.nn.Module, games: int = 200) -> float:
 
 
 class Learner:
-    """A double DQN that can be saved in one step."""
+    """A double DQN, with its state in a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.update = 0
-        self.network = new_network()
-        self.target = new_network()
+        self.network = make_network()
+        self.target = make_network()
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-3)
         if file.exists():
             saved = torch.load(file, weights_only=True)
@@ -126,7 +130,7 @@ class Learner:
         return error.detach().abs().numpy()
 
     def save(self) -> None:
-        """Write everything, or nothing."""
+        """Write the state to a new file, and rename it. An interrupted save changes nothing."""
         states = {name: getattr(self, name).state_dict() for name in ("network", "target", "optimizer")}
         torch.save(states | {"update": self.update}, self.file.with_suffix(".new"))
         self.file.with_suffix(".new").replace(self.file)
@@ -160,7 +164,7 @@ def main(updates: int, folder: Path) -> None:
             memory.update_priorities(batch.ids, learner.learn(batch))  # 3
             if learner.update % 200 == 0:
                 learner.save()
-                print(f"update {learner.update}: {caught(learner.network):.0%} caught", flush=True)
+                print(f"update {learner.update}: {measure_catches(learner.network):.0%} caught", flush=True)
         print(memory.report())
 
 

@@ -16,7 +16,7 @@ import tempfile
 import numpy as np
 import ray
 import torch
-from ape_x import BATCH, GAMMA, STEPS, Catch, caught, new_network
+from ape_x import BATCH, GAMMA, STEPS, Catch, make_network, measure_catches
 from torch import distributed
 
 import holdall.ray
@@ -28,10 +28,10 @@ RANKS = 2
 def learn(name: str, rank: int, meeting: str, updates: int) -> tuple[dict, list[int]]:
     """Learn from a share of every batch. Return the weights, and the first rows that were drawn."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # one seed for all, so that the networks start equal
+    torch.manual_seed(0)  # All ranks have one seed, so that their networks start equal.
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    network = new_network()
-    target = new_network()
+    network = make_network()
+    target = make_network()
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     first: list[int] = []
     memory = holdall.ray.attach(name, rank=rank, seed=0, device="cpu")  # 2
@@ -56,7 +56,7 @@ def learn(name: str, rank: int, meeting: str, updates: int) -> tuple[dict, list[
     return network.state_dict(), first
 
 
-def play(memory: holdall.ray.ReplayMemory, games: int) -> None:
+def play_random_games(memory: holdall.ray.ReplayMemory, games: int) -> None:
     """Fill the memory with random games."""
     env = Catch()
     rng = np.random.default_rng(0)
@@ -76,15 +76,15 @@ if __name__ == "__main__":
     sampler = holdall.NStep(STEPS, GAMMA)
     spaces = Catch.observation_space, Catch.action_space
     with holdall.ray.ReplayMemory(*spaces, 50_000, shards=2, sampler=sampler, name="catch") as memory:  # 1
-        play(memory, 1_000)
+        play_random_games(memory, 1_000)
         with tempfile.TemporaryDirectory() as folder:
             ranks = [learn.remote(memory.name, rank, f"{folder}/meeting", updates) for rank in range(RANKS)]
             (weights, one), (others, other) = ray.get(ranks)
         alike = all(torch.equal(weights[name], others[name]) for name in weights)
-        network = new_network()
+        network = make_network()
         network.load_state_dict(weights)
         in_common = len(set(one) & set(other))
         print(f"{RANKS} ranks, weights {'alike' if alike else 'different'}, {in_common} rows of a batch in common")
-        print(f"{caught(network):.0%} caught")
+        print(f"{measure_catches(network):.0%} caught")
         print(memory.report())
     ray.shutdown()

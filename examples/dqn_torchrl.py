@@ -40,11 +40,13 @@ class Catch(gym.Env[np.ndarray, np.int64]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         """Throw the next ball."""
         super().reset(seed=seed, options=options)
-        self.row, self.column, self.paddle = 0, int(self.np_random.integers(SIZE)), SIZE // 2
+        self.row = 0
+        self.column = int(self.np_random.integers(SIZE))
+        self.paddle = SIZE // 2
         self.flight = int(self.np_random.choice([-1, 1]))
-        return self.frame(), {}
+        return self.draw_frame(), {}
 
-    def frame(self) -> np.ndarray:
+    def draw_frame(self) -> np.ndarray:
         """Draw the ball and the paddle."""
         image = np.zeros(self.observation_space.shape, np.uint8)
         image[0, self.row, self.column] = 255
@@ -52,18 +54,21 @@ class Catch(gym.Env[np.ndarray, np.int64]):
         return image
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Move everything by one. The end is at the bottom."""
+        """Move the ball and the paddle. The episode ends when the ball is at the bottom."""
         self.paddle = int(np.clip(self.paddle + action - 1, 0, SIZE - 1))
         if not 0 <= self.column + self.flight < SIZE:
             self.flight = -self.flight
-        self.row, self.column = self.row + 1, self.column + self.flight
+        self.row += 1
+        self.column += self.flight
         at_bottom = self.row == SIZE - 1
-        caught = abs(self.column - self.paddle) <= 1
-        return self.frame(), (1.0 if caught else -1.0) if at_bottom else 0.0, at_bottom, False, {}
+        reward = 0.0
+        if at_bottom:
+            reward = 1.0 if abs(self.column - self.paddle) <= 1 else -1.0
+        return self.draw_frame(), reward, at_bottom, False, {}
 
 
 class Network(torch.nn.Module):
-    """Values of the actions, from a stack of bytes."""
+    """A network that returns values of actions for stacks of frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +82,13 @@ class Network(torch.nn.Module):
         )
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Take one stack, or a batch of them."""
+        """Return the values for one stack, or for a batch of stacks."""
         values = self.layers(pixels.reshape(-1, *pixels.shape[-3:]) / 255)
         return values.reshape(*pixels.shape[:-3], 3)
 
 
 def train(storage: Storage, steps: int) -> tuple[torch.nn.Module, float]:
-    """Collect and learn in turns. Return the network, and the share of the last 100 balls that were caught."""
+    """Collect and learn in turn. Return the network, and the share of the last 100 balls that were caught."""
     torch.manual_seed(0)
     game = GymWrapper(Catch(), categorical_action_encoding=True)
     env = TransformedEnv(game, Compose(InitTracker(), CatFrames(4, dim=-3, in_keys=["observation"])))

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["holdall[sb3]"]
 # ///
-"""A trader that sees a window of past days: consecutive windows share all days but one, and each day is stored once.
+"""A trader that sees a window of past days. Consecutive windows share all days but one, and each day is stored once.
 
     python examples/market_windows.py [STEPS]
 
@@ -24,19 +24,21 @@ WINDOW = 120
 
 
 class Market(gym.Env[Any, Any]):
-    """Hold the first stock or not. The reward is what that earns."""
+    """An environment whose action holds the first stock or not. The reward is the gain of the day."""
 
     def __init__(self) -> None:
         returns = np.random.default_rng(0).normal(0.0, 0.01, (DAYS, STOCKS))
         self.prices = np.exp(np.cumsum(returns, axis=0)).astype(np.float32)
         self.observation_space = spaces.Box(0.0, np.inf, (WINDOW, STOCKS), np.float32)
         self.action_space = spaces.Discrete(2)
-        self.day = self.first = WINDOW
+        self.day = WINDOW
+        self.first = WINDOW
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin on some day."""
+        """Begin on a random day."""
         super().reset(seed=seed)
-        self.day = self.first = int(self.np_random.integers(WINDOW, DAYS - 300))
+        self.first = int(self.np_random.integers(WINDOW, DAYS - 300))
+        self.day = self.first
         return self.prices[self.day - WINDOW : self.day], {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 import ray
 import torch
 from gymnasium import spaces
-from r2d2_t_maze import BURN_IN, GAMMA, HIDDEN, LENGTH, Network, TMaze, success
+from r2d2_t_maze import BURN_IN, GAMMA, HIDDEN, LENGTH, Network, TMaze, measure_success
 
 import holdall.ray
 
@@ -31,7 +31,7 @@ ETA = 0.9
 
 @ray.remote(num_cpus=0.5, max_restarts=-1, max_task_retries=-1)
 class Actor:
-    """Plays several mazes at once. Each lane sometimes takes a random action."""
+    """Plays several mazes at the same time. Each lane sometimes takes a random action."""
 
     def __init__(self, number: int, writer: holdall.ray.Writer) -> None:
         torch.set_num_threads(1)
@@ -62,7 +62,7 @@ class Actor:
 
 
 class Learner:
-    """A recurrent double DQN with n-step targets, that can be saved in one step."""
+    """A recurrent double DQN with n-step targets, with its state in a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -85,7 +85,7 @@ class Learner:
             best = self.network(batch.next_obs.flatten(0, 1), after.flatten(0, 1))[0].argmax(dim=-1, keepdim=True)
             states = self.target.unroll(batch.obs, first, real)[2]
             following = self.target(batch.next_obs.flatten(0, 1), states.flatten(0, 1))[0].gather(-1, best)
-            goal = self.targets(batch, following.view(batch.reward.shape))
+            goal = self.compute_targets(batch, following.view(batch.reward.shape))
         error = values.gather(-1, batch.action.unsqueeze(-1)).squeeze(-1) - goal
         learned = real[:, BURN_IN:]
         error = torch.where(learned, error[:, BURN_IN:], 0.0)
@@ -98,7 +98,7 @@ class Learner:
         return (ETA * sizes.max(dim=1).values + (1 - ETA) * sizes.sum(dim=1) / steps).numpy()
 
     @staticmethod
-    def targets(batch: holdall.Batch, following: torch.Tensor) -> torch.Tensor:
+    def compute_targets(batch: holdall.Batch, following: torch.Tensor) -> torch.Tensor:
         """Return n-step targets, shorter ones where an episode or the sequence ends."""
         goal = batch.reward + GAMMA * following * ~batch.terminated
         ends = batch.terminated | batch.truncated | ~batch.mask
@@ -110,7 +110,7 @@ class Learner:
         return goal
 
     def save(self) -> None:
-        """Write everything, or nothing."""
+        """Write the state to a new file, and rename it. An interrupted save changes nothing."""
         states = {name: getattr(self, name).state_dict() for name in ("network", "target", "optimizer")}
         torch.save(states | {"update": self.update}, self.file.with_suffix(".new"))
         self.file.with_suffix(".new").replace(self.file)
@@ -151,7 +151,8 @@ def main(updates: int, folder: Path) -> None:
             memory.update_priorities(batch.ids, learner.learn(batch))  # 3
             if learner.update % 200 == 0:
                 learner.save()
-                print(f"update {learner.update}: {success(learner.network):.0%} of the mazes solved", flush=True)
+                share = measure_success(learner.network)
+                print(f"update {learner.update}: {share:.0%} of the mazes solved", flush=True)
         ray.get(playing)
         print(memory.report())
 

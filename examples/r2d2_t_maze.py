@@ -28,7 +28,7 @@ FORWARD, LEFT, RIGHT = range(3)
 
 
 class TMaze:
-    """Corridors side by side. An observation is the sign (only at the entrance), and whether this is the junction."""
+    """Several corridors. An observation is the sign (only at the entrance), and whether this is the junction."""
 
     def __init__(self, lanes: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ class TMaze:
         self.sign = self._rng.choice([LEFT, RIGHT], lanes)
 
     def obs(self) -> np.ndarray:
-        """Return what is seen now: left sign, right sign, junction."""
+        """Return the present observations: left sign, right sign, junction."""
         at_entrance = self.place == 0
         seen = [at_entrance & (self.sign == LEFT), at_entrance & (self.sign == RIGHT), self.place == CORRIDOR]
         return np.stack(seen, axis=1).astype(np.float32)
@@ -56,12 +56,13 @@ class TMaze:
         next_obs = self.obs()
         ended = terminated | truncated
         self.sign = np.where(ended, self._rng.choice([LEFT, RIGHT], len(ended)), self.sign)
-        self.place[ended] = self.steps[ended] = 0
+        self.place[ended] = 0
+        self.steps[ended] = 0
         return reward.astype(np.float32), next_obs, terminated, truncated
 
 
 class Network(torch.nn.Module):
-    """Values of actions after each observation. The state is a GRU's, or zeros that nothing reads."""
+    """A network that returns values of actions. Its state is that of a GRU, or zeros that are not used."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Network(torch.nn.Module):
         return [torch.stack(each, dim=1) for each in (values, before, after)]
 
 
-def new_memory() -> holdall.ReplayMemory:
+def make_memory() -> holdall.ReplayMemory:
     """Return a memory that keeps, with every step, the recurrent state before it."""
     state = spaces.Box(-np.inf, np.inf, (HIDDEN,), np.float32)
     return holdall.ReplayMemory(
@@ -107,7 +108,7 @@ def new_memory() -> holdall.ReplayMemory:
 
 
 def learn(memory: holdall.ReplayMemory, network: Network, target: Network, optimizer: torch.optim.Optimizer) -> None:
-    """Draw sequences, start each from its stored state, learn from what follows the burn-in, and store fresh states."""
+    """Draw sequences, start from their stored states, learn from the steps after the burn-in, and store new states."""
     batch = memory.sample(BATCH)  # 2: fields are (batch, burn_in + length, ...)
     first = batch.extras["hidden"][:, 0]
     real = batch.mask
@@ -126,11 +127,11 @@ def learn(memory: holdall.ReplayMemory, network: Network, target: Network, optim
 
 
 def train(recurrent: bool, ticks: int) -> tuple[Network, holdall.ReplayMemory]:
-    """Play in all lanes, and learn once a tick."""
+    """Play in all lanes, and learn once per tick."""
     torch.manual_seed(0)
     maze = TMaze(LANES, seed=1)
     rng = np.random.default_rng(2)
-    memory = new_memory()
+    memory = make_memory()
     network = Network(recurrent)
     target = Network(recurrent)
     optimizer = torch.optim.Adam(network.parameters(), 2e-3)
@@ -152,7 +153,7 @@ def train(recurrent: bool, ticks: int) -> tuple[Network, holdall.ReplayMemory]:
     return network, memory
 
 
-def success(network: Network, lanes: int = 400) -> float:
+def measure_success(network: Network, lanes: int = 400) -> float:
     """Return the share of mazes in which the best actions turn the right way."""
     maze = TMaze(lanes, seed=3)
     state = torch.zeros(lanes, HIDDEN)
@@ -168,9 +169,9 @@ def success(network: Network, lanes: int = 400) -> float:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the networks are small
+    torch.set_num_threads(1)  # The networks are small.
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 48_000
     for name, recurrent in (("without a memory", False), ("with a recurrent state", True)):
         network, memory = train(recurrent, steps // LANES)
-        print(f"{name}: {success(network):.0%} of the mazes solved")
+        print(f"{name}: {measure_success(network):.0%} of the mazes solved")
     print(memory.report())

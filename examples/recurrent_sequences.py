@@ -5,7 +5,7 @@
 
     python examples/recurrent_sequences.py [STEPS]
 
-CartPole without its velocities: only a network with a memory of its own can balance it.
+The task is CartPole without velocities. Only a network with a state of its own can balance the pole.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""A camera and a vector, SAC, and a replay buffer that did not fit: what the note advised, as it would be written.
+"""SAC on a camera and a vector, with a replay buffer that did not fit. The code follows the advice of the note.
 
-For `holdall lint` to read. The mistakes are the note's and are left in; it is not meant to be run.
+`holdall lint` reads this file. It has the mistakes of the note, and is not meant to be run.
 """
 
 import gymnasium as gym

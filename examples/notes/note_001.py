@@ -1,6 +1,6 @@
-"""A hand-written buffer of market windows whose saving ran out of memory, so that saving was switched off.
+"""A hand-written buffer of market windows. Saving it took more memory than there was, so saving was switched off.
 
-For `holdall lint` to read. The mistakes are the note's and are left in; it is not meant to be run.
+`holdall lint` reads this file. It has the mistakes of the note, and is not meant to be run.
 """
 
 import gzip

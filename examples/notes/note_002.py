@@ -1,6 +1,6 @@
-"""Three ways to turn trajectories into tensors that were to save memory.
+"""Ways to turn trajectories into tensors that were meant to save memory.
 
-For `holdall lint` to read. The mistakes are the note's and are left in; it is not meant to be run.
+`holdall lint` reads this file. It has the mistakes of the note, and is not meant to be run.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""A process of 20 GB with 53 threads, and what was set to make it smaller.
+"""A process of 20 GB with 53 threads, and the settings that were meant to make it smaller.
 
-For `holdall lint` to read. The mistakes are the note's and are left in; it is not meant to be run.
+`holdall lint` reads this file. It has the mistakes of the note, and is not meant to be run.
 """
 
 import os

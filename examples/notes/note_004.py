@@ -1,6 +1,6 @@
-"""PPO on stacked screens of a handheld console, worked out by hand and called well within 32 GB.
+"""PPO on stacked screens of a handheld console. A calculation by hand said that it takes much less than 32 GB.
 
-For `holdall lint` to read. The mistakes are the note's and are left in; it is not meant to be run.
+`holdall lint` reads this file. It has the mistakes of the note, and is not meant to be run.
 """
 
 import gymnasium as gym
