@@ -2,12 +2,13 @@
 
     python benchmarks/memory/replay.py [--case atari] [--compressed PREFER] [--short] [--json FILE]
 
-**Bytes per transition** are the slope of a least-squares line through the unique set size (USS) of a fresh process
-while one buffer fills. At every reading, the feed waits for the compressor, because a training is slower than it.
-budget.py measures a feed at full speed. Memory is read at the first step of each segment, since an open segment takes
-up to 16 MiB, which are freed when it is compressed. The fixed cost is where the line begins: libraries and tables. If
-another process that uses the same libraries starts or ends meanwhile, their pages change from private to shared or
-back. Then the line through anonymous pages alone has another slope, and the figure is taken from that line.
+**Bytes per transition** are the slope of a line through the unique set size (USS) of a fresh process while one buffer
+fills (shared/line.py). At every reading, the feed waits for the compressor, because a training is slower than it, and
+the C library gives back what it keeps of freed memory. budget.py measures a feed at full speed. Memory is read at the
+first step of each segment, since an open segment takes up to 16 MiB, which are freed when it is compressed. The fixed
+cost is where the line begins: libraries and tables. If another process that uses the same libraries starts or ends
+meanwhile, their pages change from private to shared or back. Then the line through anonymous pages alone has another
+slope, and the figure is taken from that line.
 
 A short run is too short for the bytes of a compressed game: they are fewer than what the process frees meanwhile.
 
@@ -24,6 +25,7 @@ The exit status is 1 if a bar is missed. `--trace FILE` plays a recorded trace i
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import subprocess
@@ -105,9 +107,9 @@ def measure_memory(case: Case, side_name: SideName, wanted: argparse.Namespace) 
             if is_due or is_new_segment:
                 side.memory.store.wait_idle()
         if is_due and count >= first:
-            readings.append((count, held_bytes()))
+            readings.append((count, read_memory()))
         if is_new_segment and count >= first:
-            segment_readings.append((count, held_bytes()))
+            segment_readings.append((count, read_memory()))
     if len(segment_readings) >= MIN_SEGMENTS:
         readings = segment_readings
     slope, intercept = line_through([(count, held.unique) for count, held in readings])
@@ -119,6 +121,12 @@ def measure_memory(case: Case, side_name: SideName, wanted: argparse.Namespace) 
         "held_bytes": readings[-1][1].anonymous - start.anonymous,
         "transitions": readings[-1][0],
     }
+
+
+def read_memory() -> HeldMemory:
+    """Return what the process holds, without memory that the C library keeps for later allocations."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return held_bytes()
 
 
 # ---------------------------------------------------------------- times, both sides in one process

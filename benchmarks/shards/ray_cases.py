@@ -4,8 +4,8 @@ The buffers take turns, and another one begins every round, so that other load o
 CPU times are those that the kernel counts, of the learner or writer, of the shards and of Ray's own processes.
 
 `kill` kills one shard after another with SIGKILL while batches are drawn. The shards have journals. `machines` loses,
-freezes and cuts off a machine of a small cluster. It runs tests/shards/chaos/story.py, which also checks every bit and
-every acknowledgement.
+freezes and cuts off a machine of a small cluster. It runs tests/shards/chaos/machine_loss.py, which also checks every
+bit and every acknowledgement.
 """
 
 from __future__ import annotations
@@ -285,9 +285,9 @@ def kill(recording: Recording, rounds: int) -> dict[str, Any]:
 def machines(_recording: Recording, _rounds: int) -> dict[str, Any]:
     """Lose, freeze and cut off a machine, each in a cluster of its own. Only root can cut a machine off."""
     sys.path.append(str(ROOT))
-    telling: Any = importlib.import_module("tests.shards.chaos.telling")
+    machine_loss: Any = importlib.import_module("tests.shards.chaos.machine_loss")
     apart = importlib.import_module("tests.shards.nodes").can_be_apart()
-    return {story: telling.told(story) for story in telling.STORIES if story != "cut" or apart}
+    return {fault: machine_loss.lose_machine(fault) for fault in machine_loss.FAULTS if fault != "cut" or apart}
 
 
 def _killed(side: HoldallSide, shard: int) -> tuple[float, float, float]:

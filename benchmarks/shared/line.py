@@ -1,4 +1,4 @@
-"""The least-squares line through readings of a process's memory."""
+"""The line through readings of what a process holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import numpy as np
 
 
 def line_through(readings: list[tuple[int, int]]) -> tuple[float, float]:
-    """Return the slope and the intercept of the least-squares line."""
-    held, taken = np.array(readings, np.float64).T
-    slope, intercept = np.polyfit(held, taken, 1)
-    return float(slope), float(intercept)
+    """Return slope and intercept of the line of Theil and Sen through (count, bytes).
+
+    The slope is the median of the slopes between any two readings. Memory that a process uses for a while, such as for
+    the choice of a codec, would bend a least-squares line.
+    """
+    count, nbytes = np.array(readings, np.float64).T
+    first, second = np.triu_indices(len(count), 1)
+    slope = np.median((nbytes[second] - nbytes[first]) / (count[second] - count[first]))
+    return float(slope), float(np.median(nbytes - slope * count))
