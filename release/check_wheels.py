@@ -37,7 +37,7 @@ REQUIRED_FILES = (
 
 
 class WheelError(Exception):
-    """A wheel is not what its name says."""
+    """A wheel has a wrong name or wrong contents."""
 
 
 def inspect(wheel: Path) -> None:
@@ -55,9 +55,10 @@ def inspect(wheel: Path) -> None:
         raise WheelError(f"{wheel.name} contains sources: {sources}")
 
 
-def runs_here(wheel: Path) -> bool:
+def can_run_here(wheel: Path) -> bool:
     """Return whether this machine can load the native module of a wheel."""
-    system, *_, machine = sysconfig.get_platform().split("-")  # linux-x86_64, macosx-11.0-arm64, win-amd64
+    # The platform is, for example, linux-x86_64, macosx-11.0-arm64 or win-amd64.
+    system, *_, machine = sysconfig.get_platform().split("-")
     platform = wheel.name.removesuffix(".whl").split("-")[-1]
     return system in platform and platform.endswith(machine)
 
@@ -74,7 +75,7 @@ def run_wheel(python: str, wheel: Path, tests: bool) -> str:
         command = [str(inside), str(ROOT / "release" / "smoke.py")]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=bare, cwd=folder)
         if tests:
-            # The tests of the source distribution belong to the wheel. Those of the working tree may be newer.
+            # The tests of the source distribution belong to the wheel. The tests of the working tree may be newer.
             (archive,) = wheel.parent.glob("holdall-*.tar.gz")
             with tarfile.open(archive) as opened:
                 opened.extractall(folder, filter="data")
@@ -85,7 +86,7 @@ def run_wheel(python: str, wheel: Path, tests: bool) -> str:
 
 
 def find_pythons() -> list[str]:
-    """Return one working Python of every version. Those of pyenv are not in PATH."""
+    """Return one working Python of every version. The versions of pyenv are not in PATH."""
     found: dict[str, str] = {}
     kept = Path.home() / ".pyenv" / "versions"
     for python in (*PYTHONS, *map(str, sorted(kept.glob("3.1[1-9].*/bin/python")))):
@@ -109,7 +110,7 @@ def main() -> None:
         raise WheelError(f"there is no wheel in {given.folder}")
     for wheel in wheels:
         inspect(wheel)
-        if not runs_here(wheel):
+        if not can_run_here(wheel):
             print(f"{wheel.name}: inspected, not run on this machine", flush=True)
             continue
         for python in given.python or find_pythons():

@@ -1,7 +1,7 @@
-"""Print what pyproject.toml requires, one requirement a line, for `pip install -r`.
+"""Print the requirements of pyproject.toml, one per line, for `pip install -r`.
 
-python release/dependencies.py --build            # what the build needs
-python release/dependencies.py sb3 dev            # what holdall needs, with two extras
+python release/dependencies.py --build            # the requirements of the build
+python release/dependencies.py sb3 dev            # the requirements of holdall, with two extras
 python release/dependencies.py --oldest sb3 cloud # the oldest versions that are allowed, for `pip install -c`
 """
 
@@ -20,14 +20,14 @@ def main() -> None:
     """Print the requirements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", help="optional dependencies that are wanted")
-    parser.add_argument("--build", action="store_true", help="print what the build needs instead")
+    parser.add_argument("--build", action="store_true", help="print the requirements of the build")
     parser.add_argument("--oldest", action="store_true", help="print `name==lowest version`")
     options = parser.parse_args()
     declared = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text(encoding="utf-8"))
     requirements = (
         declared["build-system"]["requires"] if options.build else list_dependencies(declared, options.extras)
     )
-    print("\n".join(oldest_versions(requirements) if options.oldest else requirements))
+    print("\n".join(list_oldest_versions(requirements) if options.oldest else requirements))
 
 
 def list_dependencies(declared: dict[str, Any], extras: list[str]) -> list[str]:
@@ -36,7 +36,7 @@ def list_dependencies(declared: dict[str, Any], extras: list[str]) -> list[str]:
     return [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
 
 
-def oldest_versions(requirements: list[str]) -> list[str]:
+def list_oldest_versions(requirements: list[str]) -> list[str]:
     """Return a line for every requirement that has a lower bound."""
     bounds = (LOWER_BOUND.match(requirement) for requirement in requirements)
     return sorted({f"{bound[1]}=={bound[2]}" for bound in bounds if bound})

@@ -8,11 +8,11 @@
 A mutant flips a comparison or a condition, shifts an index, swaps plus and minus, or drops a call such as a sync. The
 seed decides which mutants are made. C mutants that compile to the same object file as the original are not made.
 
-`trace` runs the tests of `make test` once, without a mutant. Tests that fail or are skipped on this machine have no say
-afterwards. A Python mutant is tried with the tests that run its line, a C mutant with the tests of its part (`PARTS`).
-Both end at the first failure. A test that hangs counts as a failure. A mutant whose tests need more than `--seconds`
-is "unfinished", and a later run with more time tries it again. `run --again --tests tests/crash` tries survivors with
-further tests, and `--nightly` with those that `make test` leaves out.
+`trace` runs the tests of `make test` once, without a mutant. Tests that fail or are skipped on this machine are not
+used afterwards. A Python mutant is tried with the tests that run its line, a C mutant with the tests of its part
+(`PARTS`). Both end at the first failure. A test that hangs counts as a failure. A mutant whose tests need more than
+`--seconds` is "unfinished", and a later run with more time tries it again. `run --again --tests tests/crash` tries
+survivors with further tests, and `--nightly` with those that `make test` leaves out.
 
 `trace` needs coverage and pytest-cov, which `make setup` does not install.
 """
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache" / "mutants"
 COPIED = ("src", "tests", "docs", "examples", "benchmarks", "release", ".ci", ".github")
 HANG_S = 90
-"""Seconds without a finished test after which the tests are said to hang."""
+"""Seconds without a finished test after which the tests count as hanging."""
 MAX_FILE_S = 400
 MAX_MEMORY_BYTES = 8 << 30
 MIN_NOTICED = 0.9
@@ -155,7 +155,7 @@ def mutate_python(part: Part, path: Path) -> Iterator[Mutant]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.expr | ast.stmt) or id(node) in annotations:
             continue
-        for kind, changed in _mistakes_of(node):
+        for kind, changed in _list_mistakes(node):
             before = ast.get_source_segment(text, node)
             if before is None or "\n" in before:
                 continue
@@ -172,7 +172,7 @@ def mutate_python(part: Part, path: Path) -> Iterator[Mutant]:
 
 
 def _is_same_code(text: str, node: ast.AST) -> bool:
-    """Return whether a piece of the file is `node`. Inside f-strings, older versions of Python give other places."""
+    """Return whether `text` is the code of `node`. Older versions of Python give wrong places inside f-strings."""
     try:
         (statement,) = ast.parse(text.strip()).body
     except (SyntaxError, ValueError):
@@ -205,7 +205,7 @@ def _find_typing(node: ast.AST) -> Iterator[ast.AST]:
         yield from ast.walk(node)
 
 
-def _mistakes_of(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def _list_mistakes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Yield kinds of mistakes, and the node that replaces `node`."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=right):
@@ -296,14 +296,14 @@ class NativeBuild:
         """Return whether a C mutant compiles to the original's object file, or None if it does not compile."""
         source = self._folder / "mutant" / Path(mutant.file).name
         source.parent.mkdir(exist_ok=True)
-        source.write_text(mutated_text(mutant), encoding="utf-8")
+        source.write_text(apply_mutant(mutant), encoding="utf-8")
         target = source.with_suffix(".o")
         if not self.compile(source, target):
             return None
         return target.read_bytes() == self._object(source.stem).read_bytes()
 
 
-def mutated_text(mutant: Mutant) -> str:
+def apply_mutant(mutant: Mutant) -> str:
     """Return the whole text of the file with the mistake in it."""
     lines = (ROOT / mutant.file).read_text(encoding="utf-8").splitlines(keepends=True)
     lines[find_line(mutant) - 1] = mutant.new_line
@@ -365,13 +365,13 @@ def read_mutants(folder: Path) -> list[Mutant]:
 
 
 class Recorder:
-    """A plugin of pytest that writes the outcome of each test to a file as soon as it is known."""
+    """A plugin of pytest that writes the outcome of each test to a file as soon as it is tried."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Write a test's call, or whatever else of it did not pass."""
+        """Write the outcome of a test's call, and of its set-up and tear-down if they failed."""
         if report.when == "call" or not report.passed:
             row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
             self._file.write(json.dumps(row) + "\n")
@@ -386,20 +386,20 @@ def run_pytest(options: argparse.Namespace) -> int:
     return int(pytest.main(options.arguments, plugins=[Recorder(options.record)]))
 
 
-def pytest_command(record: Path, *arguments: str) -> list[str]:
+def make_pytest_command(record: Path, *arguments: str) -> list[str]:
     """Return the command of a process that runs pytest."""
     common = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--hypothesis-seed=0", "--timeout=60"]
     return [sys.executable, str(Path(__file__)), "pytest", str(record), *common, *arguments]
 
 
-def environment_of(copy: Path) -> dict[str, str]:
+def make_environment(copy: Path) -> dict[str, str]:
     """Return environment variables with which `holdall` is imported from a copy."""
     path = os.pathsep.join(filter(None, [str(copy / "src"), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def make_copy(folder: Path) -> None:
-    """Copy all that tests need."""
+    """Copy all files that tests need."""
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
@@ -412,9 +412,9 @@ def make_copy(folder: Path) -> None:
 
 
 def trace(options: argparse.Namespace) -> int:
-    """Run the tests without a mutant, and store which pass, how long each takes, and which lines each of them runs.
+    """Run the tests without a mutant. Store which tests pass, their seconds, and the lines that each of them runs.
 
-    Every file of tests has a process of its own, so that one that crashes takes no other with it.
+    Every file of tests runs in its own process, so a crash does not affect other files.
     """
     options.folder.mkdir(parents=True, exist_ok=True)
     for path in (*options.folder.glob("coverage.*.db"), options.folder / "tests.jsonl"):
@@ -442,10 +442,10 @@ def _trace_file(options: argparse.Namespace, number: int, copy: Path, path: Path
     settings.write_text(f"[run]\nsource = {copy / 'src/holdall'}\ndata_file = {data}\ncore = ctrace\n")
     coverage = ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
     chosen = ["-m", "not nightly", f"--basetemp={copy.parent / f'tmp{number}'}", *options.pytest]
-    command = pytest_command(options.folder / "tests.jsonl", *coverage, *chosen, str(path.relative_to(copy)))
+    command = make_pytest_command(options.folder / "tests.jsonl", *coverage, *chosen, str(path.relative_to(copy)))
     with (copy.parent / f"trace{number}.log").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=copy, env=environment_of(copy), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=copy, env=make_environment(copy), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             process.wait(MAX_FILE_S)
@@ -502,7 +502,7 @@ class Tests:
             tests = {test for test in self.seconds if test.startswith(folders)}
         else:
             tests = self._by_line.get((mutant.file, find_line(mutant))) or self._by_file[mutant.file]
-            # What these tests run in processes of their own is not traced.
+            # Lines that these tests run in other processes are not traced.
             tests = tests | {test for test in self.seconds if part.more and test.startswith(part.more)}
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in tests:
@@ -560,7 +560,7 @@ class Runner:
             print(f"{row['outcome']}, {row['seconds']:.0f} s: {mutant.key}", flush=True)
 
     def _try(self, folder: Path, copy: Path, mutant: Mutant) -> Row | None:
-        """Return the outcome, or None if no test of this machine has a say or the time is over."""
+        """Return the outcome, or None if no test can be used or the time is over."""
         if self._tests is None:
             tests = self._options.tests
         else:
@@ -570,7 +570,7 @@ class Runner:
         path = copy / mutant.file
         is_native = path.suffix == ".c"
         original = path.read_text(encoding="utf-8")
-        path.write_text(mutated_text(mutant), encoding="utf-8")
+        path.write_text(apply_mutant(mutant), encoding="utf-8")
         try:
             if is_native:
                 changed = folder / "mutant.o"
@@ -596,9 +596,9 @@ class Runner:
         begun = time.monotonic()
         with (folder / "pytest.log").open("w") as log:
             process = subprocess.Popen(
-                pytest_command(record, *arguments),
+                make_pytest_command(record, *arguments),
                 cwd=copy,
-                env=environment_of(copy),
+                env=make_environment(copy),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -675,12 +675,12 @@ def table(options: argparse.Namespace) -> int:
     paths = [options.results, *options.more]
     fast = read_outcomes(*paths, selections=("fast",))
     both = read_outcomes(*paths)
-    mutants = [mutant for mutant in mutants if find_line(mutant)]  # Not those of lines that were changed since.
-    known = [mutant for mutant in mutants if mutant.key in both]
+    mutants = [mutant for mutant in mutants if find_line(mutant)]  # Lines of the others were changed later.
+    tried = [mutant for mutant in mutants if mutant.key in both]
 
     def count(outcomes: dict[str, str], name: str) -> int:
         return sum(
-            outcomes.get(mutant.key) in ("noticed", "timed out") for mutant in known if name in ("all", mutant.part)
+            outcomes.get(mutant.key) in ("noticed", "timed out") for mutant in tried if name in ("all", mutant.part)
         )
 
     # Without a nightly run, its column would only repeat the other one.
@@ -688,14 +688,14 @@ def table(options: argparse.Namespace) -> int:
     print(f"| part | mutants | {' | '.join(f'noticed by {title}' for title, _ in columns)} |")
     print(f"|---|--:|{'--:|' * len(columns)}")
     for name in (*(part.name for part in PARTS), "all"):
-        total = sum(name in ("all", mutant.part) for mutant in known)
+        total = sum(name in ("all", mutant.part) for mutant in tried)
         print(f"| {name} | {total} | {' | '.join(str(count(outcomes, name)) for _, outcomes in columns)} |")
     print()
-    for mutant in known:
+    for mutant in tried:
         if both[mutant.key] in ("survived", "unfinished"):
             print(f"* {both[mutant.key]}: `{mutant.key}`")
-    share = count(fast, "all") / max(len(known), 1)
-    print(f"\n{share:.1%} of {len(known)} mutants were noticed, {len(mutants) - len(known)} were not tried")
+    share = count(fast, "all") / max(len(tried), 1)
+    print(f"\n{share:.1%} of {len(tried)} mutants were noticed, {len(mutants) - len(tried)} were not tried")
     return int(share < MIN_NOTICED)
 
 
@@ -717,7 +717,7 @@ def main() -> int:
     for name, function in (("trace", trace), ("run", run)):
         command = add(name, function)
         command.add_argument("--jobs", type=int, default=2)
-        command.add_argument("--tests", nargs="+", help="these tests, in place of those that are chosen")
+        command.add_argument("--tests", nargs="+", help="use these tests instead of the chosen ones")
         command.add_argument("--pytest", action="append", default=[], help="a further argument for pytest")
     command.add_argument("--seconds", type=float, default=120, help="at most, for one mutant")
     command.add_argument("--minutes", type=float, default=600, help="at most, for all mutants")

@@ -38,7 +38,7 @@ LANES = 2
 """Suites that run at the same time. Most of them wait for servers and killed processes longer than they compute."""
 MIN_SUITE_S = 20.0
 """A suite with less time is not started."""
-LAST_WORDS_S = 30.0
+SUMMARY_S = 30.0
 """Time that pytest gets to write its summary when the time of a suite is over."""
 MARK = "HOLDALL_NIGHTLY_SUITE"
 """Environment variable by which the processes of a suite are found, also those that left its process group."""
@@ -56,43 +56,43 @@ class Suite:
     """Tests that run in one call of pytest."""
 
     name: str
-    minutes: float  # Its limit in a run of two hours. In a shorter run, the limits of all suites shrink alike.
+    minutes: float  # Its limit in a run of two hours. In a shorter run, the limits of all suites are shorter.
     arguments: tuple[str, ...]
     is_in_ci: bool = False
 
 
-def files(folder: str, *names: str) -> tuple[str, ...]:
+def list_files(folder: str, *names: str) -> tuple[str, ...]:
     """Return the paths of test files."""
     return tuple(f"tests/{folder}/test_{name}.py" for name in names)
 
 
 KILLS = "tests/crash/test_kills.py"
-STORES = files("crash", "blob_stores", "object_store", "lost_answers", "waiting", "remote_load", "remote_slots")
+STORES = list_files("crash", "blob_stores", "object_store", "lost_answers", "waiting", "remote_load", "remote_slots")
 CRASH = (
     f"{KILLS}::test_no_kill_loses_what_was_acknowledged",
-    *files("crash", "lerobot_kills", "loads_beside_saves", "strangers"),
+    *list_files("crash", "lerobot_kills", "loads_beside_saves", "strangers"),
 )
 DOCS = ("tests/test_code_blocks.py", "tests/test_notebooks.py", "tests/test_site.py")
-EXAMPLES = files("integration", "examples", "zoo")
-TOOLS = ("tests/integration/plan/test_plan.py", *files("integration", "bench", "bench_search", "demo"))
+EXAMPLES = list_files("integration", "examples", "zoo")
+TOOLS = ("tests/integration/plan/test_plan.py", *list_files("integration", "bench", "bench_search", "demo"))
 SUITES = (
     Suite("stores", 12, STORES, is_in_ci=True),
     Suite("shards", 14, ("tests/shards", "--ignore=tests/shards/chaos"), is_in_ci=True),
     Suite("crash", 12, CRASH, is_in_ci=True),
     Suite("docs", 10, (*DOCS, *EXAMPLES), is_in_ci=True),
     Suite("chaos", 24, ("tests/shards/chaos",), is_in_ci=True),
-    Suite("decoder", 12, files("fuzz", "sanitized", "decoder"), is_in_ci=True),
+    Suite("decoder", 12, list_files("fuzz", "sanitized", "decoder"), is_in_ci=True),
     Suite("tools", 10, TOOLS, is_in_ci=True),
     Suite("uploads", 12, (f"{KILLS}::test_no_kill_during_an_upload_loses_what_was_acknowledged",)),
-    Suite("faults", 12, files("crash", "faults", "damage", "collectors")),
-    Suite("power cuts", 16, files("crash", "power_cuts")),
-    Suite("interrupts", 24, files("crash", "interrupts")),
-    Suite("checkpoints", 16, files("fuzz", "checkpoints")),
+    Suite("faults", 12, list_files("crash", "faults", "damage", "collectors")),
+    Suite("power cuts", 16, list_files("crash", "power_cuts")),
+    Suite("interrupts", 24, list_files("crash", "interrupts")),
+    Suite("checkpoints", 16, list_files("fuzz", "checkpoints")),
     Suite("frameworks", 26, ("tests/integration", *(f"--ignore={file}" for file in (*EXAMPLES, *TOOLS)))),
     Suite("rest", 8, ("tests/unit",)),
     Suite("property", 24, ("tests/property", "tests/recorder", "tests/format", "-m", "nightly or not nightly")),
-    Suite("leaks", 10, files("fuzz", "leaks")),
-    Suite("soak", 10, files("fuzz", "soak")),
+    Suite("leaks", 10, list_files("fuzz", "leaks")),
+    Suite("soak", 10, list_files("fuzz", "soak")),
 )
 """Suites that a change of the code breaks most often come first."""
 
@@ -160,9 +160,8 @@ def main() -> int:
         return 0
     LOGS.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # So that the processes of the suites are ended, too.
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # A shell ignores interrupts for commands in the background.
+    # A shell ignores interrupts for commands in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes = run_all(suites, options.minutes * 60)
     print_summary(outcomes)
     return int(any(outcome.has_failed for outcome in outcomes))
@@ -216,7 +215,7 @@ def run_suite(suite: Suite, limit_s: float, is_stopped: Callable[[], bool]) -> O
             if status is None:
                 process.send_signal(signal.SIGINT)  # pytest then writes the errors of the tests that failed so far.
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(LAST_WORDS_S)
+                    process.wait(SUMMARY_S)
         finally:
             end_processes(process, mark)
     outcome = read_log(suite, log_file.read_text(encoding="utf-8", errors="replace"), time.monotonic() - begun)
@@ -225,7 +224,7 @@ def run_suite(suite: Suite, limit_s: float, is_stopped: Callable[[], bool]) -> O
     elif status == 1 and not outcome.failed:
         note = "a test failed, but the log does not name it"
         is_broken = True
-    elif status not in (0, 1, 5):  # 1: tests failed, and the log says which; 5: no test was selected.
+    elif status not in (0, 1, 5):  # 1: tests failed, and the log names them. 5: no test was selected.
         note = f"pytest ended with status {status}"
         is_broken = True
     return replace(outcome, note=note, is_broken=is_broken)
@@ -240,7 +239,7 @@ def wait_for(process: subprocess.Popen[bytes], end: float, is_stopped: Callable[
 
 
 def end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kill pytest and everything that it started: servers and Ray's processes have process groups of their own."""
+    """Kill pytest and everything that it started. Servers and Ray's processes are not in its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -279,7 +278,7 @@ def format_row(outcome: Outcome) -> str:
 
 
 def print_summary(outcomes: list[Outcome]) -> None:
-    """Print a row for each suite, why tests were skipped, the names of failed tests, and the sum."""
+    """Print a row for each suite, the reasons of skipped tests, the names of failed tests, and the total."""
     print(f"\n{'suite':12}{'passed':>8}{'skipped':>9}{'failed':>8}{'seconds':>9}")
     for outcome in outcomes:
         print(format_row(outcome))

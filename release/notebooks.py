@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 
 
 def main() -> None:
-    """Run them. End with an error at the first cell that fails."""
+    """Run the notebooks. End with an error at the first cell that fails."""
     for path in sorted(FOLDER.glob("*.ipynb")):
         try:
             NotebookClient(nbformat.read(path, as_version=4), timeout=300, kernel_name="python3").execute()

@@ -1,9 +1,9 @@
 """Rehearse a release with a package index on this machine: `make rehearsal`, after `make wheels`.
 
-Upload the files of dist with twine to pypiserver; install holdall from it into a clean environment; run
-release/smoke.py and the README's programs there; then yank the release, and see that pip no longer chooses it, and that
-who pins it still gets it. Dependencies come from where pip finds them. Nothing leaves the machine.
-Out: a line a step, with its seconds.
+The script uploads the files of dist with twine to pypiserver, and installs holdall from it into a clean environment.
+There it runs release/smoke.py and the README's programs. Then it yanks the release, and checks that pip no longer
+chooses it and still installs it for a pinned version. Dependencies are installed as usual. Nothing is sent to the
+real index. The script prints a line for each step, with its seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def run(*command: str | Path, fails: bool = False, cwd: Path = ROOT) -> str:
-    """Run a command, and end unless it succeeds, or fails where it should. Return what it printed."""
+    """Run a command, and return its output. End this script if the command fails, or succeeds in spite of `fails`."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     if bool(done.returncode) != fails:
@@ -39,21 +39,21 @@ def run(*command: str | Path, fails: bool = False, cwd: Path = ROOT) -> str:
 
 @contextlib.contextmanager
 def step(name: str) -> Iterator[None]:
-    """Print a step and how long it took."""
+    """Print the name of a step and its seconds."""
     begun = time.perf_counter()
     yield
     print(f"{name}: {time.perf_counter() - begun:.1f} s", flush=True)
 
 
-def environment(folder: Path, *packages: str) -> tuple[str | Path, ...]:
-    """Make an environment with these packages. Return its pip."""
+def make_environment(folder: Path, *packages: str) -> tuple[str | Path, ...]:
+    """Make an environment with `packages`. Return the command of its pip."""
     venv.create(folder, with_pip=True, clear=True)
     pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
     run(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", *packages)
     return pip
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -61,9 +61,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def index_server(tools: Path, kept: Path) -> Iterator[str]:
+def run_index(tools: Path, kept: Path) -> Iterator[str]:
     """Run pypiserver for a folder. Yield its address."""
-    port = free_port()
+    port = find_free_port()
     command = [tools / "bin" / "pypi-server", "run", "-i", "127.0.0.1", "-p", str(port), "-P", ".", "-a", ".", kept]
     server = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -78,7 +78,7 @@ def index_server(tools: Path, kept: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def yanked_index(kept: Path, folder: Path) -> Iterator[str]:
+def run_yanked_index(kept: Path, folder: Path) -> Iterator[str]:
     """Serve the same files as a yanked release. Pypiserver cannot yank."""
     page = folder / "simple" / "holdall"
     page.mkdir(parents=True)
@@ -101,8 +101,8 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
-def try_it(python: Path, folder: Path) -> None:
-    """Run what a new user runs: the smoke test, and the README's programs."""
+def run_first_programs(python: Path, folder: Path) -> None:
+    """Run the smoke test and the README's programs."""
     print(run(python, ROOT / "release" / "smoke.py", cwd=folder).strip())
     programs = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
     (folder / "readme.py").write_text("\n".join(programs), encoding="utf-8")
@@ -110,7 +110,7 @@ def try_it(python: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Rehearse it all."""
+    """Rehearse all steps of a release."""
     os.environ.pop("PYTHONPATH", None)
     files = [str(file) for file in (ROOT / "dist").glob("holdall-*") if file.suffix in {".whl", ".gz"}]
     if len(files) < 2:
@@ -120,9 +120,9 @@ def main() -> None:
         kept = Path(scratch, "kept")
         kept.mkdir()
         with step("environments, and the dependencies of holdall"):
-            environment(folder / "tools", "pypiserver", "twine")
-            pip = environment(folder / "clean", *PROJECT["dependencies"])
-        with index_server(folder / "tools", kept) as address:
+            make_environment(folder / "tools", "pypiserver", "twine")
+            pip = make_environment(folder / "clean", *PROJECT["dependencies"])
+        with run_index(folder / "tools", kept) as address:
             with step(f"upload {len(files)} files"):
                 upload = ("upload", "--non-interactive", "-u", "a", "-p", "b", "--repository-url", address)
                 run(folder / "tools" / "bin" / "twine", "check", "--strict", *files)
@@ -130,8 +130,8 @@ def main() -> None:
             alone = ("install", "--quiet", "--no-deps", "--no-cache-dir", "--force-reinstall", "--index-url")
             with step("install holdall, and run the smoke test and the README's programs"):
                 run(*pip, *alone, f"{address}/simple", "holdall")
-                try_it(folder / "clean" / "bin" / "python", folder)
-        with step("yank"), yanked_index(kept, folder / "yanked") as address:
+                run_first_programs(folder / "clean" / "bin" / "python", folder)
+        with step("yank"), run_yanked_index(kept, folder / "yanked") as address:
             run(*pip, "uninstall", "--quiet", "--yes", "holdall")
             run(*pip, *alone, address, "holdall", fails=True)
             run(*pip, *alone, address, f"holdall=={PROJECT['version']}")

@@ -20,8 +20,8 @@ STEPS = 3_000
 SHAPE = (4, 42, 42)
 
 
-def frames() -> np.ndarray:
-    """Return a window that moves over pictures that repeat in part."""
+def make_stacks() -> np.ndarray:
+    """Return stacks of four pictures, which have some content in common."""
     random = np.random.default_rng(0)
     noise = random.integers(0, 40, (STEPS + 4, *SHAPE[1:]), np.uint8)
     noise[:, 8:] //= 20
@@ -38,9 +38,9 @@ def check(memory: holdall.ReplayMemory, stacks: np.ndarray) -> None:
 
 
 def main() -> None:
-    """Run it all."""
+    """Fill, save and load a memory, and check its rows."""
     warnings.simplefilter("error")
-    stacks = frames()
+    stacks = make_stacks()
     with tempfile.TemporaryDirectory() as folder:
         memory = holdall.ReplayMemory(
             gym.spaces.Box(0, 255, SHAPE, np.uint8), gym.spaces.Discrete(3), STEPS, budget=None, seed=0

@@ -2,8 +2,8 @@
 
     python release/wheels.py [--out dist]
 
-The wheel is built from the source distribution, which therefore has to be complete. release/check_wheels.py then checks
-both and tests the wheel. For other platforms, .github/workflows/release.yml builds wheels from the same archive.
+The wheel is built from the source distribution, so that a missing source file is noticed. release/check_wheels.py then
+checks both and tests the wheel. For other platforms, .github/workflows/release.yml builds wheels from the same archive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(*command: str | Path) -> None:
 
 
 def main() -> None:
-    """Build, then check."""
+    """Build the distributions, and check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist")
     out = parser.parse_args().out.resolve()
