@@ -230,11 +230,11 @@ OLD_MISTAKES = {
         "",
         r"signed integer overflow|OSError: \[Errno 22\]",  # Some positions only reach the system, which refuses them.
     ),
-    "an unsound group passes": OldMistake(
-        "_native/coded.c",
-        "return c->group >= 1 && c->group <= MAX_UNIT_SLICES && c->group * coded_bytes(form) <= INT32_MAX / 4;",
-        "return c->group >= 1;",
-        "MemoryError|AddressSanitizer|runtime error",
+    "a unit has fewer bytes than its colours take": OldMistake(
+        "_native/colours.c",
+        "if (length < 1 || 1 + 4 * (int64_t)from[0] > length) return -1;",
+        "if (length < 1) return -1;",
+        "AddressSanitizer|runtime error",
     ),
 }
 
