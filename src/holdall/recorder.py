@@ -44,7 +44,7 @@ class _Lanes(NamedTuple):
     obs_leaves: list[Array]  # Copies of `obs`, leaf by leaf.
     ended: Flags  # Lanes whose episode ended and that were not reset since.
     running: Flags  # Lanes whose last transition did not end its episode.
-    is_step_incomplete: bool = False  # Whether a later step failed or was interrupted. All lanes must be reset.
+    is_incomplete: bool = False  # Whether a later step or reset failed or was interrupted. All lanes must be reset.
 
 
 class Recorder:
@@ -115,7 +115,7 @@ class Recorder:
         state = self._reset_where_needed()
         if self._is_checking_writers:
             self._check_writers(state.running)
-        self._state = state._replace(is_step_incomplete=True)
+        self._state = state._replace(is_incomplete=True)
         accepted_actions = self._source.convert_actions(self._schema.action, actions, action, state.obs)
         returned, result = self._source.step(accepted_actions)
         obs_after = self._flatten_observation(result.obs)
@@ -165,7 +165,7 @@ class Recorder:
         mask = np.ones(self._lanes, np.bool_)
         if options is not None and "reset_mask" in options:
             mask = fit_flags(options["reset_mask"], (self._lanes,), "options['reset_mask']")
-            if (state is None or state.is_step_incomplete) and not mask.all():
+            if (state is None or state.is_incomplete) and not mask.all():
                 raise ArgumentError(
                     f"options['reset_mask'] leaves out lanes {_list_lanes(~mask)}, whose observations are not known. "
                     "Reset all lanes first."
@@ -176,6 +176,9 @@ class Recorder:
                 f"A reset would cut the episodes of lanes {_list_lanes(cut)} within a rollout, and their advantages "
                 "would reach into other episodes. Call memory.reset() first, which begins a new rollout."
             )
+        if state is not None:
+            # If the environment raises, or the call is interrupted, some lanes may have been reset.
+            self._state = state._replace(is_incomplete=True)
         returned, obs = self._source.reset(seed, None if options is None else dict(options))
         obs_leaves = [np.array(leaf, order="C") for leaf in self._flatten_observation(obs)]
         if state is not None and not mask.all():
@@ -327,7 +330,7 @@ class Recorder:
             state = self._state
             if state is None or self._reward_dtype is None:
                 return np.zeros_like(mask)  # This recorder has added nothing that could be cut.
-            return mask & (state.running | state.is_step_incomplete)
+            return mask & (state.running | state.is_incomplete)
         cut = np.zeros(self._lanes, np.bool_)
         next_id = self.memory.next_id
         if next_id > 0:
@@ -340,7 +343,7 @@ class Recorder:
     def _find_lanes_to_reset(self) -> Flags | None:
         """Return the lanes that must be reset before they are stepped, or None if there are none."""
         state = self._state
-        if state is None or state.is_step_incomplete:
+        if state is None or state.is_incomplete:
             return np.ones(self._lanes, np.bool_)
         return state.ended.copy() if self._mode == DISABLED and np.count_nonzero(state.ended) else None
 

@@ -378,6 +378,31 @@ def test_a_return_does_not_reach_beyond_an_interrupted_step() -> None:
     assert {float(memory.sample(1).reward[0]) for _ in range(40)} == {seen.reward for seen in env.log}
 
 
+def test_no_transition_begins_before_an_interrupted_reset() -> None:
+    """The environment was reset, so an observation of before does not lead to the next one."""
+
+    class Interrupted(WatchedEnv):
+        is_interrupted = False
+
+        def reset(self, **options: Any) -> Any:
+            returned = super().reset(**options)
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return returned
+
+    env = Interrupted("vector", 0.0, seed=0)
+    memory = make_memory(env)
+    recorder = holdall.Recorder(env, memory)
+    recorder.step(1)
+    env.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        recorder.reset()
+    env.is_interrupted = False
+    recorder.step(1)
+    recorder.step(1)
+    assert_holds(memory, [env.log])
+
+
 def test_a_step_of_an_environment_that_fails_is_not_added() -> None:
     class Failing(InPlaceVectorEnv):
         fails = False

@@ -261,3 +261,21 @@ def test_raw_blocks_are_freed_when_they_are_compressed_or_evicted(spills: bool, 
         memory.store.wait_idle()
         assert count_raw_bytes(memory) < 2 * MIB
         assert memory.report().total_bytes <= 8 * MIB
+
+
+def test_a_memory_whose_first_frames_are_noise_does_not_warn_of_drops_that_never_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first compressed blocks say little about the later ones."""
+    image = spaces.Box(0, 255, (84, 84), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (3_000, 84, 84), np.uint8)
+    with ReplayMemory(image, spaces.Discrete(2), capacity=20_000, budget="64MiB") as memory:
+        for step in range(10_000):
+            obs = noise[min(step, len(noise) - 1)]
+            next_obs = noise[min(step + 1, len(noise) - 1)]
+            memory.add(obs, 0, 0.0, next_obs, terminated=False, truncated=False)
+        memory.store.wait_idle()
+        assert memory.report().dropped_early == 0
+        assert len(memory) == 10_000
+    assert "holds about" not in caplog.text
+    assert "dropped early" not in caplog.text

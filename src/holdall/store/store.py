@@ -503,11 +503,14 @@ class Store:
         self._compactor.offer(block, coded)
 
     def _log_fit(self, inventory: Inventory) -> None:
-        """Log once how many transitions the limit holds, if that is known and less than the capacity."""
+        """Log once how many transitions the limit holds, if that is less than the capacity.
+
+        An estimate from the first compressed blocks can be several times too low, so half of the limit is in use first.
+        """
         if self._is_fit_logged:
             return
         ticks = placement.count_ticks_that_fit(inventory.holdings, self.budget)
-        if ticks is None:
+        if ticks is None or 2 * inventory.holdings.memory_bytes < (self.budget.max_held_bytes or 0):
             return
         self._is_fit_logged = True
         if ticks < self._capacity_ticks:
