@@ -53,11 +53,20 @@ def describe_run(settings: dict[str, Any] | None = None, packages: Iterable[str]
     return {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python", str(shown), *sys.argv[1:]]),
+        "command": " ".join(["python", str(shown), *_list_options()]),
         "machine": machine(),
         "versions": versions(*packages),
         "settings": settings or {},
     }
+
+
+def _list_options() -> list[str]:
+    """Return the options of the command line as others can use them: without the file of results, and without paths."""
+    options = sys.argv[1:]
+    if "--json" in options:
+        at = options.index("--json")
+        del options[at : at + 2]
+    return ["DATA" if Path(option).is_absolute() else option for option in options]
 
 
 def store(file: Path, figures: Iterable[Figure], run: dict[str, Any]) -> None:

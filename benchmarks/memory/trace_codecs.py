@@ -348,7 +348,7 @@ def main() -> None:
         show_presets(wanted)
         return
     if wanted.video:
-        named = {name: TRACES[name] for name in wanted.traces}
+        named = {name: TRACES[name] for name in wanted.traces if name in TITLES}  # The others are no images.
         found = importlib.import_module("video").compare_with_video(wanted.folder, named)
         figures = [figure for name, row in found.items() for figure in figures_of_video(name, row)]
     else:

@@ -28,12 +28,16 @@ def versions(*others: str) -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit that is measured, marked if files differ from it, or None outside a repository."""
+    """Return the commit that is measured, marked if its code differs, or None outside a repository.
+
+    Results of earlier runs do not count as a difference.
+    """
     try:
         head = _git("rev-parse", "HEAD")
-        return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{head}-dirty" if changed else head
 
 
 def _git(*arguments: str) -> str:
