@@ -216,6 +216,7 @@ def test_a_mirror_that_does_not_answer_delays_no_local_checkpoint(unused_endpoin
         memory.close(timeout=1)
     with ReplayMemory.load(tmp_path) as loaded:
         require_right(loaded)
+        loaded.save(tmp_path).result(SOON_S)  # `close` released the lock of the directory.
 
 
 STAGES = {

@@ -136,7 +136,10 @@ class SaveHandle:
         return checkpoint
 
     def cancel(self) -> None:
-        """Cancel this save and its copy in the mirror. `result` then raises. Later saves are not affected."""
+        """Cancel this save, and every copy to its mirror that is queued or in progress. Later saves are not affected.
+
+        `result` then raises, unless the checkpoint was complete already.
+        """
         self._saver.cancel(self)
         if self.mirror is not None:
             self.mirror.cancel()
@@ -220,7 +223,7 @@ class CheckpointPlace:
     def commit(self, manifest: Manifest) -> Manifest:
         """Create the manifest, whose files exist. Return it. It has a higher number if its own was taken.
 
-        When this returns, no other writer has held the lock since `open`, so no file was removed.
+        When this returns, this writer has held the lock without a break since `open`, so nobody has removed a file.
         """
         self._require_files(manifest)
         raw = encode(manifest)
@@ -264,7 +267,8 @@ class Saver:
         self.url = url
         self.mirrors: dict[str, CheckpointMirror] = {}
         self.waiting = Waiting(url)
-        self._place: CheckpointPlace | None = None  # Made by the first save, because an object store needs a package.
+        # Made by the first save, because opening an object store needs a package that may be missing.
+        self._place: CheckpointPlace | None = None
         self._saved = saved or SavedRecords()
         self._encoder = BlockEncoder()
         self._has_leftovers = True  # Whether there may be files that no checkpoint names.
@@ -277,7 +281,8 @@ class Saver:
         """Take a snapshot and queue it.
 
         Args:
-            take_snapshot: Called while the queue is locked, so that snapshots are saved in the order of their moments.
+            take_snapshot: Called while the queue is locked, so that snapshots are saved in the order in which they were
+                taken.
             keep: Number of checkpoints to keep. None, for shards: see `retention.collect`.
         """
         handle = SaveHandle(self)
@@ -301,13 +306,17 @@ class Saver:
         """Wait for every save, and release the place. Raise CheckpointError if a save makes no progress."""
         began = time.monotonic() if began is None else began
         self._is_closing = True
-        try:
-            self._thread.end(timeout, began)
-        finally:
+        # The stack calls all of them, the last one first, also if one raises.
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._release_unless_busy)
             for mirror in self.mirrors.values():
-                mirror.close(timeout, began)
-            if not self._thread.is_busy:  # If a disk hangs, the lock ends with the program.
-                self.release()
+                closing.callback(mirror.close, timeout, began)
+            self._thread.end(timeout, began)
+
+    def _release_unless_busy(self) -> None:
+        """Release the place. A thread that hangs in a call of the disk keeps the lock until the process ends."""
+        if not self._thread.is_busy:
+            self.release()
 
     def release(self) -> None:
         """Release the lock of the place."""
@@ -439,7 +448,7 @@ class Savers:
             return saver
 
     def after_fork(self) -> None:
-        """In a forked child, close the copies of locks, which would refuse other writers after the parent has ended."""
+        """In a forked child, close the inherited lock files, because other writers are refused while they are open."""
         self._lock = threading.Lock()
         for saver in self._savers.values():
             saver.release()
