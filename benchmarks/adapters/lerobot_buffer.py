@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lerobot_source import load_module
 from results import Figure, describe_run, store
-from shared.line import line_through
+from shared.line import fit_line
 from shared.process import emit
 
 KEYS = ("observation.images.front", "observation.images.wrist")
@@ -169,7 +169,7 @@ def measure_bytes(case: str, rows: tuple[int, int]) -> dict[str, float]:
     state = 4 * (2 * 3 * SIDE_PX**2 + 18)
     others = 4 * 4 + 4 + 2 + 4
     return {
-        "holdall, compressed": line_through(readings)[0],
+        "holdall, compressed": fit_line(readings)[0],
         "reported": buffer.report().total_bytes / last,
         "LeRobot": 2 * state + others,
         "LeRobot, optimize_memory": state + others,

@@ -38,7 +38,7 @@ from holdall.torchrl import HoldallStorage
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from results import Figure, describe_run, show, store
-from shared.line import line_through
+from shared.line import fit_line
 from shared.process import emit
 from shared.streams import Step, Stream, atari, camera
 
@@ -108,7 +108,7 @@ def footprint(case: str, side: str, is_short: bool) -> dict[str, Any]:
             reported = buffer.storage.memory.report().bytes_per_transition
         else:
             reported = None
-    return {"bytes": line_through(readings)[0], "elements": [first, last], "reported_bytes": reported}
+    return {"bytes": fit_line(readings)[0], "elements": [first, last], "reported_bytes": reported}
 
 
 def times(case: str, is_short: bool) -> dict[str, Any]:

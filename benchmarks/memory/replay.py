@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from results import Figure, describe_run, show, store
 from shared.cases import BATCH, CASES, SIDES, Case, Side, SideName, Sizes, libraries_of, sb3_capacity
-from shared.line import line_through
+from shared.line import fit_line, fit_median_line
 from shared.process import emit
 from shared.streams import Stream
 
@@ -112,8 +112,9 @@ def measure_memory(case: Case, side_name: SideName, wanted: argparse.Namespace) 
             segment_readings.append((count, read_memory()))
     if len(segment_readings) >= MIN_SEGMENTS:
         readings = segment_readings
-    slope, intercept = line_through([(count, held.unique) for count, held in readings])
-    anonymous_slope, _ = line_through([(count, held.anonymous) for count, held in readings])
+    fit = fit_line if side_name == "sb3" or wanted.compressed is None else fit_median_line
+    slope, intercept = fit([(count, held.unique) for count, held in readings])
+    anonymous_slope, _ = fit([(count, held.anonymous) for count, held in readings])
     is_disturbed = abs(slope - anonymous_slope) > SAME_SLOPE * anonymous_slope
     return {
         "bytes_per_transition": anonymous_slope if is_disturbed else slope,
