@@ -231,7 +231,7 @@ TABLES: dict[str, Table] = {
         page=README,
     ),
     "replay": Table("replay", "a transition takes", REPLAY | WRONG, without="compressed"),
-    "compressed": Table("replay", "a transition takes", REPLAY | WRONG, without="^((?!compressed).)*$"),
+    "compressed": Table("replay", "a transition takes", REPLAY | WRONG, without="^((?!compressed).)*$|Pong|Breakout"),
     "libraries-atari": Table("libraries", "Seaquest, 20,000 transitions of 4 frames", LIBRARIES, begins="Seaquest: "),
     "libraries-camera": Table("libraries", "rover camera and 6 floats, 20,000", LIBRARIES, begins="camera: "),
     "ways": Table("libraries", "10,000 transitions", WAYS, begins="ways: "),

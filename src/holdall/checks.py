@@ -1,7 +1,8 @@
 """Checks of arguments, and of values that were read from files.
 
-A `require_` function returns the checked value, or raises ArgumentError with the argument, its value and the rule. A
-`read_` function does the same for a value from a file or the network, but raises DamageError.
+A `require_` function returns the checked value, or raises ArgumentError with the argument, its value and the rule.
+`require_choice` returns None. A `read_` function does the same for a value from a file or the network, but raises
+DamageError.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def require_count(argument: str, value: Any, least: int = 1, reason: str = "", m
     The error message has `reason` after `least`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}")
     if most is not None and int(value) > most:
         raise ArgumentError(f"{argument} ({value!r}) must be at most {most}; pass a smaller number")
     return int(value)
@@ -64,12 +65,19 @@ def require_choice(argument: str, value: Any, choices: Collection[str]) -> None:
 
 def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:
     """Return `value`, which must be a finite number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError as error:
+        raise ArgumentError(
+            f"{argument} ({value!r}) is beyond the range of a float; pass a number closer to 0"
+        ) from error
+    if not least <= number <= most:
         bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
-    if not math.isfinite(value):
+        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}")
+    if not math.isfinite(number):
         raise ArgumentError(f"{argument} ({value!r}) must be finite; pass a finite number")
-    return float(value)
+    return number
 
 
 # ---------------------------------------------------------------- values that were read
@@ -102,7 +110,7 @@ _MALFORMED_ERRORS = (
 
 
 class refuse_malformed:  # noqa: N801  Used like a function. contextlib.contextmanager takes longer for every record.
-    """Context manager that turns the errors of reading malformed JSON into a DamageError that names `subject`."""
+    """Context manager that turns errors of decoding malformed data into a DamageError that names `subject`."""
 
     __slots__ = ("_subject",)
 

@@ -296,7 +296,7 @@ def test_a_batch_size_is_a_whole_number_of_at_least_one(size: Any) -> None:
     memory.extend(**stream.ticks(4).arguments())
     with pytest.raises(ArgumentError) as refusal:
         memory.sample(size)
-    assert str(refusal.value) == f"batch_size ({size!r}) must be a whole number of at least 1; pass one"
+    assert str(refusal.value) == f"batch_size ({size!r}) must be a whole number of at least 1"
 
 
 @pytest.mark.parametrize("flags", ["terminated", "truncated"])
@@ -316,13 +316,13 @@ def test_set_flags_takes_one_flag_per_id(flags: str, bad: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"capacity": 1}, ["capacity (1)", "at least 2", "num_envs", "pass one"]),
-        ({"capacity": 0}, ["capacity (0)", "at least 2", "pass one"]),
-        ({"capacity": 1e6 + 0.5}, ["capacity (1000000.5)", "whole number", "pass one"]),
-        ({"capacity": True}, ["capacity (True)", "whole number", "pass one"]),
+        ({"capacity": 1}, ["capacity (1)", "at least 2", "num_envs"]),
+        ({"capacity": 0}, ["capacity (0)", "at least 2"]),
+        ({"capacity": 1e6 + 0.5}, ["capacity (1000000.5)", "whole number"]),
+        ({"capacity": True}, ["capacity (True)", "whole number"]),
         ({"capacity": 10**25}, ["capacity (10000000000000000000000000)", "at most", "pass a smaller number"]),
-        ({"num_envs": 0}, ["num_envs (0)", "at least 1", "pass one"]),
-        ({"num_envs": None}, ["num_envs (None)", "whole number", "pass one"]),
+        ({"num_envs": 0}, ["num_envs (0)", "at least 1"]),
+        ({"num_envs": None}, ["num_envs (None)", "whole number"]),
         ({"seed": -1}, ["seed (-1)", "non-negative", "Pass None or an integer"]),
         ({"seed": "x"}, ["seed ('x')", "Pass None or an integer"]),
         ({"extras": [1]}, ["extras ([1])", "must map names to spaces", "pass a dict"]),

@@ -1,8 +1,12 @@
-"""Sizes in bytes as text, and choices among words."""
+"""Sizes in bytes as text, choices among words, and numbers within bounds."""
+
+import math
+import re
+from typing import Any
 
 import pytest
 
-from holdall.checks import require_choice
+from holdall.checks import require_choice, require_number
 from holdall.errors import ArgumentError
 from holdall.units import format_bytes, parse_bytes
 
@@ -56,3 +60,22 @@ def test_a_value_outside_of_the_choices_is_refused(wrong: object) -> None:
     require_choice("turn", "first", ("first", "second"))
     with pytest.raises(ArgumentError, match=r"^turn \(.*\) must be one of first, second; pass one of these$"):
         require_choice("turn", wrong, ("first", "second"))
+
+
+@pytest.mark.parametrize(
+    ("value", "most", "rule"),
+    [
+        (0.5, 9.0, "must be a number from 1 to 9"),
+        (0, math.inf, "must be a number of at least 1"),
+        (True, math.inf, "must be a number of at least 1"),
+        ("3", math.inf, "must be a number of at least 1"),
+        (math.inf, math.inf, "must be finite; pass a finite number"),
+        (10**400, math.inf, "is beyond the range of a float; pass a number closer to 0"),
+        (-(10**400), 9.0, "is beyond the range of a float; pass a number closer to 0"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_number_outside_of_the_bounds_is_refused(value: Any, most: float, rule: str) -> None:
+    assert require_number("share", 2, 1, most) == 2.0
+    with pytest.raises(ArgumentError, match=rf"^share \(.*\) {re.escape(rule)}$"):
+        require_number("share", value, 1, most)

@@ -41,7 +41,8 @@ int narrow_find_kind(const uint8_t *values, Py_ssize_t bytes) {
     return not_bits ? PART_HALVES : PART_BITS;
 }
 
-/* The loops below have no branch that depends on the data, and `restrict`, so that compilers use vector instructions. */
+/* The arrays that are written below are `restrict`, and no branch in the loops depends on the data, so that compilers
+ * can vectorise them. */
 
 static void write_halves(uint16_t *restrict to, const uint8_t *restrict values, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) to[i] = (uint16_t)(value_at(values, i) >> 16);

@@ -12,17 +12,19 @@ static const uint32_t MAGIC = UINT32_C(0x314b5048); /* "HPK1" on little-endian m
 /* A run is not packed if more than one in MIN_ROWS_PER_EXCEPTION of its rows does not follow the plan. */
 enum { MIN_ROWS_PER_EXCEPTION = 8 };
 
-/* Rows between the two prefetches of `PackedRun.read`, and between the second one and the read. */
+/* `PackedRun.read` loads the record 2 * PREFETCH_ROWS rows, and the frames PREFETCH_ROWS rows, before it reads a
+ * row. */
 enum { PREFETCH_ROWS = 4 };
 
-/* The largest share of the plain rows that a run may take, because reading packed rows costs more time. */
+/* By default a run must be at most this share of the plain rows: a smaller saving is not worth the slower reads. */
 static const double DEFAULT_MAX_SHARE = 0.875, MAX_MAX_SHARE = 1000;
 
 PyTypeObject *packed_run_type;
 
 /* ---- reading ------------------------------------------------------------------------ */
 
-/* Copy the stretches of a piece. Sizes of items are constants, so that the compiler replaces memcpy by moves. */
+/* Copy the stretches of a piece. For 1, 2, 4 and 8 bytes the size is a constant, so that the compiler replaces memcpy
+ * by moves. */
 static inline void copy_stretches(uint8_t *to, Py_ssize_t to_step, const uint8_t *from, Py_ssize_t from_step,
                                   size_t bytes, Py_ssize_t count) {
 #define COPY(n)                                                                                                        \
@@ -189,8 +191,8 @@ static const char *lay_out_groups(PackedRun *run, packed_group *groups, uint64_t
     return NULL;
 }
 
-/* Set all fields of `run` that follow from the header and the tables of `image`, of which `available` bytes exist, and
- * the computed fields of the tables. Set `needed` to the bytes that the image should have. Return NULL, or a message.
+/* Fill the fields of `run`, and the computed fields of the tables, from the header and the tables of `image`.
+ * `available` bytes of it exist. `needed` gets the length that the image should have. Return NULL, or a message.
  * No sum overflows: counts are below 2^32, and the bytes of a row at most 2^20. */
 static const char *lay_out(PackedRun *run, uint8_t *image, size_t available, uint64_t *needed) {
     packed_header *const header = (packed_header *)image;
@@ -339,8 +341,9 @@ static uint32_t *find_slot(const packer *p, const uint8_t *log, size_t frame_byt
     return p->slots + slot;
 }
 
-/* Write the log of one group to `log`, which has `room` bytes, and the cursors of all rows. Rows are visited lane by
- * lane, so that neighbours in time are neighbours in the log. Return the number of frames, or -1 if they do not fit. */
+/* Write the log of one group to `log` (`room` bytes), and the cursor of every row to `p->cursors`. Rows are visited
+ * lane by lane, so that neighbours in time are neighbours in the log. Return the number of frames, or -1 if they do
+ * not fit. */
 static Py_ssize_t write_log(packer *p, uint32_t number, uint8_t *log, size_t room) {
     const packed_header *const header = p->run->header;
     const packed_group *const group = p->run->groups + number;
@@ -393,8 +396,8 @@ static void write_records(const packer *p) {
         }
 }
 
-/* Read all rows back. List up to `max_count` of those that differ from the original in `wrong`. Return their number,
- * which is larger than `max_count` if there are too many. */
+/* Read all rows back. Write the numbers of the rows that differ to `wrong`, at most `max_count`. Return how many
+ * differ; counting stops at `max_count` + 1. */
 static size_t compare_rows(const packer *p, size_t max_count, uint32_t *wrong) {
     const PackedRun *const run = p->run;
     size_t count = 0;

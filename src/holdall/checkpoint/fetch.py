@@ -1,8 +1,11 @@
-"""Blocks of a checkpoint in an object store: fetched on demand before they are read, and otherwise in the background.
+"""Blocks of a checkpoint in an object store.
 
-`RemoteBlocks` is the hook `Store.before_read` of a memory that was loaded from an object store. It fetches the units of
-the slices that a batch needs. `BackgroundFetch` fetches all blocks, newest first. When it has finished, the hook is
-removed.
+A batch waits only for the data that it needs; a thread fetches everything else meanwhile. A `Dataset` has no such
+thread.
+
+`RemoteBlocks` is the hook `Store.before_read` of a memory that was loaded from an object store. It fetches the
+compressed units that contain the slices of a batch. `BackgroundFetch` fetches all blocks, newest first. When it has
+finished, the hook is removed.
 """
 
 from __future__ import annotations
@@ -94,10 +97,10 @@ class RemoteBlocks:
         return Demand(file, start + offsets[units], start + offsets[units + 1])
 
 
-def start_fetch(segments: Sequence[Segment], store: Any, waiting: Waiting | None) -> BackgroundFetch | None:
-    """Install the hook and start the background fetch, if blocks of `segments` are in remote files."""
+def start_fetch(segments: Sequence[Segment], store: Any, waiting: Waiting) -> BackgroundFetch | None:
+    """Install the hook and start the background fetch. Do nothing if all blocks are on this machine."""
     hook = fetch_on_demand(segments)
-    if waiting is None or hook is None:
+    if hook is None:
         return None
     store.before_read = hook
     return BackgroundFetch(segments, store, waiting)

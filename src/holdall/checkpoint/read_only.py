@@ -25,8 +25,8 @@ def open_read_only(url: str | os.PathLike[str], number: int | None, cache_dir: s
     Args:
         number: Number of the checkpoint. None: the newest complete one.
         cache_dir: Directory for the local copies of data in an object store, which processes share.
-        timeout: Seconds without an answer of an object store after which an error is raised. Later reads wait until the
-            store answers.
+        timeout: While the checkpoint is being opened: seconds without an answer of an object store after which an error
+            is raised. Reads after that wait without a limit.
     """
     location = normalized_url(url)
     blobs = open_blobs(location, Waiting(location, timeout))

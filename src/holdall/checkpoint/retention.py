@@ -24,7 +24,7 @@ def collect(
     in_use: Iterable[str] = (),
     on_progress: OnProgress = lambda _done, _all: None,
 ) -> int:
-    """Remove all but the last `keep` complete checkpoints, and files that no checkpoint names.
+    """Keep the last `keep` complete checkpoints. Remove older ones, and the files that no checkpoint names any more.
 
     Args:
         lease: Lock of the place. No save is in progress besides that of the caller.
@@ -50,10 +50,14 @@ def collect(
 def choose(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], list[int]]:
     """Return the checkpoints to keep, and the numbers of those to remove.
 
-    The last `keep` complete checkpoints, and all newer ones, are kept. Checkpoints of a shard are kept if a manifest
-    of the whole memory names them, or if they are newer than all that are named, because a save over shards may be
-    about to name them. A damaged manifest is removed. Raise an error for a manifest that cannot be read, or that has a
-    newer format, because the files that it names are unknown.
+    The last `keep` complete checkpoints are kept, and also incomplete ones that are newer than the oldest of these. If
+    fewer than `keep` are complete, all are kept.
+    For a shard whose whole memory has manifests, `keep` is ignored. Its checkpoints are kept if a manifest of the whole
+    memory names them, or if they are newer than all that are named, because a save over shards may be about to name
+    them.
+    A damaged manifest is among those to remove. Raise an error for a manifest that cannot be read, or that has a newer
+    format, because the files that it names are unknown. For a shard, also raise an error if a manifest of the whole
+    memory is damaged, because the checkpoints that it names are unknown.
     """
     listed = reader.manifest_sizes()
     numbers = sorted(listed, reverse=True)
@@ -98,15 +102,20 @@ def remove_newer(reader: CheckpointReader, number: int) -> None:
 
     Files that no checkpoint names any more are removed by the next save.
     """
-    numbers = reader.numbers()
-    if number not in numbers or number == numbers[0]:
+    if not _list_newer(reader, number):
         return
     lease = reader.blobs.lock(f"roll back to checkpoint {number}, {describe_process()}")
     try:
-        for newer in numbers[: numbers.index(number)]:
+        for newer in _list_newer(reader, number):  # Another process may have saved or removed some before the lock.
             reader.blobs.delete(MANIFESTS + manifest_name(newer))
     finally:
         lease.release()
+
+
+def _list_newer(reader: CheckpointReader, number: int) -> list[int]:
+    """Return the numbers of the checkpoints after `number`. Empty if checkpoint `number` does not exist."""
+    numbers = reader.numbers()
+    return numbers[: numbers.index(number)] if number in numbers else []
 
 
 def _list_named(whole: CheckpointReader, folder: str | None) -> set[int]:

@@ -3,12 +3,13 @@
 The module of a command is imported when the command is called. Results go to stdout, progress and errors to stderr. An
 error that holdall raises becomes one line on stderr. With -v, before or after the command's name, the traceback of the
 error is shown.
-Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 the command ran and its check
-failed.
+Exit codes, unless the command says otherwise: 0 success, 1 an error that holdall raised, 2 a mistake on the command
+line, 3 the command ran and its check failed.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -59,7 +60,7 @@ Verbose = Annotated[
 
 
 class OneLineErrors(TyperGroup):
-    """A group of commands. An error that holdall raises ends with one line and exit code 1."""
+    """A group of commands. An error that holdall raises ends with one line and exit code 1, or that of ERROR_CODE."""
 
     def invoke(self, ctx: Any) -> Any:  # `ctx` is Any: its class is in click or in typer, by version.
         """Run the command. Without -v, turn an error of holdall into one line."""
@@ -123,6 +124,15 @@ class PipeWriter:
         os.close(nowhere)
 
 
+_REMEDIES = {
+    errno.ENOENT: "Name a file in a directory that exists.",
+    errno.ENOSPC: "Free disk space, or name a path on another disk.",
+    errno.EACCES: "Name a path that you may write to.",
+}
+"""What the user can do about an error of the operating system, by its `errno`."""
+_ANY_REMEDY = "Name another path."
+
+
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Turn an OSError in the `with` block into an error that names the option and the file."""
@@ -130,14 +140,14 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ArgumentError(
-            f"{option} ({path}) cannot be written: {error.strerror}. Name a file in a directory that exists."
+            f"{option} ({path}) cannot be written: {error.strerror}. {_REMEDIES.get(error.errno or 0, _ANY_REMEDY)}"
         ) from error
 
 
 COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "watch")
 """Commands. The module with a command's name has a function, or a Typer of subcommands, with the same name.
 
-If the module of a function has `NAME_CLASS`, that class of commands is used, as `PLAN_CLASS` for `plan`.
+If the module defines `<NAME>_CLASS` (`PLAN_CLASS` for `plan`), the command is made with that class.
 """
 
 
@@ -185,7 +195,8 @@ def holdall(verbose: Verbose = False, version: Version = False) -> None:
 def main() -> None:
     """Run the command line. This is the entry point of the `holdall` script.
 
-    On a terminal without Unicode, other characters are printed as "?". Bytes of a file name are printed unchanged.
+    If the encoding of a stream is UTF, the bytes of a file name are printed unchanged. If it is not, characters that it
+    lacks are printed as "?".
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -131,7 +131,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield _make_capacities(plan)
     yield _make_largest(plan)
     if plan.change is not None:
-        yield Text(f"Cheapest change that makes it fit: {plan.change.title} ({plan.change.why}).")
+        yield Text(f"A change that makes it fit: {plan.change.title} ({plan.change.why}).")
     elif plan.verdict:
         yield Text("No single change makes the run fit here.")
     yield Text(plan.code, style="cyan", no_wrap=True)

@@ -1,8 +1,9 @@
 """`collect`: actors that play in environments and feed a memory over shards.
 
 Ray restarts an actor that dies. The restarted actor has a new writer. Transitions that the actor had not sent are lost,
-and nothing is added twice. Actors wait for shards and for the limiter without a time limit. At the end every transition
-that was played is added, even beyond the limiter's bounds. Transitions that cannot be added are counted and logged.
+and nothing is added twice. While it plays, an actor waits for shards and for the limiter without a time limit.
+`Collection.stop` adds the transitions that are left, even beyond the limiter's bounds, within `timeout_s`. Those that
+are not added by then are counted and logged.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class Collection:
     def progress(self) -> list[CollectProgress]:
         """Return the progress of every actor. Raise ShardError if one failed.
 
-        For an actor that does not answer within seconds, the last known progress is returned.
+        For an actor that does not answer within `progress_s` seconds of the tuning, return the last known progress.
         """
         calls = [actor.progress.remote() for actor in self._actors]
         end_s = time.monotonic() + self._tuning.progress_s
@@ -224,7 +225,9 @@ class Collection:
         return self._known[: len(calls)]
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """End all actors once they have added what they played. Return how many transitions could not be added.
+        """End all actors once they have added the transitions that they played.
+
+        Return how many transitions could not be added, as far as the actors reported that.
 
         Actors stop waiting for a `limit`, so each actor may add a segment and a step beyond its bounds. If shards do
         not answer, the actors wait for them at most `timeout_s` seconds. Transitions that are not added by then are
@@ -281,7 +284,8 @@ def collect(
         env_fn: Makes a Gymnasium environment in the process of an actor, with the spaces of the memory.
         make_act: Given the number of an actor, returns the function that chooses actions. None: random actions.
         num_cpus: CPUs that Ray reserves for each actor.
-        spread: Number of shards that each actor sends to. None: all, or 2 if there are many actors.
+        spread: Number of shards that each actor sends to. None: 2 if there are more than two shards and at least as
+            many actors as shards, otherwise all.
     """
     require_count("num_actors", num_actors, 1)
     if spread is None and num_actors >= memory.num_shards > 2:

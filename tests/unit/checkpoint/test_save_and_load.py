@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -30,10 +31,18 @@ from holdall import (
     Uniform,
 )
 from holdall._native import Block, Coded, Raw, decode
-from holdall.checkpoint import CheckpointReader, Manifest, MemorySnapshot, Savers, load_newest, open_reader
+from holdall.checkpoint import (
+    CheckpointReader,
+    Manifest,
+    MemorySnapshot,
+    Savers,
+    load_newest,
+    open_reader,
+    remove_newer,
+)
 from holdall.checkpoint.data_file import DataFile
-from holdall.checkpoint.directory_blobs import DirectoryBlobs, DiskEntry, FileSystem
-from holdall.checkpoint.manifest import append_checksum
+from holdall.checkpoint.directory_blobs import DirectoryBlobs, DirectoryLease, DiskEntry, FileSystem
+from holdall.checkpoint.manifest import append_checksum, manifest_name
 from holdall.checkpoint.retention import choose
 from holdall.checkpoint.urls import is_remote, normalized_url
 from holdall.codec.codec import Codec
@@ -326,6 +335,25 @@ def test_choosing_among_many_checkpoints_lists_them_once(tmp_path: Path, trainer
     assert [manifest.number for manifest in kept] == list(range(20, 5, -1))
     assert stale == [5, 4, 3, 2, 1]
     assert listed.count(tmp_path / "manifests") == 1
+
+
+def test_a_roll_back_also_removes_checkpoints_that_were_saved_while_it_waited_for_the_lock(tmp_path: Path) -> None:
+    trainer = Trainer()
+    with trainer.memory as memory:
+        for _ in range(2):
+            trainer.add(1)
+            memory.save(tmp_path, keep=9).result()
+
+    class LockedByAnother(DirectoryBlobs):
+        """Another writer saves checkpoint 3, and releases the lock."""
+
+        def lock(self, owner: str) -> DirectoryLease:
+            manifests = self.root / "manifests"
+            shutil.copy(manifests / manifest_name(2), manifests / manifest_name(3))
+            return super().lock(owner)
+
+    remove_newer(CheckpointReader(LockedByAnother(tmp_path)), 1)
+    assert open_reader(tmp_path).numbers() == [1]
 
 
 def test_the_error_of_a_second_writer_says_if_it_is_in_the_same_process(tmp_path: Path, trainer: Trainer) -> None:

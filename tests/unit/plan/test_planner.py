@@ -10,7 +10,7 @@ from holdall.machine import Limit
 from holdall.tools.plan.measured import PlanError
 from holdall.tools.plan.needs import FitVerdict, HoldallUse
 from holdall.tools.plan.planner import change_needs, find_change, plan_snapshot
-from holdall.tools.probe.snapshot import FoundArray, FoundBuffer, Snapshot
+from holdall.tools.probe.snapshot import FoundArray, FoundBuffer, MeasuredUpdate, Snapshot
 from holdall.units import parse_bytes
 
 from .runs import GIB, MIB, NEEDS, REPLAY, STORED, limit_memory, make_memory, make_snapshot
@@ -72,6 +72,15 @@ def test_a_change_is_accepted_under_every_name_of_its_setting(name: str) -> None
 
 def test_an_update_grows_with_the_batch() -> None:
     assert change_needs(NEEDS, "batch_size", 512).need_bytes() == NEEDS.need_bytes() + 100 * MIB
+
+
+@pytest.mark.parametrize("gpu_bytes", [0, 2 * GIB])
+def test_a_note_says_with_which_batch_the_gpu_was_measured(gpu_bytes: int) -> None:
+    """The GPU's need is not scaled to other batches."""
+    update = MeasuredUpdate(256, 100 * MIB, 50 * MIB, gpu_bytes, gpu_bytes)
+    plan = plan_snapshot(make_snapshot(update=update), {"batch_size": 512}, limit_memory(24 * GIB))
+    assert plan.needs.gpu_reserved_bytes == gpu_bytes
+    assert any("The GPU's need was measured with batches of 256" in note for note in plan.notes) == bool(gpu_bytes)
 
 
 @pytest.mark.parametrize(

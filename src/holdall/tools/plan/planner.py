@@ -1,8 +1,8 @@
 """The plan of one run: the needs that a probe measured, the limits of a machine, and the sizes that would fit.
 
 In:  a `Snapshot`.  Out: a `Plan`, for the terminal and JSON, with the parts of the peak, the table of capacities, the
-largest sizes and the cheapest change.
-A suggested change is checked by the same arithmetic as the run itself, and is shown only if it fits.
+largest sizes and a suggested change: the first one that fits, in a fixed order.
+A suggested change is checked by the same arithmetic as the run itself.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Shares of the run's capacity for which the table has a row."""
 _MIN_BUDGET = 256 * 2**20
 """Smallest budget that is suggested."""
+_ROOM_PER_BUDGET = 1.2
+"""Free bytes per byte of a suggested budget: `1 + MARGIN` for its upper bound, and a reserve, because the changed run
+is measured anew."""
 _MAX_ROWS_AFTER_FAILURE = 10_000
 """Capacity with which a run is measured if its own buffer could not be allocated."""
 
@@ -96,7 +99,7 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """Return the lines to paste: the run with the cheapest change that makes it fit, if there is one."""
+        """Return the lines to paste: the run with the suggested change, if there is one."""
         return write_code(self.snapshot, self.needs if self.change is None else self.change.needs)
 
     def largest_sizes(self) -> Iterator[tuple[str, str]]:
@@ -198,7 +201,7 @@ def find_limits(
     Args:
         budget_bytes: A further limit, in addition to the machine's own.
         memory_bytes: Free memory of another machine.
-        gpu_bytes: Free memory of a GPU.
+        gpu_bytes: Free memory of a GPU. None: the GPU is not checked.
     """
     gpu = None if gpu_bytes is None else Limit("--vram", gpu_bytes, gpu_bytes)
     if memory_bytes is None:
@@ -332,7 +335,7 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
         smaller = replace(
             experience, row_bytes=experience.row_bytes / 4, copied_row_bytes=experience.copied_row_bytes / 4
         )
-        why = "rollouts keep the dtype of images from 2.7.1 on, so they are four times smaller"
+        why = "Stable-Baselines3 2.7.1 and later store the images of rollouts as uint8, a quarter of the bytes"
         yield SuggestedChange("upgrade Stable-Baselines3", why, replace(needs, experience=smaller))
     if needs.stored is not None:
         if needs.holdall is None:
@@ -346,13 +349,17 @@ def _suggest_changes(snapshot: Snapshot, needs: RunNeeds, limits: MachineLimits)
             yield from _suggest_budget(needs, limits.free_bytes)
     size = round_down(needs.largest_size(limits))
     if 0 < size < experience.size:
-        name = f"rollouts of {size:,} steps" if experience.is_rollout else f"a capacity of {size:,}"
-        why = f"the largest that fits, of {experience.size:,}"
+        if experience.is_rollout:
+            name = f"rollouts of {size:,} steps"
+            why = f"the longest rollouts that fit; they have {experience.size:,} steps now"
+        else:
+            name = f"a capacity of {size:,}"
+            why = f"the largest capacity that fits; it is {experience.size:,} now"
         yield SuggestedChange(name, why, needs.resized(size))
     batch = largest_batch(needs, limits)
     if batch:
         power = 1 << (batch.bit_length() - 1)
-        why = f"activations grow with the batch, of {needs.batch_size:,}"
+        why = f"activations grow with the batch, which is {needs.batch_size:,} now"
         yield SuggestedChange(f"batches of {power:,}", why, needs.with_batch(power))
     n_envs = experience.n_envs
     while n_envs > 1:
@@ -375,7 +382,7 @@ def _suggest_budget(needs: RunNeeds, free: int) -> Iterator[SuggestedChange]:
     nothing_held = needs.with_holdall_buffer(HoldallUse(budget_bytes=0, spill_dir="disk"))
     room = free - nothing_held.most_bytes()
     unit = 2**30 // 10 if room >= 2**30 else 2**20
-    budget = int(room / 1.2) // unit * unit  # The bound of holdall's part is up to `MARGIN` above the budget.
+    budget = int(room / _ROOM_PER_BUDGET) // unit * unit
     if budget < _MIN_BUDGET:
         return
     bounded = needs.with_holdall_buffer(HoldallUse(budget, prefer="memory", spill_dir="/path/on/disk"))
@@ -396,11 +403,14 @@ def _find_notes(snapshot: Snapshot, needs: RunNeeds) -> Iterator[str]:
         yield f"The command was not about to train when it was stopped: {snapshot.stopped_by}"
     if experience.max_rows is not None and not experience.is_rollout and experience.max_rows < experience.rows:
         steps = experience.max_rows * experience.n_envs
-        yield f"The run ends after {count_noun(steps, 'step')}, so its buffer is never fuller"
+        yield f"The run ends after {count_noun(steps, 'step')}, so its buffer never holds more than that"
     if needs.stored is not None and needs.stored.compressed_bytes is None and not experience.is_rollout:
         yield "Compression was not measured, so holdall's need is that of uncompressed data"
     if needs.measured_envs and experience.n_envs > needs.measured_envs:
         yield "Memory that further environments take outside Python, such as that of a simulator, is not counted"
+    if needs.gpu_reserved_bytes and needs.measured_batch_size:
+        batch = f"batches of {needs.measured_batch_size:,}"
+        yield f"The GPU's need was measured with {batch}. Its need with other batches is not known"
     if needs.held_transitions() < experience.transitions:
         held = format_count(round_down(needs.held_transitions()))
         yield f"The budget holds about {held} transitions of this data. Pass spill_dir to keep all of them"

@@ -78,7 +78,7 @@ _ROWS = (
     Setting("wrapper", "text", "atari: Stable-Baselines3's AtariWrapper.", choices=("", "atari")),
     Setting("budget", "size", 'A further limit, as in "8GiB" or "16 GB".'),
     Setting("memory", "size", "Free memory of another machine, in place of this one's."),
-    Setting("vram", "size", "Free memory of a GPU."),
+    Setting("vram", "size", "Free memory of a GPU. Without it, the GPU is not checked."),
 )
 SETTINGS = {setting.name: setting for setting in _ROWS}
 """All settings by name."""
