@@ -63,7 +63,10 @@ def remove(run: Path, _outside: Path, generator: Random) -> str:
 def remove_many(run: Path, _outside: Path, generator: Random) -> str:
     """Remove a folder, all files of it, or the whole directory."""
     folder = generator.choice([run / "segments", run / "manifests", run])
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:  # An earlier damage may have put a FIFO there, and `rmtree` would wait for its other end.
+        folder.unlink(missing_ok=True)
     if generator.random() < 0.5:
         folder.mkdir(exist_ok=True)
     return f"removed all of {folder.name}"
